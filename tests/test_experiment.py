@@ -7,8 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.experiment import EDGE_SECTIONS, may_identify
+from trishul_ray.experiment.experiment import may_identify
 from trishul_ray.experiment.loading import field_names, load_experiment
+from trishul_ray.stages import stage_names
 
 
 def test_every_field_is_described_and_in_the_id_or_not():
@@ -18,7 +19,7 @@ def test_every_field_is_described_and_in_the_id_or_not():
         section = experiment
         *parents, last = name.split(".")
         for parent in parents:
-            section = getattr(section, parent)
+            section = section.section_named(parent) if section is experiment else section
         info = type(section).model_fields[last]
         assert info.description or last == "name", f"{name} has no description"
         inner = identity
@@ -27,7 +28,7 @@ def test_every_field_is_described_and_in_the_id_or_not():
         extra = info.json_schema_extra
         outside = isinstance(extra, dict) and extra["identity"] != "default"
         unread = name == "adapter.alpha"  # by the default method
-        off = parents[:1] and parents[0] in EDGE_SECTIONS
+        off = parents[:1] and parents[0] in stage_names()
         assert (last in inner) != bool(outside or unread or off), name
         never = isinstance(extra, dict) and extra["identity"] is False
         assert may_identify(name) != never, name

@@ -31,13 +31,14 @@ MAY_IMPORT = {
     "data": {"config"},
     "models": {"adapters", "config", "data"},
     # The id has the content of own data and models; some defaults depend on what a backbone takes.
-    "experiment": {"adapters", "config", "data", "edge", "methods", "models", "tasks"},
-    # Its sections belong to the experiment, so it cannot read one.
-    "edge": {"adapters", "config", "methods", "spectral"},
+    "experiment": {"adapters", "config", "data", "edge", "methods", "models", "stages", "tasks"},
+    # A contract, which knows the part of an experiment that it may read as a protocol.
+    "stages": {"adapters", "config", "methods"},
+    "edge": {"adapters", "config", "methods", "spectral", "stages"},
     "tasks": {"config", "data", "models"},
     "tracking": {"config", "storage"},
     # Plug-ins: what the guides document, and nothing imports them.
-    "lab": {"adapters", "config", "methods", "spectral"},
+    "lab": {"adapters", "config", "methods", "spectral", "stages"},
 }
 #: Content of the lab, as other parts would name it.
 EXTENSIONS = (

@@ -325,6 +325,19 @@ class Registry(Generic[_T]):
         self._taken = frozenset(taken)
         self.classes: dict[str, type[_T]] = {}
 
+    @property
+    def field(self) -> str:
+        """The field of an experiment that names one of the classes."""
+        return self._field
+
+    def choices(self) -> list[str]:
+        """Return what the field may be: names that mean something else, then those of classes."""
+        return [*sorted(self._taken), *self.names()]
+
+    def reserve(self, names: Iterable[str]) -> None:
+        """Take names that mean something else."""
+        self._taken |= {*names}
+
     def add(self, name: str, cls: type[_T]) -> None:
         """Make a class available under a name; raises as :func:`claim`."""
         title = f"{self._title} {name!r}"

@@ -316,11 +316,11 @@ def test_a_file_of_devices_is_in_the_id_by_its_content(small, tmp_path, edge_run
 
 
 def test_defaults_of_our_own_are_named(small):
-    line = clock_line(small(ON, "devices.speed=3e11").devices)
+    line = clock_line(small(ON, "devices.speed=3e11").section(DevicesConfig))
     assert "devices.{speed_spread=1, down=20, up=5," in line and "power=4" in line
-    assert clock_line(small().devices) is None
+    assert clock_line(DevicesConfig()) is None
 
 
 def test_central_training_has_neither_devices_nor_a_cohort(small):
     twin = central_twin(small(*ALL))
-    assert not twin.devices.on and twin.id == central_twin(small("federation.clients=12")).id
+    assert not twin.stages and twin.id == central_twin(small("federation.clients=12")).id

@@ -15,11 +15,12 @@ from trishul_ray.edge.draws import poisson_cohort
 from trishul_ray.edge.privacy import accounting
 from trishul_ray.edge.privacy.clipping import automatic_norm
 from trishul_ray.edge.privacy.mechanism import SURVEY_NORM
+from trishul_ray.edge.privacy.stage import promised
 from trishul_ray.errors import FailsAgainError, InputError
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.federation.edge import privacy_report, promised
+from trishul_ray.federation.edge import privacy_report
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_class

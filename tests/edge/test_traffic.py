@@ -18,13 +18,13 @@ from trishul_ray.edge.codecs.base import Units, codec_class, codec_names
 from trishul_ray.edge.privacy.clipping import Clip
 from trishul_ray.edge.traffic import DownloadsConfig, UploadCodec, UploadsConfig, coded_state
 from trishul_ray.errors import InputError
-from trishul_ray.experiment.experiment import EDGE_SECTIONS
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import State
 from trishul_ray.rng import numpy_rng
+from trishul_ray.stages import stage_names
 
 HALF = Path(__file__).parent / "newcomers" / "half.py"
 #: A core head, another one, and a tensor.
@@ -297,7 +297,7 @@ def test_training_reads_the_coded_broadcast_and_scores_the_state(small):
     scored, inner_evaluate = [], inner.evaluate
     inner.evaluate = lambda sent, job: scored.append(sent) or inner_evaluate(sent, job)
     units = Units.of(server.blueprint.layout.units(server.blueprint.wire))
-    codec = codec_class("int4")(experiment.downloads)
+    codec = codec_class("int4")(experiment.section(DownloadsConfig))
     for number in (1, 2):
         whole = server.broadcast()
         server.step()
@@ -325,7 +325,7 @@ def test_clients_train_from_the_coded_broadcast_and_the_server_keeps_its_state(e
 def test_with_all_sections_off_no_run_meets_any_part_of_the_edge(method, small, drive_to_end):
     """So every run takes the path that it took before there was one."""
     experiment = small("resources.backend=inline", f"method={method}", "rounds=1")
-    assert not {*EDGE_SECTIONS, "edge_numerics"} & experiment.identity().keys()
+    assert not {*stage_names(), "edge_numerics"} & experiment.identity().keys()
     assert "edge_numerics" in small(f"method={method}", "devices.kind=lognormal").identity()
     server = InlineDriver(experiment, prepare_run(experiment), "a")
     for edge in (server.edge, server.executor.edge):

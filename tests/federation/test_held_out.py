@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from trishul_ray.config import FederationConfig
 from trishul_ray.edge.draws import participants
+from trishul_ray.edge.privacy.stage import promised
 from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import state_digest
-from trishul_ray.federation.edge import promised
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 

@@ -18,10 +18,10 @@ from tiny_files import TINY_TEXT, save_bert
 from transformers import ViTConfig, ViTForImageClassification
 
 from trishul_ray.errors import InputError
-from trishul_ray.experiment.experiment import EDGE_SECTIONS
 from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.methods.base import build_method
 from trishul_ray.runs.runner import run_steps
+from trishul_ray.stages import stage_names
 from trishul_ray.sweeps import status as status_module
 from trishul_ray.sweeps.status import examine
 from trishul_ray.tracking.progress import RunProgress
@@ -209,9 +209,8 @@ def fields_with_effect(world):
 
 def changed(world, name, rng):
     """Return an override that gives a field another valid value, None if it has none here."""
-    value = world.load()
-    for part in name.split("."):
-        value = getattr(value, part)
+    section, _, field = name.rpartition(".")
+    value = getattr(world.load().section_named(section) if section else world.load(), field)
     for _ in range(8):
         other = rng.choice(OTHERS[name]) if OTHERS.get(name) else another_value(name, value, rng)
         if other is None or other == value:
@@ -413,7 +412,7 @@ def test_every_field_that_can_change_a_number_is_in_the_id(worlds):
         ids = {name: world.load(override).id for name, override in overrides.items() if override}
         assert [name for name, id in ids.items() if id == world.load().id] == []
         # Fields of a section that is off have no other value while its switch is off.
-        without = {n for n in names if n not in ids and n.split(".")[0] not in EDGE_SECTIONS}
+        without = {n for n in names if n not in ids and n.split(".")[0] not in stage_names()}
         left = left & without if number else without
     assert left == WITHOUT_ANOTHER_VALUE
 

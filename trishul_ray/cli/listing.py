@@ -19,11 +19,11 @@ from pydantic.fields import FieldInfo
 from rich.table import Column, Table
 
 from trishul_ray.config import SHORT_MODEL_NAMES, ModelConfig, Noted, Places
-from trishul_ray.edge.codecs.base import NONE, codec_names
 from trishul_ray.methods.base import method_classes, method_names
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
 from trishul_ray.plugins import Plugin
+from trishul_ray.stages import STAGES
 from trishul_ray.tasks.base import task_kinds
 from trishul_ray.tracking.progress import format_count, format_duration
 
@@ -145,15 +145,13 @@ def field_list(experiment: "Experiment", width: int = 100) -> str:
 
     Fields of the method are those of the experiment's method.
     """
-    codecs = [NONE, *codec_names()]
-    registered = {
-        "method.name": method_names(),
-        "task.kind": task_kinds(),
-        "uploads.codec": codecs,
-        "downloads.codec": codecs,
-    }
+    registered = {"method.name": method_names(), "task.kind": task_kinds()}
+    fields = [each for each in _fields(experiment) if each[0] != "stages"]
+    for name, stage in STAGES.all().items():
+        registered |= {f"{name}.{f}": each.choices() for f, each in stage.registries.items()}
+        fields += _fields(experiment.section_named(name), f"{name}.")
     blocks = []
-    for name, field, value in _fields(experiment):
+    for name, field, value in fields:
         notes = [" | ".join(registered[name]) if name in registered else allowed(field)]
         extra = field.json_schema_extra
         if isinstance(extra, dict) and extra.get("identity") in (False, "default"):

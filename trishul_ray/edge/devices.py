@@ -103,13 +103,6 @@ class DevicesConfig(Section):
         return {name: path for name in ("path", "windows") if (path := getattr(self, name))}
 
     @property
-    def content_hashes(self) -> dict[str, str]:
-        """Their noted hashes, by field; a note on another path does not count."""
-        notes = {name: getattr(self, f"{name}_content") for name in self.files}
-        found = {name: note.hash_of(self.files[name]) for name, note in notes.items() if note}
-        return {name: hash_ for name, hash_ in found.items() if hash_}
-
-    @property
     def on(self) -> bool:
         """Whether the run has a clock."""
         return self.kind != "none"

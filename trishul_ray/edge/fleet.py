@@ -10,20 +10,28 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from trishul_ray.config import FederationConfig
+from trishul_ray.config import FederationConfig, Section
 from trishul_ray.edge.availability import DAY, MOST_DAYS, next_time, source_of
 from trishul_ray.edge.clock import Fate, Plan, Times, jain, plan
-from trishul_ray.edge.cohorts import CohortConfig, Past, Situation, strategy_class, utility
+from trishul_ray.edge.cohorts import (
+    COHORTS,
+    CohortConfig,
+    Past,
+    Situation,
+    strategy_class,
+    utility,
+)
 from trishul_ray.edge.devices import DECILES, Devices, DevicesConfig
 from trishul_ray.edge.draws import participants
 from trishul_ray.errors import FailsAgainError
 from trishul_ray.files import Json
-from trishul_ray.methods.base import exact_share
+from trishul_ray.methods.base import Method, exact_share
 from trishul_ray.rng import numpy_rng
+from trishul_ray.stages import Stage, StageSettings, register_stage
 
 #: Names of what a round's record has of the clock; see docs/clock.md.
 CLOCK_NUMBERS = {
@@ -407,6 +415,55 @@ def asked_clients(cohort: CohortConfig, federation: FederationConfig) -> int:
     return math.ceil(exact_share(federation.clients_per_round, cohort.extra))
 
 
+@register_stage("devices")
+class Clock(Stage):
+    """Clients are asked, come in time or late, and spend energy, on a simulated clock."""
+
+    Config: ClassVar[type[Section]] = DevicesConfig
+    wire = 1
+
+    def __init__(self, config: Section, settings: StageSettings) -> None:
+        super().__init__(config, settings)
+        self.devices, self.cohort = settings.section(DevicesConfig), settings.section(CohortConfig)
+
+    @property
+    def acts_on_changes(self) -> bool:
+        """It decides who takes part, whatever they send."""
+        return False
+
+    def check(self, method: Method) -> None:
+        """Refuse sections that do not go together."""
+        private = self.settings.is_set("privacy")
+        check_fleet(self.devices, self.cohort, self.settings.federation, private=private)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The files of devices and windows."""
+        return self.devices.files
+
+    def prepare(self) -> Sequence[str]:
+        """Read the files, and name the defaults that a run's seconds and joules rest on."""
+        if not self.devices.on:
+            return ()
+        Devices.of(self.devices, self.settings.seed, self.settings.federation.clients)
+        source_of(self.devices, self.settings.seed, self.settings.federation.clients)
+        line = clock_line(self.devices)
+        return () if line is None else (line,)
+
+
+@register_stage("cohort")
+class Cohorts(Clock):
+    """The same stage, for an experiment that sets the section ``cohort``."""
+
+    Config = CohortConfig
+    registries: ClassVar = {"select": COHORTS}
+
+    @classmethod
+    def parts(cls, config: Section, settings: StageSettings) -> Sequence[Stage]:
+        """Return the clock, unless the section ``devices`` brings it."""
+        return [] if settings.is_set("devices") else [Clock(DevicesConfig(), settings)]
+
+
 def check_fleet(
     devices: DevicesConfig,
     cohort: CohortConfig,
@@ -441,17 +498,6 @@ def check_fleet(
             + f"(less federation.held_out={federation.held_out:g}) " * (federation.held_out > 0)
             + "clients; it must ask at most all"
         )
-
-
-def check_files(devices: DevicesConfig, seed: int, clients: int) -> None:
-    """Check that the files of devices and windows can be read.
-
-    Raises:
-        InputError: One cannot; names it.
-    """
-    if devices.on:
-        Devices.of(devices, seed, clients)
-        source_of(devices, seed, clients)
 
 
 def clock_line(devices: DevicesConfig) -> str | None:

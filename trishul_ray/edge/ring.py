@@ -13,13 +13,65 @@ Legend: W entries of the shared part.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
+from pydantic import Field, model_validator
 
+from trishul_ray.config import Section
 from trishul_ray.edge.changes import Change, Sender
+from trishul_ray.methods.base import Method
+from trishul_ray.stages import Stage
 
 #: Bytes of an element of the ring.
 ELEMENT = 8
+
+
+class SumConfig(Section):
+    """How uploads are added."""
+
+    sum: Literal["float", "ring"] = Field(
+        "float",
+        description="float: in float64, by ascending client; ring: in fixed point modulo 2^64, "
+        "equal to the bit in every order, as secure sums need it",
+    )
+    fraction_bits: int = Field(
+        32, ge=8, le=48, description="f of sum=ring: values are multiples of 2^-f"
+    )
+    min_clients: int = Field(
+        2,
+        ge=1,
+        description="sum=ring: what fewer clients have trained stays as it was, as the sum of one "
+        "shows what it sent",
+    )
+
+    @model_validator(mode="after")
+    def _check_sum(self) -> "SumConfig":
+        if self.sum == "float":
+            self.refuse_unread(["fraction_bits", "min_clients"], "with sum='float'")
+        return self
+
+
+class RingSum(Stage):
+    """Clients send fixed point, and the server adds integers; a part of the section ``server``."""
+
+    name, wire = "ring", 5
+    config: SumConfig
+
+    def check(self, method: Method) -> None:
+        """Refuse a sum that would never be used, and a field that has no effect."""
+        private, least = self.settings.is_set("privacy"), self.config.min_clients
+        size = self.settings.federation.clients_per_round
+        if not private and size < least:
+            raise ValueError(
+                f"server.min_clients={least} exceeds federation.clients_per_round={size}: no sum "
+                "in the ring would ever be used"
+            )
+        if private and least != SumConfig.model_fields["min_clients"].default:
+            raise ValueError(
+                f"server.min_clients={least} has no effect with privacy, whose noise hides what "
+                "single clients have trained; set only one"
+            )
 
 
 @dataclass(frozen=True)

@@ -16,19 +16,22 @@ a round: the published rates of 0.01 to 1 would destroy the model. The default o
 Legend: W entries of the shared part.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from trishul_ray.config import Section
+from trishul_ray.edge.ring import RingSum, SumConfig
+from trishul_ray.stages import Stage, StageSettings, register_stage
 
 #: Server learning rates if none is set: the mean itself, and our own for the adaptive ones.
 PLAIN_RATE, ADAPTIVE_RATE = 1.0, 1e-3
 
 
-class ServerConfig(Section):
-    """What the server does with the mean of a round."""
+class ServerConfig(SumConfig):
+    """What the server does with the uploads of a round, and with their mean."""
 
     optimizer: Literal["none", "sgd", "adagrad", "adam", "yogi"] = Field(
         "none", description="server optimizer on the mean change; sgd has momentum (FedAvgM)"
@@ -44,21 +47,6 @@ class ServerConfig(Section):
         1e-3, gt=0, description="τ: adaptivity, below which a change counts less; v starts at τ²"
     )
 
-    sum: Literal["float", "ring"] = Field(
-        "float",
-        description="float: in float64, by ascending client; ring: in fixed point modulo 2^64, "
-        "equal to the bit in every order, as secure sums need it",
-    )
-    fraction_bits: int = Field(
-        32, ge=8, le=48, description="f of sum=ring: values are multiples of 2^-f"
-    )
-    min_clients: int = Field(
-        2,
-        ge=1,
-        description="sum=ring: what fewer clients have trained stays as it was, as the sum of one "
-        "shows what it sent",
-    )
-
     @model_validator(mode="after")
     def _check_fields_are_read(self) -> "ServerConfig":
         unread = {
@@ -67,8 +55,6 @@ class ServerConfig(Section):
             "adagrad": ["momentum", "beta2"],
         }
         self.refuse_unread(unread.get(self.optimizer, []), f"with optimizer={self.optimizer!r}")
-        if self.sum == "float":
-            self.refuse_unread(["fraction_bits", "min_clients"], "with sum='float'")
         return self
 
     @property
@@ -84,6 +70,26 @@ class ServerConfig(Section):
         return self.optimizer not in ("none", "sgd") or (
             self.optimizer == "sgd" and self.momentum > 0
         )
+
+
+@register_stage("server")
+class ServerOptimizer(Stage):
+    """The server takes the mean change of a round as a gradient."""
+
+    Config, wire = ServerConfig, 0
+    config: ServerConfig
+
+    @classmethod
+    def parts(cls, config: Section, settings: StageSettings) -> Sequence[Stage]:
+        """Return the optimizer and the sum in fixed point, if they are on."""
+        assert isinstance(config, ServerConfig)
+        optimizer = [cls(config, settings)] if config.optimizer != "none" else []
+        return [*optimizer, *([RingSum(config, settings)] if config.sum == "ring" else [])]
+
+    @property
+    def remembered(self) -> tuple[str, ...]:
+        """Momentum and second moments depend on earlier rounds."""
+        return (f"server.optimizer={self.config.optimizer!r}",) if self.config.remembers else ()
 
 
 def server_step(

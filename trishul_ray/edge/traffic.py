@@ -14,15 +14,17 @@ Legend: W entries of the shared part, U units of aggregation.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from pydantic import model_validator
 
 from trishul_ray.config import in_id_if_set
 from trishul_ray.edge.changes import Change, Sender, norm_of
-from trishul_ray.edge.codecs.base import NONE, Codec, CodecFields, Units, build_codec
-from trishul_ray.methods.base import State
+from trishul_ray.edge.codecs.base import CODECS, NONE, Codec, CodecFields, Units, build_codec
+from trishul_ray.edge.server_optimizer import ServerConfig
+from trishul_ray.methods.base import Method, State
+from trishul_ray.stages import Stage, register_stage
 
 
 class UploadsConfig(CodecFields):
@@ -48,6 +50,37 @@ class UploadsConfig(CodecFields):
 
 class DownloadsConfig(CodecFields):
     """What the server sends: a codec of its state; scores are those of the state as it is."""
+
+
+@register_stage("uploads")
+class Uploads(Stage):
+    """Clients send their changes encoded by a codec, with or without error feedback."""
+
+    Config, wire = UploadsConfig, 3
+    config: UploadsConfig
+    registries: ClassVar = {"codec": CODECS}
+
+    def check(self, method: Method) -> None:
+        """Refuse sums in fixed point, which need changes as they are."""
+        if self.settings.section(ServerConfig).sum == "ring":
+            raise ValueError(
+                f"uploads.codec={self.config.codec!r} saves nothing with server.sum='ring', which "
+                "adds what clients send as it is, eight bytes a number; set only one"
+            )
+
+    @property
+    def remembered(self) -> tuple[str, ...]:
+        """Error feedback adds what earlier rounds left out."""
+        return ("uploads.error_feedback=true",) if self.config.error_feedback else ()
+
+
+@register_stage("downloads")
+class Downloads(Stage):
+    """Clients read the broadcast as a codec decodes it; the server keeps its state."""
+
+    Config, wire = DownloadsConfig, 2
+    config: DownloadsConfig
+    registries: ClassVar = {"codec": CODECS}
 
 
 #: A state as it is sent.

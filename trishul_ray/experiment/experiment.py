@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from functools import cache, cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import (
@@ -19,6 +19,7 @@ from pydantic import (
     PlainSerializer,
     SerializeAsAny,
     ValidationError,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -37,16 +38,8 @@ from trishul_ray.config import (
     StorageConfig,
     TaskConfig,
     TrackingConfig,
-    in_id_if_set,
     not_in_id,
 )
-from trishul_ray.edge.codecs.base import NONE
-from trishul_ray.edge.cohorts import CohortConfig
-from trishul_ray.edge.devices import DevicesConfig
-from trishul_ray.edge.fleet import check_fleet
-from trishul_ray.edge.privacy.config import PrivacyConfig, refusal
-from trishul_ray.edge.server_optimizer import ServerConfig
-from trishul_ray.edge.traffic import DownloadsConfig, UploadsConfig
 from trishul_ray.errors import did_you_mean
 from trishul_ray.files import Json
 from trishul_ray.methods.base import (
@@ -58,8 +51,9 @@ from trishul_ray.methods.base import (
 )
 from trishul_ray.plugins import Plugin, find_noted, find_plugin
 from trishul_ray.redaction import redact_fields
+from trishul_ray.stages import STAGES, Stages, noted_hashes, stage_names
 from trishul_ray.tasks.base import task_kinds
-from trishul_ray.version import AUDIT_NUMERICS, EDGE_NUMERICS, NUMERICS
+from trishul_ray.version import EDGE_NUMERICS, NUMERICS
 
 #: LoRA rank per adapted matrix of each named budget (paper, "Parameter Budget").
 BUDGET_RANKS = {"lower": 32, "higher": 64}
@@ -67,14 +61,10 @@ BUDGET_RANKS = {"lower": 32, "higher": 64}
 #: Hex digits of an experiment's id.
 ID_LENGTH = 12
 
-#: Sections that are off by default, and then left out of files.
-EDGE_SECTIONS = ("uploads", "downloads", "privacy", "devices", "cohort", "server")
-
-#: Sections that act on what clients send, and so need a method that allows it.
-ON_CHANGES = ("uploads", "downloads", "privacy", "server")
-
 #: Clients that ``evaluation.diagnostics_cohort=all`` compares at most: every pair, in memory.
 MOST_COMPARED = 100
+
+_S = TypeVar("_S", bound=Section)
 
 #: Writes YAML; the one in C, which every wheel of PyYAML has, is four times faster.
 _YAML = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -104,6 +94,13 @@ def _validated_method(value: Any) -> Any:
         return config.model_validate(today)
 
 
+@cache
+def _model_of(sections: tuple[tuple[str, type[Section]], ...]) -> type[BaseModel]:
+    """Return a model of sections of stages: its errors name the section first."""
+    fields: dict[str, Any] = {name: (section, ...) for name, section in sections}
+    return create_model("Stages", **fields)
+
+
 class Experiment(Section):
     """A federated run. Every field that can change a number is part of :attr:`id`."""
 
@@ -128,16 +125,9 @@ class Experiment(Section):
     ] = Field(default_factory=lambda: _validated_method("trishul"), validate_default=True)
     optimizer: OptimizerConfig = OptimizerConfig()
     federation: FederationConfig = FederationConfig()
-    uploads: UploadsConfig = in_id_if_set(UploadsConfig(), "how what clients send is encoded")
-    downloads: DownloadsConfig = in_id_if_set(
-        DownloadsConfig(), "how what the server sends is encoded"
+    stages: dict[str, SerializeAsAny[Section]] = not_in_id(
+        {}, "the sections of stages that are set; they are written beside the others"
     )
-    privacy: PrivacyConfig = in_id_if_set(
-        PrivacyConfig(), "client-level differential privacy of what clients send"
-    )
-    devices: DevicesConfig = in_id_if_set(DevicesConfig(), "what clients compute on: the clock")
-    cohort: CohortConfig = in_id_if_set(CohortConfig(), "who is asked, and who of them counts")
-    server: ServerConfig = in_id_if_set(ServerConfig(), "what the server does with a round's mean")
     evaluation: EvaluationConfig = EvaluationConfig()
     resources: ResourcesConfig = ResourcesConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -147,12 +137,28 @@ class Experiment(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _load_plugins(cls, fields: Any) -> Any:
+    def _gather(cls, fields: Any) -> Any:
         # First of all: the names of other fields may be a plug-in's. A stored configuration never
         # brings code: a note is looked for among the plug-ins that this process has loaded.
-        if not isinstance(fields, dict) or not fields.get("plugins"):
+        if not isinstance(fields, dict):
             return fields
-        return fields | {"plugins": tuple(map(find_noted, fields["plugins"]))}
+        if fields.get("plugins"):
+            fields = fields | {"plugins": tuple(map(find_noted, fields["plugins"]))}
+        if "stages" in fields:
+            raise ValueError("stages: name a section itself, such as server.lr=0.1")
+        unknown = fields.keys() - cls.model_fields.keys()
+        if not unknown or not (given := unknown & {*stage_names()}):
+            return fields
+        stages = {name: fields[name] for name in sorted(given)}
+        return {k: v for k, v in fields.items() if k not in given} | {"stages": stages}
+
+    @field_validator("stages", mode="before")
+    @classmethod
+    def _read_stages(cls, given: dict[str, Any]) -> dict[str, Section]:
+        """Validate the sections of stages, and leave out those at their defaults."""
+        kinds = tuple((name, STAGES[name].Config) for name in given)
+        found = vars(_model_of(kinds).model_validate(given))
+        return {name: found[name] for name, kind in kinds if found[name] != kind()}
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> "Experiment":
@@ -181,7 +187,7 @@ class Experiment(Section):
             supported = [name for name, cls in method_classes().items() if cls.takes_limits]
             raise ValueError(
                 f"federation.compute={fed.compute!r} needs a method that supports limited clients "
-                f"({', '.join(supported)}), not {self._method_as_set()}"
+                f"({', '.join(supported)}), not {self.method_as_set}"
             )
         if self.evaluation.diagnostics_cohort == "all" and fed.clients > MOST_COMPARED:
             raise ValueError(
@@ -205,7 +211,7 @@ class Experiment(Section):
                 f"federation.stacked={fed.stacked}: model.dropout=true draws from a random stream "
                 "of each client, which those who train together cannot have; set only one"
             )
-        self._check_edge()
+        self._check_stages()
         build_method(self.method).check(self)
         if self.resources.actors != "auto" and fed.clients_per_actor != "auto":
             raise ValueError(
@@ -213,69 +219,48 @@ class Experiment(Section):
             )
         return self
 
-    def _check_edge(self) -> None:
-        """Check that the method allows what acts on changes.
-
-        Raises:
-            ValueError: A section of the edge is on and breaks a promise of its own or the method's.
-        """
-        if self.uploads.codec != NONE and self.server.sum == "ring":
-            raise ValueError(
-                f"uploads.codec={self.uploads.codec!r} saves nothing with server.sum='ring', which "
-                "adds what clients send as it is, eight bytes a number; set only one"
-            )
-        least, size = self.server.min_clients, self.federation.clients_per_round
-        if self.server.sum == "ring" and not self.privacy.on and size < least:
-            raise ValueError(
-                f"server.min_clients={least} exceeds federation.clients_per_round={size}: no sum "
-                "in the ring would ever be used"
-            )
-        if self.privacy.on and least != type(self.server).model_fields["min_clients"].default:
-            raise ValueError(
-                f"server.min_clients={least} has no effect with privacy, whose noise hides what "
-                "single clients have trained; set only one"
-            )
-        check_fleet(self.devices, self.cohort, self.federation, private=self.privacy.on)
-        method, fed = build_method(self.method), self.federation
-        if self.privacy.on:
-            refused = refusal(
-                self.privacy,
-                clients=fed.participants,
-                cohort=fed.clients_per_round,
-                weighting=fed.weighting,
-                server=self.server.optimizer,
-            )
-            if refused is not None:
-                raise ValueError(refused)
-            if (plan := method.survey_plan) is not None and plan.decides_adapters:
-                raise ValueError(
-                    f"privacy: {self._method_as_set()} lets what clients measure before round 1 "
-                    "decide the adapters, in clear; allowed for trishul: method.allocation="
-                    "waterfill or uniform"
-                )
-        section = next(filter(self.is_set, ON_CHANGES), None)
+    def _check_stages(self) -> None:
+        method, stages = build_method(self.method), Stages.of(self)
+        for stage in stages:
+            stage.check(method)
+        section = next((stage.name for stage in stages if stage.acts_on_changes), None)
         if section is not None and not method.mean_is_enough:
             fitting = [name for name, cls in method_classes().items() if cls.mean_is_enough]
             raise ValueError(
                 f"{section}: needs a method whose next state is a function of the mean upload "
-                f"({', '.join(fitting)}), not {self._method_as_set()}"
+                f"({', '.join(fitting)}), not {self.method_as_set}"
             )
 
     @property
     def remembered(self) -> tuple[str, ...]:
         """The fields, as ``field=value``, that add to a change what earlier rounds left."""
-        found = {
-            f"server.optimizer={self.server.optimizer!r}": self.server.remembers,
-            "uploads.error_feedback=true": self.uploads.error_feedback,
-        }
-        return tuple(field for field, on in found.items() if on)
+        return tuple(field for stage in Stages.of(self) for field in stage.remembered)
 
     def is_set(self, section: str) -> bool:
-        """Return whether a section that is off by default, such as ``privacy``, is on."""
-        return bool(getattr(self, section) != type(self).model_fields[section].default)
+        """Return whether a section that is off by default, such as that of a stage, is on."""
+        return section in self.stages
 
-    def _method_as_set(self) -> str:
-        """Return the method and, if its class alone would do, how it differs from the default."""
+    def section(self, kind: type[_S]) -> _S:
+        """Return the section of a stage by its class, at its defaults if it is not set."""
+        found = (each for each in self.stages.values() if type(each) is kind)
+        return next((each for each in found if isinstance(each, kind)), kind())
+
+    def section_named(self, name: str) -> Section:
+        """Return a section by its name; that of a stage at its defaults if it is not set.
+
+        Raises:
+            KeyError: There is none of this name.
+        """
+        if name in type(self).model_fields:
+            found = getattr(self, name)
+            if isinstance(found, Section):
+                return found
+            raise KeyError(name)
+        return self.stages.get(name) or STAGES[name].Config()
+
+    @property
+    def method_as_set(self) -> str:
+        """The method and, if its class alone would do, how it differs from the default."""
         text, fields = f"method={self.method.name!r}", type(self.method).model_fields
         if method_class(self.method.name).mean_is_enough:
             values = {name: getattr(self.method, name) for name in fields}
@@ -296,18 +281,21 @@ class Experiment(Section):
         an own model is in the place of its path; see :mod:`trishul_ray.experiment.identity`.
         """
         kept = _identity_of(self)
-        if kept.keys() & EDGE_SECTIONS:
+        for name, section in self.stages.items():
+            kept[name] = _identity_of(section)
+        for stage in Stages.of(self):
+            kept |= stage.versions
+            if hashes := noted_hashes(stage):
+                kept[stage.name] |= hashes
+        if self.stages:
             kept["edge_numerics"] = EDGE_NUMERICS
-        if self.privacy.canaries:
-            kept["audit_numerics"] = AUDIT_NUMERICS
-        for folder, number in plugins.numerics(method_class(self.method.name)).items():
+        used = [method_class(self.method.name), *(STAGES[name] for name in self.stages)]
+        for folder, number in (pair for cls in used for pair in plugins.numerics(cls).items()):
             kept[f"{folder}_numerics"] = number
         if self.data.content_hash is not None:
             kept["data"]["path"] = self.data.content_hash
         if self.model.content_hash is not None:
             kept["model"]["name"] = self.model.content_hash
-        for name, hash_ in self.devices.content_hashes.items():
-            kept["devices"][name] = hash_
         if self.plugins:
             kept["plugins"] = sorted(plugin.content for plugin in self.plugins)
         if (read := build_method(self.method).fields_read) is not None:
@@ -356,9 +344,8 @@ class Experiment(Section):
         fields = self.model_dump(mode="json")
         if not sources:
             fields |= redact_fields({name: fields[name] for name in ("storage", "tracking")})
-        for section in EDGE_SECTIONS:
-            if not self.is_set(section):
-                del fields[section]
+        pairs = ((k, v) for k, v in fields.items())
+        fields = {n: v for k, x in pairs for n, v in (x if k == "stages" else {k: x}).items()}
         if self.model.quantize == "none":
             del fields["model"]["quantize"]
         if not self.plugins:
@@ -377,6 +364,9 @@ class Experiment(Section):
         fields = self.to_dict()
         text: str = yaml.dump(fields, Dumper=_YAML, sort_keys=False, allow_unicode=True)
         return text.encode()
+
+
+STAGES.reserve(Experiment.model_fields)
 
 
 def received(fields: Json) -> Experiment:
@@ -411,6 +401,9 @@ def _identifying(section: type[BaseModel]) -> tuple[tuple[str, Any, Any], ...]:
 def may_identify(field: str) -> bool:
     """Return whether a field, by its dotted name, can be part of an experiment's id at all."""
     section: Any = Experiment
+    first, _, field_of_stage = field.partition(".")
+    if first not in Experiment.model_fields and first in stage_names():
+        section, field = STAGES[first].Config, field_of_stage
     for name in field.split("."):
         if not (isinstance(section, type) and issubclass(section, BaseModel)):
             break  # a method or task knows its own

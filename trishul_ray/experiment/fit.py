@@ -15,6 +15,7 @@ from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.hub import ON_HUB
 from trishul_ray.data.own import CUSTOM
 from trishul_ray.data.prepare import find_source, prepare
+from trishul_ray.edge.privacy.config import PrivacyConfig
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.methods.base import Site, build_method
@@ -131,7 +132,7 @@ def check_fits(experiment: Experiment) -> None:
 def _check_fits(experiment: Experiment) -> None:
     site = build_site(Backbone.of(experiment.model, experiment.storage.places).shapes, experiment)
     adapters = build_method(experiment.method, experiment.adapter).adapters(site)
-    denoise = experiment.privacy.denoise
+    denoise = experiment.section(PrivacyConfig).denoise
     if denoise != "none" and not any(isinstance(each, MultiHead) for each in adapters.values()):
         raise InputError(
             f"privacy.denoise={denoise!r} needs a method with cores (fedsb, ravan, trishul), not "

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from trishul_ray import plugins
 from trishul_ray.config import Noted
 from trishul_ray.errors import InputError
+from trishul_ray.stages import STAGES, Stages, noted_hashes
 
 if TYPE_CHECKING:
     from trishul_ray.config import DataConfig, ModelConfig
@@ -35,14 +36,16 @@ def note_content(experiment: "Experiment") -> "Experiment":
         data = data.model_copy(update={"content": Noted(found, str(data.path))})
     if (found := _model_content(model)) is not None:
         model = model.model_copy(update={"content": Noted(found, model.name)})
-    devices = experiment.devices
-    notes = {
-        f"{name}_content": Noted(found, path)
-        for name, path in devices.files.items()
-        if (found := _file_content(path)) is not None
-    }
-    devices = devices.model_copy(update=notes) if notes else devices
-    return experiment.model_copy(update={"data": data, "model": model, "devices": devices})
+    stages = dict(experiment.stages)
+    for stage in Stages.of(experiment):
+        notes = {
+            f"{name}_content": Noted(found, path)
+            for name, path in stage.files.items()
+            if (found := _file_content(path)) is not None
+        }
+        if notes:
+            stages[stage.name] = stage.config.model_copy(update=notes)
+    return experiment.model_copy(update={"data": data, "model": model, "stages": stages})
 
 
 def note_plugins(experiment: "Experiment") -> "Experiment":
@@ -61,9 +64,12 @@ def _registered(experiment: "Experiment") -> list[str]:
         f"method={experiment.method.name}",
         f"task.kind={experiment.task.kind}",
         f"data.name={experiment.data.name}",
-        f"codec={experiment.uploads.codec}",
-        f"codec={experiment.downloads.codec}",
-        f"cohort.select={experiment.cohort.select}",
+        *(f"stage={name}" for name in experiment.stages),
+        *(
+            f"{registry.field}={getattr(section, field)}"
+            for name, section in experiment.stages.items()
+            for field, registry in STAGES[name].registries.items()
+        ),
     ]
 
 
@@ -91,13 +97,14 @@ def check_content(experiment: "Experiment") -> None:
         InputError: They are not, or workers could not load its method or task.
     """
     _check_plugins(experiment)
-    data, model, devices = experiment.data, experiment.model, experiment.devices
+    data, model = experiment.data, experiment.model
     for field, path, noted, now in (
         ("data.path", data.path, data.content_hash, _data_content(data)),
         ("model.name", model.name, model.content_hash, _model_content(model)),
         *(
-            (f"devices.{name}", path, devices.content_hashes.get(name), _file_content(path))
-            for name, path in devices.files.items()
+            (f"{stage.name}.{name}", path, noted_hashes(stage).get(name), _file_content(path))
+            for stage in Stages.of(experiment)
+            for name, path in stage.files.items()
         ),
     ):
         if noted is not None and now is not None and noted != now:

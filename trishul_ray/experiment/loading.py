@@ -9,7 +9,7 @@ one that is set.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import cache
 from importlib import resources
@@ -21,9 +21,8 @@ from pydantic import BaseModel, ValidationError
 
 from trishul_ray import plugins
 from trishul_ray.config import SHORT_MODEL_NAMES, value_types
-from trishul_ray.edge.privacy.accounting import affordable
 from trishul_ray.errors import InputError, one_line
-from trishul_ray.experiment.experiment import EDGE_SECTIONS, Experiment
+from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.identity import note_content, note_plugins
 from trishul_ray.experiment.learning_rates import with_learning_rate
 from trishul_ray.experiment.yaml_files import (
@@ -34,6 +33,7 @@ from trishul_ray.experiment.yaml_files import (
     read_yaml,
 )
 from trishul_ray.methods.base import MethodConfig, method_class, method_names
+from trishul_ray.stages import STAGES, Stages, stage_names
 
 #: Fields that have a short name.
 SHORT_FIELDS = {"dataset": "data.name", "model": "model.name", "method": "method.name"}
@@ -87,7 +87,7 @@ def experiment_of_arguments(
     user = {k: dict(v) if isinstance(v, Mapping) else v for k, v in fields.items()}
     given: list[tuple[str, str, Any]] = []
     for key, value in arguments.items():
-        if isinstance(value, Mapping) and key in Experiment.model_fields:
+        if isinstance(value, Mapping) and _is_top(key):
             given += [(key, f"{key}.{inner}", content) for inner, content in value.items()]
         else:
             value = str(value) if isinstance(value, Path) else value
@@ -109,7 +109,7 @@ def _load(user: RawFields, given: Sequence[tuple[str, str, Any]]) -> Experiment:
     for said, name, value in given:  # that has further fields
         if name == "method.name":
             set_field(user, name, _read_word(value, name, user, said), said)
-    known = list(field_names(_method_of(user)))
+    known = list(_core_names(_method_of(user)))
     for said, name, value in given:
         if name != "plugins":
             name = full_name(name, known)
@@ -120,15 +120,19 @@ def _load(user: RawFields, given: Sequence[tuple[str, str, Any]]) -> Experiment:
 def full_name(key: str, known: Sequence[str]) -> str:
     """Return the dotted name of the field that ``key`` means: its own, or the last part of one.
 
+    A field of a stage takes no short name from another one.
+
     Raises:
-        InputError: no field in ``known`` has this last part, or several have it.
+        InputError: no field in ``known``, or of a stage, has this last part, or several have it.
     """
-    if "." in key or key in Experiment.model_fields or key in SHORT_FIELDS:
+    if "." in key or _is_top(key) or key in SHORT_FIELDS:
         return key
-    meant = [name for name in known if name.rpartition(".")[2] == key]
-    meant = meant or [name for name in plugins.older_fields() if name.rpartition(".")[2] == key]
-    # A section that is off by default takes no short name from another one.
-    meant = [n for n in meant if n.partition(".")[0] not in EDGE_SECTIONS] or meant
+
+    def ending(names: Iterable[str]) -> list[str]:
+        return [name for name in names if name.rpartition(".")[2] == key]
+
+    meant = [name for name in ending(known) if name.partition(".")[0] not in stage_names()]
+    meant = meant or ending(_stage_names()) or ending(plugins.older_fields())
     if len(meant) == 1:
         return meant[0]
     if not meant:
@@ -170,17 +174,15 @@ def resolve_experiment(user: RawFields) -> Experiment:
             budget="budget" not in user,
             weights="init" not in (user.get("model") or {}),
         )
-    return _within_budget(with_learning_rate(experiment))
-
-
-def _within_budget(experiment: Experiment) -> Experiment:
-    """Return the experiment with as many rounds as ``privacy.budget`` pays."""
-    if experiment.privacy.budget is None:
+    experiment = with_learning_rate(experiment)
+    federation = experiment.federation
+    rounds = federation.rounds
+    for stage in Stages.of(experiment):
+        rounds = stage.rounds(rounds)
+    if rounds == federation.rounds:
         return experiment
-    fed = experiment.federation
-    clients, cohort, surveys = fed.participants, fed.clients_per_round, experiment.surveys
-    paid = affordable(experiment.privacy, experiment.seed, clients, cohort, fed.rounds, surveys)
-    return experiment.model_copy(update={"federation": fed.model_copy(update={"rounds": paid})})
+    federation = federation.model_copy(update={"rounds": rounds})
+    return experiment.model_copy(update={"federation": federation})
 
 
 def build_experiment(fields: RawFields, *, note: bool = True) -> Experiment:
@@ -209,16 +211,33 @@ def _load_plugins(fields: RawFields) -> None:
         ]
 
 
-def field_names(method: str = "trishul", model: type[BaseModel] = Experiment) -> Iterator[str]:
-    """Yield the dotted name of every field, including those of ``method``."""
+def field_names(method: str = "trishul") -> Iterator[str]:
+    """Yield the dotted name of every field, including those of ``method`` and of all stages."""
+    yield from _core_names(method)
+    yield from _stage_names()
+
+
+def _core_names(method: str, model: type[BaseModel] = Experiment) -> Iterator[str]:
     for name in model.model_fields:
         section = _section_of(model, name)
         if name == "method" and model is Experiment:
             section = method_class(method).Config
         if section is None:
-            yield name
+            if name != "stages":
+                yield name
         else:
-            yield from (f"{name}.{inner}" for inner in field_names(method, section))
+            yield from (f"{name}.{inner}" for inner in _core_names(method, section))
+
+
+def _stage_names() -> Iterator[str]:
+    """Yield the dotted names of the fields of stages, whose modules this imports."""
+    for name, stage in STAGES.all().items():
+        yield from (f"{name}.{field}" for field in stage.Config.model_fields)
+
+
+def _is_top(key: str) -> bool:
+    """Return whether a key is one at the top of an experiment: a field, or a section."""
+    return key != "stages" and (key in Experiment.model_fields or key in stage_names())
 
 
 @cache
@@ -340,7 +359,10 @@ def _describe_error(item: Any, fields: RawFields) -> str:
     model: type[BaseModel] = Experiment
     for part in map(str, item["loc"]):
         # A location also contains the types of union members: keep field names only.
-        if part in model.model_fields or item["type"] == "extra_forbidden":
+        if part == "stages" and model is Experiment:
+            continue  # sections of stages are written beside the others
+        known = part in model.model_fields or _section_of(model, part) is not None
+        if known or item["type"] == "extra_forbidden":
             path.append(part)
             if part == "method" and model is Experiment:
                 model = method_class(_method_of(fields)).Config
@@ -372,6 +394,7 @@ def _describe_error(item: Any, fields: RawFields) -> str:
 
 def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
     """Return one line that names the fields in ``known`` that ``dotted`` resembles."""
+    known = list(dict.fromkeys([*known, *_stage_names()]))
     section, _, last = dotted.rpartition(".")
     of_method = f"method.{last}"
     having = {method_class(m): m for m in method_names() if of_method in field_names(m)}
@@ -392,6 +415,7 @@ def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
     if not near:  # the words of another library, such as lora_rank
         near = [name for name in names if last.rpartition("_")[2] == name.rpartition(".")[2]]
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else _ALL_FIELDS
+    hint += "".join(f"; {fault}" for fault in plugins.faults())
     return f"unknown field {dotted!r}; {hint}"
 
 
@@ -402,6 +426,8 @@ def _method_of(fields: RawFields) -> str:
 
 
 def _section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    if model is Experiment and name not in model.model_fields and name in stage_names():
+        return STAGES[name].Config
     found = model.model_fields[name].annotation if name in model.model_fields else None
     if isinstance(found, type) and issubclass(found, BaseModel) and found is not MethodConfig:
         return found

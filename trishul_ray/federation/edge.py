@@ -13,13 +13,20 @@ from trishul_ray.adapters.layout import Unit
 from trishul_ray.edge.changes import Change, Sender, UploadFilter
 from trishul_ray.edge.codecs.base import Units, build_codec
 from trishul_ray.edge.draws import capacities, participants
-from trishul_ray.edge.privacy.accounting import Guarantee, change_noise, guarantee
 from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, automatic_norm, rounding_room
+from trishul_ray.edge.privacy.config import PrivacyConfig
 from trishul_ray.edge.privacy.mechanism import HIGH, LOW, Mechanism, reported
+from trishul_ray.edge.privacy.stage import promised
 from trishul_ray.edge.ring import Ring
-from trishul_ray.edge.server_optimizer import server_step
+from trishul_ray.edge.server_optimizer import ServerConfig, server_step
 from trishul_ray.edge.state import EdgeState, PrivacyState
-from trishul_ray.edge.traffic import CodedState, UploadCodec, coded_state
+from trishul_ray.edge.traffic import (
+    CodedState,
+    DownloadsConfig,
+    UploadCodec,
+    UploadsConfig,
+    coded_state,
+)
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import ArrayState, Blueprint, TrainJob, TrainReport, Upload
@@ -48,11 +55,12 @@ class Edge:
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
-        fed, server, privacy = experiment.federation, experiment.server, experiment.privacy
+        fed, privacy = experiment.federation, experiment.section(PrivacyConfig)
+        server, uploads = experiment.section(ServerConfig), experiment.section(UploadsConfig)
         plain = method_class(experiment.method.name).plain_mean
         self._mirrored = method_class(experiment.method.name).mirrored
-        codec = UploadCodec.of(experiment.uploads, self._mirrored)
-        self.downloads = build_codec(experiment.downloads)
+        codec = UploadCodec.of(uploads, self._mirrored)
+        self.downloads = build_codec(experiment.section(DownloadsConfig))
         self.ring: Ring | None = None
         if server.sum == "ring":
             poisson = privacy.on and privacy.sampling == "poisson"
@@ -143,29 +151,10 @@ class Edge:
             trained: [W] bool, the entries that at least one client trained.
             state: What the edge keeps between rounds.
         """
-        step = mean.shared.astype(np.float64)
-        if self.experiment.server.optimizer != "none":
-            step, state.moments = server_step(step, state.moments, self.experiment.server, trained)
+        step, server = mean.shared.astype(np.float64), self.experiment.section(ServerConfig)
+        if server.optimizer != "none":
+            step, state.moments = server_step(step, state.moments, server, trained)
         return replace(mean, shared=(before.shared + step).astype(np.float32))
-
-
-def promised(experiment: Experiment, noise: float | None = None) -> Guarantee:
-    """Return what a private experiment promises each client.
-
-    Args:
-        experiment: Its section ``privacy`` is on.
-        noise: z of a run that has begun; None finds it.
-
-    Raises:
-        InputError: No noise that is tried keeps the promise, or dp-accounting is missing.
-    """
-    fed, options = experiment.federation, experiment.privacy
-    if noise is not None:
-        options = options.model_copy(update={"epsilon": None, "noise": noise})
-    clients, cohort, surveys = fed.participants, fed.clients_per_round, experiment.surveys
-    found = guarantee(options, experiment.seed, clients, cohort, fed.rounds, surveys)
-    change_noise(options, found)  # the private count must leave some of it
-    return found
 
 
 def privacy_report(experiment: Experiment, state: EdgeState, last: RoundRecord) -> Json | None:
@@ -187,7 +176,7 @@ def unit_shares(experiment: Experiment, method: Method, blueprint: Blueprint) ->
 
 def ring_lines(experiment: Experiment, method: Method, blueprint: Blueprint) -> list[str]:
     """Return what a reader must know of sums in fixed point before the run, a line each."""
-    server, privacy = experiment.server, experiment.privacy
+    server, privacy = experiment.section(ServerConfig), experiment.section(PrivacyConfig)
     if server.sum != "ring":
         return []
     lines = [
@@ -223,7 +212,8 @@ def mechanism_of(
     Raises:
         InputError: As :func:`promised`, or rounding in fixed point is as large as the clip norm.
     """
-    fed, options, layout = experiment.federation, experiment.privacy, blueprint.layout
+    fed, layout = experiment.federation, blueprint.layout
+    options, server = experiment.section(PrivacyConfig), experiment.section(ServerConfig)
     if not options.on:
         return None
     lengths = dict(blueprint.expected.lengths)
@@ -233,7 +223,6 @@ def mechanism_of(
     first_norm = options.clip
     if first_norm == "auto":
         first_norm = automatic_norm(experiment.optimizer.lr, fed.local_steps, total - resting)
-    server = experiment.server
     if server.sum == "ring":
         room = rounding_room(Ring(server.fraction_bits, 1).step / 2, total)
         if first_norm <= room:

@@ -63,7 +63,7 @@ class InlineExecutor:
         with deterministic(self.experiment):
             adapt_to(self.bench, survey)
             blueprint = blueprint_of(self.bench)
-            if self.experiment.devices.on:
+            if self.experiment.is_set("devices"):
                 blueprint = replace(blueprint, flops=count_flops(self.bench))
             return blueprint
 

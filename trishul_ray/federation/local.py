@@ -130,7 +130,7 @@ def _uploaded(
     bench: Workbench, steps: "LocalSteps", job: TrainJob, losses: Tensor
 ) -> tuple[State, Tensors]:
     vector, settings = steps.run.vector, bench.settings
-    private, finite = settings.privacy.on, bool(torch.isfinite(losses).all())
+    private, finite = settings.is_set("privacy"), bool(torch.isfinite(losses).all())
     if not finite and not private:
         step = int((~torch.isfinite(losses)).nonzero()[0]) + 1
         remedy = f"(optimizer.lr={settings.optimizer.lr}): try a smaller learning rate"

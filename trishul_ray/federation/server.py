@@ -21,8 +21,11 @@ from trishul_ray import plugins
 from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.data.partition import client_names
 from trishul_ray.edge.changes import COUNTS
+from trishul_ray.edge.cohorts import CohortConfig
+from trishul_ray.edge.devices import DevicesConfig
 from trishul_ray.edge.draws import capacities, participants, poisson_cohort, uniform_cohort
 from trishul_ray.edge.fleet import Asked, Fleet, Traffic
+from trishul_ray.edge.privacy.config import PrivacyConfig
 from trishul_ray.edge.privacy.mechanism import SURVEY_NORM
 from trishul_ray.edge.traffic import CodedState
 from trishul_ray.errors import FailsAgainError, RunError
@@ -173,13 +176,14 @@ class Server:
     def _fleet(self) -> Fleet | None:
         """Return the clients on the simulated clock; None if cohorts are drawn without one."""
         settings, fed = self.experiment, self.experiment.federation
-        if not settings.devices.on and settings.cohort.select == "uniform":
+        devices, cohort = settings.section(DevicesConfig), settings.section(CohortConfig)
+        if not devices.on and cohort.select == "uniform":
             return None
         sizes = self.blueprint.shard_sizes
         shares = capacities(fed.compute, settings.seed, fed.clients, fed.compute_shares)
         return Fleet(
-            settings.devices,
-            settings.cohort,
+            devices,
+            cohort,
             fed,
             settings.seed,
             rows=np.zeros(0, dtype=np.int64) if sizes is None else sizes,
@@ -456,7 +460,7 @@ class Server:
 
     def cohort(self, round_number: int) -> list[int]:
         """Return the clients of a round, ascending; with Poisson sampling, their number varies."""
-        fed, options = self.experiment.federation, self.experiment.privacy
+        fed, options = self.experiment.federation, self.experiment.section(PrivacyConfig)
         poisson = options.on and options.sampling == "poisson"
         draw = poisson_cohort if poisson else uniform_cohort
         seed, size = self.experiment.seed, len(self.participants)
@@ -605,7 +609,7 @@ class Server:
         quorum, sent = self.experiment.federation.quorum, len(outcome.reports)
         for client, reason in sorted(total.refused.items()):
             self.events.append(f"round {number}: upload of client {client} rejected: {reason}")
-        private = self.experiment.privacy.on  # what is refused counts as zeros
+        private = self.experiment.is_set("privacy")  # what is refused counts as zeros
         least = reducer.ring.least if reducer.ring is not None else 1
         if len(total.clients) < max(quorum * sent, least) and not private:
             remedy = f"a smaller learning rate (optimizer.lr={self.experiment.optimizer.lr:g})"

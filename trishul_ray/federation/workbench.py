@@ -17,6 +17,7 @@ from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.config import OptimizerConfig
 from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, RowSet, Split
 from trishul_ray.data.partition import Partition, class_mix, client_names
+from trishul_ray.edge.cohorts import CohortConfig
 from trishul_ray.edge.draws import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
@@ -272,6 +273,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
     counts = count_parameters(model.adapters, model.specs)
     adapters = [(spec.block, model.adapters[spec.name]) for spec in model.specs]
     with_cores = [(block, a) for block, a in adapters if isinstance(a, MultiHead)]
+    select = bench.settings.section(CohortConfig).select
     return Blueprint(
         info=bench.info,
         layout=layout,
@@ -297,7 +299,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
         sources=bench.sources,
         client_mix=_client_mix(bench),
         client_rows=_client_rows(bench),
-        shard_sizes=None if bench.settings.cohort.select == "uniform" else bench.shards.sizes,
+        shard_sizes=None if select == "uniform" else bench.shards.sizes,
     )
 
 

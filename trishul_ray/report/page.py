@@ -20,7 +20,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
-from trishul_ray.experiment.experiment import EDGE_SECTIONS
 from trishul_ray.files import digest, write_file
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.report.claims import VERDICTS, Finding, claims_csv, judge, why_unreadable
@@ -36,6 +35,7 @@ from trishul_ray.report.paper import figure_numbers, slips
 from trishul_ray.report.statistics import ALPHA, POWER
 from trishul_ray.report.summary import Hardware, RunSummary
 from trishul_ray.report.tables import SweepTable, build_tables, labels_text, make_slug
+from trishul_ray.stages import stage_names
 from trishul_ray.tracking.progress import format_duration
 from trishul_ray.version import EDGE_NUMERICS, NUMERICS, __version__
 
@@ -261,7 +261,7 @@ class Page:
         """The version of the sweeps, and its numerics, in which a finished run may be shown."""
         return (
             f"trishul-ray {__version__}, numerics {NUMERICS} ({EDGE_NUMERICS} of the sections "
-            f"{', '.join(EDGE_SECTIONS)})"
+            f"{', '.join(stage_names())})"
         )
 
     @property

@@ -30,6 +30,7 @@ from trishul_ray.report.summary import (
     write_result,
 )
 from trishul_ray.runs.results import file_hashes, write_tables
+from trishul_ray.stages import Stages
 from trishul_ray.storage import Store
 from trishul_ray.tracking.progress import RunProgress
 
@@ -195,7 +196,8 @@ def extend_shorter(
     round was diagnosed because it was the last, or rounds that are asked for have no score.
     """
     own = open_checkpoints(experiment)
-    by_rounds = depends_on_rounds(experiment.optimizer) or experiment.privacy.epsilon is not None
+    by_rounds = depends_on_rounds(experiment.optimizer)
+    by_rounds = by_rounds or any(stage.reads_rounds for stage in Stages.of(experiment))
     by_rounds = by_rounds or build_method(experiment.method).reads_rounds
     if by_rounds or own.store.names():
         return

@@ -18,7 +18,6 @@ from filelock import FileLock, Timeout
 
 from trishul_ray.config import RateSource
 from trishul_ray.data.own import CUSTOM
-from trishul_ray.edge.fleet import check_files, clock_line
 from trishul_ray.errors import (
     ArtifactsError,
     BusyError,
@@ -28,14 +27,13 @@ from trishul_ray.errors import (
     at_loss,
 )
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.experiment import EDGE_SECTIONS
 from trishul_ray.experiment.fit import (
     check_fits,
     image_size_line,
     random_weights_line,
 )
 from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
-from trishul_ray.federation.edge import privacy_report, promised
+from trishul_ray.federation.edge import privacy_report
 from trishul_ray.federation.on_ray.driver import Driver, Workers, open_driver
 from trishul_ray.federation.on_ray.session import opening, ray_session
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
@@ -72,6 +70,7 @@ from trishul_ray.runs.mlflow_log import (
     open_tracker,
 )
 from trishul_ray.runs.results import file_hashes, summarize, write_tables
+from trishul_ray.stages import Stages
 from trishul_ray.storage import Store, reason
 from trishul_ray.tasks.build import unread_fields
 from trishul_ray.tracking.mlflow import Tracker
@@ -170,14 +169,13 @@ def run_steps(
                 progress.note(f"not logged to MLflow: {refused}")
             return FinishedRun(summary, home, True, mlflow_command(experiment))
         progress.note(learning_rate_line(experiment))
-        for remark in (personal_line(experiment), clock_line(experiment.devices)):
-            if remark is not None:
-                progress.note(remark)
+        if (remark := personal_line(experiment)) is not None:
+            progress.note(remark)
         # Checked before anything is removed or written: wrong input changes no files.
         (check_fits if workers is None else workers.check_fits)(experiment)
-        if experiment.privacy.on:
-            promised(experiment)
-        check_files(experiment.devices, experiment.seed, experiment.federation.clients)
+        for stage in Stages.of(experiment):
+            for remark in stage.prepare():
+                progress.note(remark)
         mlflow_command(experiment)
         progress.phase("preparing data")
         prepared = prepare_run(experiment, progress.task_progress("preparing data"))
@@ -449,6 +447,6 @@ def central_twin(experiment: Experiment) -> Experiment:
     )  # fmt: skip
     partition = experiment.partition.model_copy(update={"kind": "iid", "min_size": 1})
     changes = {"federation": federation, "partition": partition}
-    fields = type(experiment).model_fields  # nothing is sent, and nobody is late
-    changes |= {section: fields[section].default for section in EDGE_SECTIONS}
-    return experiment.model_copy(update={"name": f"{experiment.name}-central"} | changes)
+    name = f"{experiment.name}-central"
+    # Nothing is sent, and nobody is late.
+    return experiment.model_copy(update={"name": name, "stages": {}} | changes)

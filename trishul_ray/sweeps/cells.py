@@ -652,6 +652,9 @@ def _in_id(field: str, experiment: Experiment) -> bool:
     """Return whether a field is part of an experiment's id, with the value that is set."""
     fields: Any = experiment
     found: Any = experiment.identity()
+    first, _, inner = field.partition(".")
+    if first in experiment.stages:
+        fields, found, field = experiment.stages[first], found.get(first), inner
     for name in field.split("."):
         if not isinstance(found, dict) or name not in found:
             return False
