@@ -38,7 +38,7 @@ from trishul_ray.files import (
 from trishul_ray.network import try_within
 from trishul_ray.redaction import redact
 from trishul_ray.storage import Store, remove_unused_copies
-from trishul_ray.tracking.mlflow import sqlite_file, tracking_uri
+from trishul_ray.tracking.mlflow_store import sqlite_file, tracking_uri
 from trishul_ray.version import __version__
 
 #: Seconds that a check may wait for something outside this process.

@@ -36,7 +36,7 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 
 from trishul_ray.errors import InputError, RunError, first_of, one_line
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.checkpoint import round_of, run_folder
+from trishul_ray.federation.checkpoint import round_of
 from trishul_ray.federation.on_ray.ray_internals import (
     matcher,
     nodes_since_start,
@@ -46,6 +46,7 @@ from trishul_ray.federation.on_ray.ray_internals import (
 )
 from trishul_ray.redaction import redact
 from trishul_ray.report.outcomes import CellStatus
+from trishul_ray.runs.folder import RunFolder
 from trishul_ray.sweeps.status import NOT_RUN, CellState, examine
 from trishul_ray.tracking.progress import Pace
 
@@ -544,7 +545,7 @@ def _rounds(experiment: Experiment, state: CellState, now: float) -> tuple[int, 
     """Return the rounds that are done, their pace, and whether the cell runs."""
     if state == NOT_RUN:
         return 0, Pace(), False
-    home = run_folder(experiment)
+    home = RunFolder.of(experiment).home
     checkpoints = home.child("checkpoints").modified()
     saved = sorted(
         (number, when)

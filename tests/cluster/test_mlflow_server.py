@@ -19,7 +19,8 @@ from trishul_ray.redaction import redact
 from trishul_ray.report.summary import read_metrics
 from trishul_ray.runs.mlflow_log import grouped_metrics
 from trishul_ray.storage import Store
-from trishul_ray.tracking.mlflow import MlflowRun
+from trishul_ray.tracking.mlflow import MlflowTracker
+from trishul_ray.tracking.tracker import RunStart
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -86,14 +87,16 @@ def credentials(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", PASSWORD)
 
 
-def opened(server, attempt, **more):
-    return MlflowRun.open(server.address, "trishul", attempt, attempt, {"seed": 0}, **more)
+def opened(server, attempt, tags=None, parent=None):
+    run = MlflowTracker(server.address, "trishul")
+    run.start(RunStart(attempt, attempt, {"seed": 0}, tags or {}, parent=parent))
+    return run
 
 
 def test_a_wrong_password_is_refused(server, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "another-password")
     with pytest.raises(InputError, match="does not answer") as caught:
-        opened(server, "wrong", parent_run="0" * 32)  # at once: it is not an outage
+        opened(server, "wrong", parent="0" * 32)  # at once: it is not an outage
     assert "another-password" not in str(caught.value)
     with pytest.raises(urllib.error.HTTPError) as nobody:
         urllib.request.urlopen(f"{server.address}/api/2.0/mlflow/experiments/search?max_results=1")
@@ -104,17 +107,17 @@ def test_forty_trials_log_at_once_and_lose_nothing(server):
     parent = opened(server, "parent").run_id
 
     def trial(number):
-        run = opened(server, f"trial-{number}", tags={"number": number}, parent_run=parent)
+        run = opened(server, f"trial-{number}", tags={"number": number}, parent=parent)
         for step in range(5):
-            run.log_round(step, {"accuracy": number + step / 10})
-        return run, run.finish()
+            run.round(step, {"accuracy": number + step / 10})
+        return run, run.end("FINISHED")
 
     with ThreadPoolExecutor(40) as pool:
         ended = list(pool.map(trial, range(40)))
     assert [rejected for _, rejected in ended] == [[]] * 40
     assert len({run.run_id for run, _ in ended}) == 40
     for number, (run, _) in enumerate(ended):
-        history = run._store.client.get_metric_history(run.run_id, "accuracy")
+        history = run.client.get_metric_history(run.run_id, "accuracy")
         points = sorted((point.step, point.value) for point in history)
         assert points == [(step, number + step / 10) for step in range(5)]
 
@@ -138,18 +141,18 @@ def test_a_server_that_is_gone_for_a_while_costs_no_trial_and_no_metric(
     gone = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         # A trial that begins while there is no server waits for it, and so does one that ends.
-        late = pool.submit(opened, server, "begins-late", parent_run=others)
+        late = pool.submit(opened, server, "begins-late", parent=others)
         wait_for("*/result.json", 1)
         time.sleep(max(0.0, gone + 60 - time.monotonic()))
         assert not late.done() and sweep.process.poll() is None
         server.start()
         server.wait()
-        assert late.result(400).finish() == []
+        assert late.result(400).end("FINISHED") == []
     code, out, errors = sweep.end(400)
     assert code == 0, out + errors
     assert "refused" not in errors and "attempt 2" not in errors
 
-    client = late.result()._store.client
+    client = late.result().client
     (experiment,) = client.search_experiments(filter_string="name = 'trishul'")
     found = client.search_runs([experiment.experiment_id], "tags.`trishul.id` LIKE '%'")
     finished = {file.parent.name for file in runs.glob("*/result.json")}

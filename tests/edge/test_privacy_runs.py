@@ -3,7 +3,6 @@
 import math
 from contextlib import closing
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_class
 from trishul_ray.report.page import comparable
 from trishul_ray.report.summary import RunSummary
-from trishul_ray.runs.mlflow_log import PRIVACY_TAG, grouped_metrics, log_totals
+from trishul_ray.runs.mlflow_log import PRIVACY_TAG, end_of, grouped_metrics
 from trishul_ray.runs.runner import central_twin, run_steps
 from trishul_ray.tracking.progress import RunProgress
 
@@ -382,12 +381,8 @@ def test_result_page_and_tracking_say_what_is_promised_and_what_lies_outside(sma
     )
     with closing(run_steps(experiment, RunProgress(2), extras=False)) as steps:
         list(steps)
-    summary, tags = RunSummary.read(run_folder(experiment)), {}
-    private = summary.privacy
-    log_totals(
-        SimpleNamespace(log_totals=lambda step, totals, own: tags.update(own)),
-        replace(summary, sources={}),
-    )
+    summary = RunSummary.read(run_folder(experiment))
+    private, tags = summary.privacy, end_of(summary).tags
     assert private["epsilon"] > 0 and private["noise"] == 1 and private["simulated"] == [4, 3]
     sweep = invent_sweep("x", {"method": ("FedIT",)}, ("method",), ())
     plain = comparable([sweep])

@@ -70,7 +70,7 @@ def test_a_run_closed_early_is_unlocked_killed_in_mlflow_and_can_be_continued(ti
     experiment = tiny("tracking.mlflow=true")
     steps = run_steps(experiment, quiet(), tags={"trishul.sweep": "mine"})
     assert [next(steps).round, next(steps).round] == [0, 1]
-    monkeypatch.setattr("trishul_ray.runs.runner.LOCK_SECONDS", 0)
+    monkeypatch.setattr("trishul_ray.runs.folder.LOCK_SECONDS", 0)
     with pytest.raises(RunError, match="is being driven by another process"):
         next(run_steps(experiment, quiet()))
     steps.close()

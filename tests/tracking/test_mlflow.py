@@ -17,7 +17,6 @@ import urllib.request
 from types import SimpleNamespace
 
 import pytest
-from mlflow.entities import Experiment, Run, RunData, RunInfo
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import PERMISSION_DENIED, TEMPORARILY_UNAVAILABLE
 from mlflow.tracking import MlflowClient
@@ -25,21 +24,20 @@ from tiny_run import TINY
 
 from trishul_ray.errors import InputError
 from trishul_ray.redaction import is_secret_name, redact
+from trishul_ray.storage import Store
 from trishul_ray.tracking import mlflow as mlflow_module
-from trishul_ray.tracking.mlflow import (
-    ID_TAG,
-    Connection,
-    MlflowRun,
-    SweepRun,
-    free_port,
+from trishul_ray.tracking.mlflow import ID_TAG, MlflowTracker
+from trishul_ray.tracking.mlflow_store import (
     get_or_create_experiment,
     open_client,
-    page_of_run,
     sqlite_file,
     store_lock,
     tracking_uri,
     ui_command,
 )
+from trishul_ray.tracking.mlflow_sweep import CellLog, SweepRun
+from trishul_ray.tracking.mlflow_ui import free_port, page_of_run
+from trishul_ray.tracking.tracker import Input, RunEnd, RunStart
 
 
 def test_the_store_of_a_run(tmp_path, monkeypatch):
@@ -56,7 +54,7 @@ def test_the_store_of_a_run(tmp_path, monkeypatch):
 def test_a_folder_of_any_name_may_hold_a_store(name, tmp_path):
     uri = tracking_uri(None, str(tmp_path / name))
     assert sqlite_file(uri) == tmp_path / name / "mlflow.db"
-    open_run(uri).log_round(1, {"accuracy": 0.5})
+    open_run(uri).round(1, {"accuracy": 0.5})
     assert (tmp_path / name / "mlflow.db").is_file()
     assert [each.name for each in tmp_path.iterdir()] == [name]
 
@@ -105,15 +103,14 @@ def test_a_database_without_its_driver_names_the_package(uri, package, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("version", "advice"),
-    [
-        ("fffffffffffd", r"is of a newer MLflow than \d.*: pip install --upgrade mlflow, or name"),
-        ("451aebb31d03", r"is of an earlier MLflow than \d.* mlflow db upgrade sqlite:///"),
-    ],
+    "version",
+    ["fffffffffffd", "451aebb31d03"],
+    ids=["newer", "older"],
 )
-def test_a_database_of_another_mlflow_is_named_with_what_to_do(uri, version, advice):
+def test_a_database_of_another_mlflow_is_named_with_what_to_do(uri, version):
     with contextlib.closing(sqlite3.connect(sqlite_file(uri))) as database, database:
         database.execute("update alembic_version set version_num = ?", (version,))
+    advice = r"is not of MLflow \d.* mlflow db upgrade sqlite:///.*pip install --upgrade mlflow"
     with pytest.raises(InputError, match=advice):
         open_client(uri)
 
@@ -127,7 +124,7 @@ def test_a_file_that_is_no_database_is_named(tmp_path):
 
 KILLED = """
     import sys
-    from trishul_ray.tracking.mlflow import open_client
+    from trishul_ray.tracking.mlflow_store import open_client
     open_client(sys.argv[1])
 """
 
@@ -220,8 +217,10 @@ def uri(tmp_path, empty_store):
     return f"sqlite:///{tmp_path}/runs/mlflow.db"
 
 
-def open_run(uri, attempt="abc123", params=None, **more):
-    return MlflowRun.open(uri, "trishul", attempt, "a run", params or {}, **more)
+def open_run(uri, attempt="abc123", params=None, tags=None, experiment="trishul", **more):
+    run = MlflowTracker(uri, experiment)
+    run.start(RunStart(attempt, "a run", params or {}, tags or {}, **more))
+    return run
 
 
 def history(uri, run_id, key):
@@ -232,20 +231,21 @@ def history(uri, run_id, key):
 
 def test_a_run_holds_what_was_logged(uri, tmp_path):
     run = open_run(
-        uri, params={"method.lam": 0.01, "seed": 0}, tags={"profile": "smoke"}, parent_run="f00d"
+        uri, params={"method.lam": 0.01, "seed": 0}, tags={"profile": "smoke"}, parent="f00d"
     )
-    run.log_round(1, {"accuracy": 0.5, "loss": 1.25})
-    run.log_round(2, {"accuracy": 0.75, "loss": 1.0})
+    run.round(1, {"accuracy": 0.5, "loss": 1.25})
+    run.round(2, {"accuracy": 0.75, "loss": 1.0})
     (tmp_path / "out" / "figures").mkdir(parents=True)
     (tmp_path / "out" / "config.yaml").write_text("seed: 0")
     (tmp_path / "out" / "figures" / "a.png").write_bytes(b"png")
-    run.log_artifacts(tmp_path / "out")
-    assert run.finish() == []
+    totals = RunEnd(2, {"total/megabytes": 3.0}, {"place": "here"}, folder=tmp_path / "out")
+    assert run.end("FINISHED", totals) == []
 
     stored = MlflowClient(uri).get_run(run.run_id)
     assert stored.data.params == {"method.lam": "0.01", "seed": "0"}
     assert stored.data.tags["mlflow.parentRunId"] == "f00d"
-    assert stored.data.tags["profile"] == "smoke"
+    assert stored.data.tags["profile"] == "smoke" and stored.data.tags["place"] == "here"
+    assert history(uri, run.run_id, "total/megabytes") == [(2, 3.0)]
     assert stored.info.run_name == "a run"
     assert stored.info.status == "FINISHED"
     assert history(uri, run.run_id, "accuracy") == [(1, 0.5), (2, 0.75)]
@@ -257,25 +257,25 @@ def test_a_run_holds_what_was_logged(uri, tmp_path):
 
 def test_the_same_attempt_continues_its_run_and_another_does_not(uri):
     first = open_run(uri)
-    first.log_round(1, {"accuracy": 0.5})
-    first.finish("KILLED")
+    first.round(1, {"accuracy": 0.5})
+    first.end("KILLED")
     again = open_run(uri)
     other = open_run(uri, attempt="def456")
     assert again.run_id == first.run_id != other.run_id
     client = MlflowClient(uri)
     assert client.get_run(again.run_id).info.status == "RUNNING"
-    assert again.logged_steps() == {1}
-    assert other.logged_steps() == set()
+    assert again.logged_rounds() == {1}
+    assert other.logged_rounds() == set()
 
 
 def test_a_round_is_logged_once(uri):
     first = open_run(uri)
-    first.log_round(1, {"accuracy": 0.5})
-    first.log_round(1, {"accuracy": 0.6})
+    first.round(1, {"accuracy": 0.5})
+    first.round(1, {"accuracy": 0.6})
     again = open_run(uri)
-    again.log_round(1, {"accuracy": 0.7})
-    again.log_round(2, {"accuracy": 0.8})
-    again.finish()
+    again.round(1, {"accuracy": 0.7})
+    again.round(2, {"accuracy": 0.8})
+    again.end("FINISHED")
     assert history(uri, first.run_id, "accuracy") == [(1, 0.5), (2, 0.8)]
 
 
@@ -298,7 +298,7 @@ def test_long_values_are_cut_many_are_batched_and_secrets_stay_out(uri):
     run = open_run(uri, params=params, tags={"password": "t0ps3cret", "note": "y" * 9000})
     stored = MlflowClient(uri).get_run(run.run_id).data
     assert len(stored.params) == 253
-    assert len(stored.params["long"]) == 6000 and stored.params["long"].endswith("x…")
+    assert len(stored.params["long"]) == 5000 and stored.params["long"].endswith("x…")
     assert stored.params["odd_key_"] == "1"
     assert stored.params["tracking.uri"] == "postgresql://***@db/x"
     assert len(stored.tags["note"]) == 5000
@@ -307,32 +307,33 @@ def test_long_values_are_cut_many_are_batched_and_secrets_stay_out(uri):
 
 def test_more_metrics_than_one_request_takes(uri):
     run = open_run(uri)
-    run.log_round(3, {f"m/{i}": float(i) for i in range(2500)})
+    run.round(3, {f"m/{i}": float(i) for i in range(2500)})
     assert history(uri, run.run_id, "m/2499") == [(3, 2499.0)]
-    assert run.logged_steps() == {3}
+    assert run.logged_rounds() == {3}
 
 
 def test_a_lost_store_does_not_stop_the_run_and_nothing_is_lost(uri, tmp_path):
     run = open_run(uri)
-    run.log_round(1, {"accuracy": 0.1})
+    run.round(1, {"accuracy": 0.1})
     database, aside = tmp_path / "runs" / "mlflow.db", tmp_path / "runs" / "aside.db"
-    run._store.client._tracking_client.store.engine.dispose()
+    run.client._tracking_client.store.engine.dispose()
     database.rename(aside)
-    run.log_round(2, {"accuracy": 0.2})
-    assert [line for line in run.finish("FAILED") if line.startswith("round")] == ["round 2"]
-    run._store.client._tracking_client.store.engine.dispose()
+    run.round(2, {"accuracy": 0.2})
+    refused = [line.partition(" (")[0] for line in run.end("FAILED")]
+    assert refused == ["round 2", "status FAILED"]
+    run.client._tracking_client.store.engine.dispose()
     aside.replace(database)
-    run.log_round(3, {"accuracy": 0.3})
-    assert run.finish() == []
+    run.round(3, {"accuracy": 0.3})
+    assert run.end("FINISHED") == []
     assert history(uri, run.run_id, "accuracy") == [(1, 0.1), (2, 0.2), (3, 0.3)]
 
 
 def test_a_run_deleted_in_mlflow_does_not_stop_the_run(uri):
     run = open_run(uri)
-    run.log_round(1, {"accuracy": 0.1})
+    run.round(1, {"accuracy": 0.1})
     MlflowClient(uri, uri).delete_run(run.run_id)
-    run.log_round(2, {"accuracy": 0.2})
-    refused = run.finish()
+    run.round(2, {"accuracy": 0.2})
+    refused = run.end("FINISHED")
     assert refused and all("'active' state" in line for line in refused)
 
 
@@ -355,39 +356,34 @@ def test_a_server_that_hangs_is_asked_for_a_tenth_of_the_time(uri, monkeypatch):
 
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep, time=time.time)
     monkeypatch.setattr(mlflow_module, "time", clock)
-    monkeypatch.setattr(run._store.client, "log_batch", hang)
+    monkeypatch.setattr(run.client, "log_batch", hang)
     for number in range(100):
         now[0] += 20.0
-        run.log_round(number, {"accuracy": 0.1})
+        run.round(number, {"accuracy": 0.1})
     assert 90.0 * len(tries) < 0.15 * now[0] + 90.0
     monkeypatch.undo()
-    assert run.finish() == []  # nothing is lost once it answers
+    assert run.end("FINISHED") == []  # nothing is lost once it answers
     assert len(history(uri, run.run_id, "accuracy")) == 100
 
 
 @pytest.mark.timeout(60)  # and not OUTAGE_SECONDS
-@pytest.mark.parametrize("kind", [MlflowRun, SweepRun])
-def test_a_stopped_run_does_not_wait_for_a_server(kind, monkeypatch):
+def test_a_stopped_run_does_not_wait_for_a_server(uri, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.socket() as gone:
         gone.bind(("127.0.0.1", 0))  # nobody listens
-        uri = f"http://127.0.0.1:{gone.getsockname()[1]}"
-        known = Run(RunInfo("f" * 32, "0", "me", "RUNNING", 0, None, "active"), RunData())
-        experiment = Experiment("0", "mine", "", "active")
-        run = kind(Connection(MlflowClient(uri, uri), uri), experiment, known)
-        rejected = []
-        if isinstance(run, SweepRun):
-            run.stop_waiting()
-            rejected += run.settle({}, {}, lambda id: False, lambda id: None)
-            assert rejected != []
-            run.close({"missing": 3}, "KILLED")
-        rejected += run.finish("KILLED")
-    assert rejected[-1] == "status KILLED"
+        address = f"http://127.0.0.1:{gone.getsockname()[1]}"
+        for run in (open_run(uri), open_parent(uri, "stopped")):
+            run.client, run.patience = MlflowClient(address, address), 300.0
+            if isinstance(run, SweepRun):
+                rejected = run.close({}, {"missing": 3}, "KILLED")
+            else:
+                rejected = run.end("KILLED")
+            assert rejected[-1].startswith("status KILLED")
 
 
 def test_short_rounds_are_sent_together(uri, monkeypatch):
     run = open_run(uri)
-    client, sent = run._store.client, []
+    client, sent = run.client, []
     log_batch = client.log_batch
 
     def counted(id, metrics, **more):
@@ -396,18 +392,19 @@ def test_short_rounds_are_sent_together(uri, monkeypatch):
 
     monkeypatch.setattr(client, "log_batch", counted)
     for step in range(5):
-        run.log_round(step, {"accuracy": step / 10, "loss": 1.0})
+        run.round(step, {"accuracy": step / 10, "loss": 1.0})
     assert sent[0] == [0]  # the page of a run shows it at once
-    run.finish()
+    run.end("FINISHED")
     assert sent == [[0], [1, 2, 3, 4]]
     assert history(uri, run.run_id, "accuracy") == [(step, step / 10) for step in range(5)]
-    assert open_run(uri).logged_steps() == set(range(5))
+    assert open_run(uri).logged_rounds() == set(range(5))
 
 
-def test_a_metric_name_mlflow_refuses_is_an_error(uri):
+def test_a_metric_name_that_mlflow_refuses_is_listed(uri):
     run = open_run(uri)
-    with pytest.raises(MlflowException, match="Invalid value"):
-        run.log_round(1, {"accuracy[0]": 0.5})
+    run.round(1, {"accuracy[0]": 0.5})
+    (refused,) = run.end("FINISHED")
+    assert refused.startswith("round 1 (Invalid value")
 
 
 @pytest.mark.parametrize("attempt", ["", "it's", "λ"])
@@ -418,7 +415,7 @@ def test_a_wrong_attempt_is_refused(uri, attempt):
 
 def test_artifacts_must_be_a_folder(uri, tmp_path):
     with pytest.raises(InputError, match="is not a folder"):
-        open_run(uri).log_artifacts(tmp_path / "absent")
+        open_run(uri).end("FINISHED", RunEnd(1, {}, {}, folder=tmp_path / "absent"))
 
 
 def test_ui_command_opens_this_store(uri, tmp_path, monkeypatch):
@@ -426,15 +423,15 @@ def test_ui_command_opens_this_store(uri, tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run = open_run(uri)
     monkeypatch.chdir(tmp_path)
-    assert run.ui_command() == "trishul ui"
-    assert run.ui_command("abc") == "trishul ui abc"
+    assert run.command() == "trishul ui"
+    assert run.command("abc") == "trishul ui abc"
     (tmp_path / "else where").mkdir()
     monkeypatch.chdir(tmp_path / "else where")
-    assert run.ui_command("abc") == f"trishul ui abc --runs {tmp_path}/runs"
+    assert run.command("abc") == f"trishul ui abc --runs {tmp_path}/runs"
     monkeypatch.chdir(tmp_path.parent)
-    assert run.ui_command() == f"trishul ui --runs {tmp_path.name}/runs"
+    assert run.command() == f"trishul ui --runs {tmp_path.name}/runs"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://elsewhere:5000")
-    assert run.ui_command() == f"trishul ui --uri {uri}"
+    assert run.command() == f"trishul ui --uri {uri}"
     assert ui_command("sqlite:////x/my.db") == "trishul ui --uri sqlite:////x/my.db"
     assert ui_command("http://me:secret@host:5000", "abc") == "http://***@host:5000"
 
@@ -442,12 +439,14 @@ def test_ui_command_opens_this_store(uri, tmp_path, monkeypatch):
 SCRIPT = """
     import sys
     import mlflow.tracking
-    from trishul_ray.tracking.mlflow import MlflowRun
+    from trishul_ray.tracking.mlflow import MlflowTracker
+    from trishul_ray.tracking.tracker import RunStart
     uri, attempt = sys.argv[1:]
     print("ready", flush=True)
     sys.stdin.readline()
-    run = MlflowRun.open(uri, "trishul", attempt, attempt, {"seed": 0})
-    run.log_round(1, {"accuracy": 0.5})
+    run = MlflowTracker(uri, "trishul")
+    run.start(RunStart(attempt, attempt, {"seed": 0}, {}))
+    run.round(1, {"accuracy": 0.5})
     print(run.run_id, flush=True)
     sys.stdin.readline()
 """
@@ -488,9 +487,9 @@ def test_four_processes_open_a_fresh_store_at_once(tmp_path):
 
 def test_a_resumed_run_logs_its_rows_once(uri):
     for _ in range(2):
-        run = open_run(uri)
-        run.log_data("mine train", "abc", "mirror:me/mine", "training", {"used": 3, "official": 9})
-        assert run.finish() == []
+        rows = ("mine train", "abc", "mirror:me/mine", "training", {"used": 3, "official": 9})
+        run = open_run(uri, inputs=[Input(*rows)])
+        assert run.end("FINISHED") == []
     (found,) = MlflowClient(uri).get_run(run.run_id).inputs.dataset_inputs
     assert (found.dataset.name, found.dataset.digest) == ("mine train", "abc")
     assert json.loads(found.dataset.source) == {"source": "mirror:me/mine"}
@@ -498,65 +497,59 @@ def test_a_resumed_run_logs_its_rows_once(uri):
     assert {tag.key: tag.value for tag in found.tags} == {"mlflow.data.context": "training"}
 
 
-def open_parent(uri, name):
+def open_parent(uri, name, folder=None):
     tags = {"sweep": name, "profile": "smoke"}
-    return SweepRun.open(uri, "trishul", f"sweep-{name}", name, {"axis.seed": "0, 1"}, tags)
+    runs = Store.open(str(folder or sqlite_file(uri).parent))
+    parent = SweepRun(uri, "trishul", runs, tags, {"axis.seed": "0, 1"})
+    parent.open()
+    return parent
 
 
 def open_cell(uri, id, name, parent=None):
     marks = {"trishul.id": id, **({f"sweep.{name}": "smoke"} if name else {})}
-    return MlflowRun.open(uri, "trishul", f"attempt-{id}", id, {}, marks, parent)
+    return open_run(uri, f"attempt-{id}", tags=marks, parent=parent)
 
 
-def test_every_run_is_settled_by_what_its_cell_became(uri):
+def test_every_run_ends_as_its_cell_did(uri):
     parent = open_parent(uri, "first")
-    for id in ("done", "killed-at-the-end", "failed", "running", "stopped"):
-        open_cell(uri, id, "first", parent.run_id).log_round(0, {"accuracy": 0.1})
-    open_cell(uri, "interrupted", "first", parent.run_id).finish("FAILED")
-    done = open_cell(uri, "done", "first")
-    done.finish("FINISHED")
+    for id in ("done", "open", "failed", "running", "stopped"):
+        open_cell(uri, id, "first", parent.run_id).round(0, {"accuracy": 0.1})
+    open_cell(uri, "interrupted", "first", parent.run_id).end("FAILED")
+    done = open_cell(uri, "done", "first", parent.run_id)
+    done.end("FINISHED")
     single = open_cell(uri, "single", None)
-    single.finish("FINISHED")
-    rounds = [{"round": 0, "accuracy": 0.1}, {"round": 1, "accuracy": 0.2, "loss": 1.5}]
+    single.end("FINISHED")
     tags = {"sweep.first": "smoke", "table": "t"}
-    cells = dict.fromkeys(
-        ("done", "killed-at-the-end", "failed", "running", "stopped", "interrupted", "single"), tags
-    )
-    finished = {"done": done.run_id, "killed-at-the-end": None, "single": single.run_id}
-    finished["elsewhere"] = "0" * 32  # logged to another store
-    cells["elsewhere"] = tags
-
-    def settle():
-        return parent.settle(
-            cells,
-            finished,
-            lambda id: id == "failed",
-            lambda id: rounds if id in finished else None,
-            {"stopped": "stopped early after round 1"},
-        )
-
-    assert settle() == []
+    cells = {
+        "done": CellLog(tags, "FINISHED", done.run_id),
+        "open": CellLog(tags, "FINISHED"),
+        "failed": CellLog(tags, "FAILED"),
+        "stopped": CellLog(tags, "KILLED", stopped="stopped early after round 1"),
+        "running": CellLog(tags, "KILLED"),
+        "interrupted": CellLog(tags, "KILLED"),
+        "single": CellLog(tags, "FINISHED", single.run_id),
+        "elsewhere": CellLog(tags, "FINISHED", "0" * 32),  # logged to another store
+    }
     counts = {"finished": 3, "failed": 1, "missing": 1}
-    assert parent.close(counts, "FAILED") == []
+    assert parent.close(cells, counts, "FAILED") == []
 
     client = MlflowClient(uri)
     (experiment,) = [e for e in client.search_experiments() if e.name == "trishul"]
     runs = {
-        r.data.tags.get("trishul.id"): r for r in client.search_runs([experiment.experiment_id])
+        r.data.tags.get("trishul.id", r.data.tags.get("trishul.shared_id")): r
+        for r in client.search_runs([experiment.experiment_id])
+        if r.data.tags.get("trishul.shared_id") is None
     }
     assert {id: run.info.status for id, run in runs.items()} == {
         None: "FAILED",
         "done": "FINISHED",
-        "killed-at-the-end": "FINISHED",
+        "open": "FINISHED",
         "failed": "FAILED",
         "running": "KILLED",
         "stopped": "KILLED",
         "interrupted": "KILLED",
         "single": "FINISHED",
     }
-    completed = runs["killed-at-the-end"].info.run_id
-    history = client.get_metric_history(completed, "accuracy")
-    assert sorted((p.step, p.value) for p in history) == [(0, 0.1), (1, 0.2)]
     assert runs[None].data.metrics == {}
     assert {name: runs[None].data.tags[f"cells.{name}"] for name in counts} == {
         name: str(n) for name, n in counts.items()
@@ -590,25 +583,43 @@ def test_a_sweep_ends_while_its_server_is_gone_for_a_moment(uri):
     parent = open_parent(uri, "outage")
     cell = open_cell(uri, "killed-in-outage", "outage", parent.run_id)
     single = open_cell(uri, "single-in-outage", None)
-    single.finish("FINISHED")
-    parent._store.client = client = FailsOnce(parent._store.client)
-    parent._store.patience = 60.0
+    single.end("FINISHED")
+    parent.client = client = FailsOnce(parent.client)
+    parent.patience = 60.0
     tags = {"sweep.outage": "smoke"}
-    rejected = parent.settle(
-        {"killed-in-outage": tags, "single-in-outage": tags},
-        {"killed-in-outage": None, "single-in-outage": single.run_id},
-        lambda id: False,
-        lambda id: [{"round": 0, "accuracy": 0.1}],
-    )
-    assert rejected + parent.close({"finished": 2}, "FINISHED") == []
-    assert client.failed >= {"search_runs", "get_run", "set_tag", "log_batch", "set_terminated"}
+    rounds = [{"round": 0, "Score/accuracy": 0.1}]
+    cells = {
+        "killed-in-outage": CellLog(tags, "KILLED"),
+        "single-in-outage": CellLog(tags, "FINISHED", single.run_id, rounds=lambda: rounds),
+    }
+    assert parent.close(cells, {"finished": 1}, "FINISHED") == []
+    asked = {"search_runs", "get_run", "set_tag", "create_run", "log_batch", "set_terminated"}
+    assert client.failed >= asked
 
     store = MlflowClient(uri)
     runs = [store.get_run(run.run_id) for run in (parent, cell, single)]
-    assert [run.info.status for run in runs] == ["FINISHED"] * 3
-    assert runs[0].data.tags["cells.finished"] == "2"
-    assert [p.value for p in store.get_metric_history(cell.run_id, "accuracy")] == [0.1]
+    assert [run.info.status for run in runs] == ["FINISHED", "KILLED", "FINISHED"]
+    assert runs[0].data.tags["cells.finished"] == "1"
     assert runs[2].data.tags.items() >= tags.items()
+    below = store.search_runs(
+        [runs[0].info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.run_id}'"
+    )
+    (short,) = [run for run in below if "trishul.shared_run" in run.data.tags]
+    assert short.info.status == "FINISHED" and short.data.metrics == {"Score/accuracy": 0.1}
+
+
+def test_a_sweep_knows_what_its_store_has_unless_that_is_another_file(uri, tmp_path):
+    parent, results = open_parent(uri, "noted"), {"abc": "checksum"}
+    assert not parent.has(results)
+    parent.note(results)
+    assert parent.has(results) and not parent.has({"abc": "another"})
+    again = SweepRun(uri, "trishul", Store.open(str(tmp_path / "runs")), parent._tags, {})
+    assert again.has(results)
+    shutil.copy(tmp_path / "runs" / "mlflow.db", tmp_path / "copy.db")
+    (tmp_path / "runs" / "mlflow.db").unlink()
+    assert not again.has(results)
+    (tmp_path / "copy.db").rename(tmp_path / "runs" / "mlflow.db")
+    assert not again.has(results)
 
 
 @pytest.mark.slow
@@ -654,14 +665,15 @@ def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(InputError, match=r"mlflow\.db does not exist: no run has logged to it"):
         page_of_run(f"sqlite:///{tmp_path}/mlflow.db", "")
     (tmp_path / "mlflow.db").touch()
+    open_client(f"sqlite:///{tmp_path}/other.db")
     with pytest.raises(InputError, match="run 'nosuch' is not in sqlite:"):
-        page_of_run(f"sqlite:///{tmp_path}/mlflow.db", "nosuch")
-    assert page_of_run(f"sqlite:///{tmp_path}/mlflow.db", "") == "/"
+        page_of_run(f"sqlite:///{tmp_path}/other.db", "nosuch")
+    assert page_of_run(f"sqlite:///{tmp_path}/other.db", "") == "/"
 
 
 def test_the_page_of_a_store_is_its_list_of_training_runs_with_scores(uri):
     run = open_run(uri, tags={ID_TAG: "abc"})
-    number, tags = run._experiment.experiment_id, run._experiment.tags
+    number, tags = run.experiment.experiment_id, run.experiment.tags
     assert tags["mlflow.experimentKind"] == "custom_model_development"
     view = json.loads(tags["mlflow.sharedViewState.trishul"])
     columns = json.loads(view["state"])["selectedColumns"]
@@ -671,7 +683,7 @@ def test_the_page_of_a_store_is_its_list_of_training_runs_with_scores(uri):
         f"/#/experiments/{number}/runs?{query}&viewStateShareKey=trishul"
     )
     assert page_of_run(uri, "abc") == f"/#/experiments/{number}/runs/{run.run_id}?{query}"
-    MlflowRun.open(uri, "other", "def", "a run", {}, {ID_TAG: "def"})
+    open_run(uri, "def", tags={ID_TAG: "def"}, experiment="other")
     assert page_of_run(uri, "") == f"/#/experiments?{query}"
 
 

@@ -9,7 +9,8 @@ from mlflow.tracking import MlflowClient
 from ports import free_port
 from tiny_run import TINY
 
-from trishul_ray.tracking.mlflow import MlflowRun
+from trishul_ray.tracking.mlflow import MlflowTracker
+from trishul_ray.tracking.tracker import RunEnd, RunStart
 
 pytestmark = pytest.mark.slow
 
@@ -40,19 +41,20 @@ def server(start, tmp_path):
 
 def test_a_stopped_run_is_continued_on_the_server(server, tmp_path, capfd):
     def opened():
-        return MlflowRun.open(server, "trishul", "attempt", "a run", {"seed": 0})
+        run = MlflowTracker(server, "trishul")
+        run.start(RunStart("attempt", "a run", {"seed": 0}, {}))
+        return run
 
     first = opened()
-    first.log_round(0, {"accuracy": 0.25})
+    first.round(0, {"accuracy": 0.25})
     # The driver is gone. The next one logs again what it reads from the checkpoint.
     second = opened()
     for step, accuracy in enumerate((0.25, 0.5)):
-        second.log_round(step, {"accuracy": accuracy})
+        second.round(step, {"accuracy": accuracy})
     (tmp_path / "out" / "figures").mkdir(parents=True)
     (tmp_path / "out" / "result.json").write_text("{}")
     (tmp_path / "out" / "figures" / "loss.png").write_bytes(b"png")
-    second.log_artifacts(tmp_path / "out")
-    assert second.finish("FINISHED") == []
+    assert second.end("FINISHED", RunEnd(1, {}, {}, folder=tmp_path / "out")) == []
     assert second.run_id == first.run_id
 
     client = MlflowClient(server)
@@ -64,7 +66,7 @@ def test_a_stopped_run_is_continued_on_the_server(server, tmp_path, capfd):
     found = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert found == {"figures", "result.json"}
     address = f"{server}/#/experiments/{group.experiment_id}/runs/{run.info.run_id}"
-    assert second.ui_command() == f"{address}?workflowType=machine_learning"
+    assert second.command() == f"{address}?workflowType=machine_learning"
     # MLflow prints no address of the run.
     assert capfd.readouterr().out == ""
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from trishul_ray.experiment import fit as fit
     from trishul_ray.experiment import identity as identity
     from trishul_ray.experiment import loading as loading
-    from trishul_ray.federation import checkpoint as checkpoint
     from trishul_ray.federation.on_ray import driver as driver
     from trishul_ray.federation.on_ray import session as session
     from trishul_ray.models import pretraining as pretraining
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from trishul_ray.report.figures import drawing as drawing
     from trishul_ray.runs import artifacts as artifacts
     from trishul_ray.runs import export as export
+    from trishul_ray.runs import folder as folder
     from trishul_ray.runs import mlflow_log as mlflow_log
     from trishul_ray.runs import runner as runner
     from trishul_ray.sweeps import cells as cells
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from trishul_ray.sweeps import reproduce as reproduce
     from trishul_ray.sweeps import status as status
     from trishul_ray.theory import checks as checks
-    from trishul_ray.tracking import mlflow as mlflow
+    from trishul_ray.tracking import mlflow_store as mlflow_store
+    from trishul_ray.tracking import mlflow_ui as mlflow_ui
     from trishul_ray.tracking import progress as progress
 
     listing = trishul_ray.cli.listing
@@ -54,15 +55,14 @@ else:
         ".cli": ("listing",),
         ".data": ("partition", "prepare"),
         ".experiment": ("fit", "identity", "loading"),
-        ".federation": ("checkpoint",),
         ".federation.on_ray": ("driver", "session"),
         ".models": ("pretraining",),
         ".report": ("claims", "formats", "page", "tables"),
         ".report.figures": ("clients", "drawing"),
-        ".runs": ("artifacts", "export", "mlflow_log", "runner"),
+        ".runs": ("artifacts", "export", "folder", "mlflow_log", "runner"),
         ".sweeps": ("cells", "plan", "rates", "reproduce", "status"),
         ".theory": ("checks",),
-        ".tracking": ("mlflow", "progress"),
+        ".tracking": ("mlflow_store", "mlflow_ui", "progress"),
     }
     _MODULES = {
         name: f"trishul_ray{folder}.{name}" for folder, names in _FOLDERS.items() for name in names

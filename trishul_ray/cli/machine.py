@@ -59,14 +59,14 @@ def ui(
     """Open MLflow's page of the runs on this machine, on localhost, until Ctrl-C."""
     if "/" in run:
         runs, run = str(Path(run).parent), Path(run).name
-    store = lazy.mlflow.tracking_uri(uri, runs)
-    page = lazy.mlflow.page_of_run(store, run)
-    if store.startswith(("http://", "https://")):
+    store = lazy.mlflow_store.tracking_uri(uri, runs)
+    page = lazy.mlflow_ui.page_of_run(store, run)
+    if lazy.mlflow_store.is_server(store):
         print_field("MLflow", store.rstrip("/") + page)
         return
-    chosen = lazy.mlflow.free_port(lazy.mlflow.FIRST_PORT if port is None else port)
+    chosen = lazy.mlflow_ui.free_port(lazy.mlflow_ui.FIRST_PORT if port is None else port)
     if port is not None and chosen != port:
         raise InputError(f"--port {port} is in use")
-    lazy.mlflow.serve_ui(
+    lazy.mlflow_ui.serve_ui(
         store, chosen, lambda address: print_field("MLflow", f"{address}{page}  (Ctrl-C ends it)")
     )

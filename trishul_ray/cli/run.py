@@ -216,7 +216,7 @@ def _workers_for(
     """Start Ray, and then the run's actors, while a thread imports what this process needs."""
     resources, finished = experiment.resources, False
     with suppress(OSError):  # reported by the run itself, with what is kept
-        finished = not fresh and lazy.checkpoint.run_folder(experiment).exists("result.json")
+        finished = not fresh and lazy.folder.RunFolder.of(experiment).home.exists("result.json")
     # A run that asks for a GPU may be refused first, where there is neither one nor a cluster.
     early = resources.backend == "ray" and resources.device != "cuda" and not finished
     if not early or lazy.session.joins_cluster():
@@ -233,7 +233,7 @@ def _workers_for(
 
 
 def _how_to_continue(experiment: "lazy.experiment.Experiment", fails_again: bool) -> str:
-    home = lazy.checkpoint.run_folder(experiment)
+    home = lazy.folder.RunFolder.of(experiment).home
     # A remote storage may be what has failed: do not ask it.
     any_kept = not home.is_local or home.child("checkpoints").names() != []
     if any_kept:

@@ -7,7 +7,6 @@ from pathlib import Path
 from trishul_ray.data.partition import count_labels
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RunResult
@@ -25,17 +24,24 @@ from trishul_ray.report.figures.heads import (
 from trishul_ray.report.figures.matrices import draw_matrices, matrices_of_run
 from trishul_ray.report.figures.spectra import draw_spectra, spectra_of_run
 from trishul_ray.runs.export import Export, fits_adapter, trained_by, write_model
+from trishul_ray.storage import Store
 
 
 def write_artifacts(
-    experiment: Experiment, prepared: Prepared, result: RunResult, folder: Path, coverage: Coverage
+    experiment: Experiment,
+    prepared: Prepared,
+    result: RunResult,
+    folder: Path,
+    coverage: Coverage,
+    home: Store,
 ) -> Export:
     """Write ``figures/``, and ``adapter/`` (PEFT) or ``model/`` (merged), into a local folder.
+
+    The folder is copied to that of the run, ``home``.
 
     Returns:
         What the model is.
     """
-    home = run_folder(experiment)
     with deterministic(experiment):
         _draw_figures(experiment, prepared, result, folder / "figures", coverage)
         bench = build_model_bench(experiment, result.blueprint.info)
@@ -46,7 +52,6 @@ def write_artifacts(
             headline: f"{result.checkpoint.records[-1].scores[headline]:.4f} ({coverage.sentence})",
             "clients": f"{experiment.federation.clients}, partition {experiment.partition.kind}",
         }
-        # Where it will lie: the folder given is a local one, which is copied there.
         place = f"{home.root}/{name}" if home.is_local else name
         return write_model(run, folder / name, merged=False, notes=notes, place=place)
 

@@ -12,7 +12,7 @@ from trishul_ray.errors import ArtifactsError, CorruptFileError, InputError, Run
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import local_sources
 from trishul_ray.experiment.yaml_files import parse_yaml
-from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
+from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
@@ -29,6 +29,7 @@ from trishul_ray.report.summary import (
     unscored,
     write_result,
 )
+from trishul_ray.runs.folder import RunFolder
 from trishul_ray.runs.results import file_hashes, write_tables
 from trishul_ray.stages import Stages
 from trishul_ray.storage import Store
@@ -74,7 +75,12 @@ def check_sources(experiment: Experiment, summary: RunSummary, progress: RunProg
 
 
 def restore_files(
-    experiment: Experiment, summary: RunSummary, home: Store, progress: RunProgress, *, extras: bool
+    experiment: Experiment,
+    summary: RunSummary,
+    run_folder: RunFolder,
+    progress: RunProgress,
+    *,
+    extras: bool,
 ) -> RunSummary:
     """Write damaged files of a finished run again, from its last checkpoint; return its result.
 
@@ -84,7 +90,7 @@ def restore_files(
     Raises:
         ArtifactsError: Those cannot be made.
     """
-    listed = summary.files
+    listed, home = summary.files, run_folder.home
     damaged = summary.damaged_files(home)
     adds = extras and not any(n.startswith("figures/") for n in listed)
     if not damaged and not adds:
@@ -93,7 +99,7 @@ def restore_files(
     wanted = list(damaged)
     names = first_of(wanted, 3) or "figures and model"
     try:
-        checkpoint = open_checkpoints(experiment).newest()
+        checkpoint = run_folder.checkpoints.newest()
         if checkpoint is None or not checkpoint.is_last(experiment.federation.rounds):
             raise RunError("its last checkpoint is missing or corrupt; --fresh runs it again")
         with scratch_folder("results") as scratch:
@@ -108,7 +114,7 @@ def restore_files(
                     on_ray=False,
                 )
                 result = InlineDriver(experiment, prepared, checkpoint.attempt).final()
-                export = _make_artifacts(experiment, prepared, result, folder)
+                export = _make_artifacts(experiment, prepared, result, run_folder, folder)
                 summary = replace(summary, export=asdict(export))
             hashes = file_hashes(folder)
             if adds:
@@ -137,7 +143,12 @@ def restore_files(
 
 
 def add_artifacts(
-    experiment: Experiment, prepared: Prepared, result: RunResult, folder: Path, summary: RunSummary
+    experiment: Experiment,
+    prepared: Prepared,
+    result: RunResult,
+    run_folder: RunFolder,
+    folder: Path,
+    summary: RunSummary,
 ) -> RunSummary:
     """Write figures and model of a finished run into an empty ``folder``, and from there into its.
 
@@ -146,8 +157,7 @@ def add_artifacts(
     Raises:
         ArtifactsError: They cannot be made or stored; the result stays as it was.
     """
-    home = run_folder(experiment)
-    export = _make_artifacts(experiment, prepared, result, folder)
+    export = _make_artifacts(experiment, prepared, result, run_folder, folder)
     hashes = file_hashes(folder)
     summary = replace(
         summary,
@@ -155,39 +165,47 @@ def add_artifacts(
         files=sorted({*summary.files, *hashes}),
         sha256=summary.sha256 | hashes,
     ).written()
-    with _no_score_lost(experiment):
-        home.upload_folder(folder)
-        write_result(home, summary)
+    with _no_score_lost(run_folder):
+        run_folder.home.upload_folder(folder)
+        write_result(run_folder.home, summary)
     return summary
 
 
 def _make_artifacts(
-    experiment: Experiment, prepared: Prepared, result: RunResult, folder: Path
+    experiment: Experiment,
+    prepared: Prepared,
+    result: RunResult,
+    run_folder: RunFolder,
+    folder: Path,
 ) -> "Export":
-    with _no_score_lost(experiment):
+    with _no_score_lost(run_folder):
         # Imports matplotlib and PEFT, which takes seconds.
         from trishul_ray.runs.artifacts import write_artifacts
 
-        coverage = coverage_of(experiment, prepared.dataset)
-        return write_artifacts(experiment, prepared, result, folder, coverage)
+        coverage, home = coverage_of(experiment, prepared.dataset), run_folder.home
+        return write_artifacts(experiment, prepared, result, folder, coverage, home)
 
 
 @contextmanager
-def _no_score_lost(experiment: Experiment) -> Iterator[None]:
+def _no_score_lost(run_folder: RunFolder) -> Iterator[None]:
     """Raise whatever fails inside, of a plug-in, a disk or a bug, as an ArtifactsError."""
     try:
         yield
     except Exception as error:
         raise ArtifactsError(
-            f"figures and model of run {experiment.id} could not be written: {fault_of(error)}. "
+            f"figures and model of run {run_folder.id} could not be written: {fault_of(error)}. "
             "The run has finished: its scores are kept in "
-            f"{run_folder(experiment).place('result.json')}, and repeating it tries figures and "
-            "model alone"
+            f"{run_folder.home.place('result.json')}, and repeating it tries figures and model "
+            "alone"
         ) from error
 
 
 def extend_shorter(
-    experiment: Experiment, prepared: Prepared, home: Store, attempt: str, progress: RunProgress
+    experiment: Experiment,
+    prepared: Prepared,
+    folder: RunFolder,
+    attempt: str,
+    progress: RunProgress,
 ) -> None:
     """Begin a new run with the rounds of one that differs in a smaller number of rounds alone.
 
@@ -195,13 +213,13 @@ def extend_shorter(
     over the run, noise for an epsilon of the run or a method that reads it, nor where the last
     round was diagnosed because it was the last, or rounds that are asked for have no score.
     """
-    own = open_checkpoints(experiment)
+    own = folder.checkpoints
     by_rounds = depends_on_rounds(experiment.optimizer)
     by_rounds = by_rounds or any(stage.reads_rounds for stage in Stages.of(experiment))
     by_rounds = by_rounds or build_method(experiment.method).reads_rounds
     if by_rounds or own.store.names():
         return
-    there = set(home.parent().names())
+    there = set(folder.home.parent().names())
     measured = experiment.evaluation
     for rounds in range(experiment.federation.rounds - 1, 0, -1):
         federation = experiment.federation.model_copy(update={"rounds": rounds})

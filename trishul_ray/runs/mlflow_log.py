@@ -20,19 +20,10 @@ from trishul_ray.files import scratch_folder
 from trishul_ray.report.summary import RunSummary, flatten, read_metrics, write_result
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage import Store
-from trishul_ray.tracking.mlflow import (
-    AXIS_TAG,
-    CELL_TAG,
-    ID_TAG,
-    SCORES,
-    MlflowRun,
-    Tracker,
-    has_finished,
-    place_of,
-    replace_run,
-    tracking_uri,
-    ui_command,
-)
+from trishul_ray.tracking.mlflow import ID_TAG, MlflowTracker, has_finished, replace_run
+from trishul_ray.tracking.mlflow_store import SCORES, place_of, tracking_uri, ui_command
+from trishul_ray.tracking.mlflow_sweep import AXIS_TAG, CELL_TAG
+from trishul_ray.tracking.tracker import Input, RunEnd, RunStart, Tracker
 from trishul_ray.version import versions
 
 #: Tag of a run whose result was made elsewhere.
@@ -64,38 +55,51 @@ def mlflow_command(experiment: Experiment) -> str | None:
     return ui_command(_uri(experiment), experiment.id) if experiment.tracking.mlflow else None
 
 
-def open_tracker(
+def tracker_of(experiment: Experiment) -> Tracker:
+    """Return what follows an experiment's run, as ``tracking`` says."""
+    options = experiment.tracking
+    return MlflowTracker(_uri(experiment), options.experiment) if options.mlflow else Tracker()
+
+
+def start_of(
     experiment: Experiment,
     attempt: str,
     data: Coverage,
+    sources: Mapping[str, str],
     tags: Mapping[str, str],
     unread: Collection[str] = (),
-) -> Tracker:
-    """Find or create the MLflow run of an attempt; ``data`` are the rows that it uses."""
-    options = experiment.tracking
-    if not options.mlflow:
-        return Tracker()
-    axes = {key: text for key, text in tags.items() if key.startswith(AXIS_TAG)}
+) -> RunStart:
+    """Return what a tracker is told of a run that begins; ``data`` are the rows that it uses."""
     name = tags.get(CELL_TAG) or run_name(experiment)
-    own_tags = {
-        ID_TAG: experiment.id,
-        "mlflow.note.content": f"{describe(experiment)}, {name}; {data.sentence}",
-        "trishul.data": data.sentence,
-        "trishul.part": str(data.part),
-    }
     rows = {"rows": {"train": asdict(data.train), "test": asdict(data.test)}}
-    return MlflowRun.open(
-        _uri(experiment),
-        options.experiment,
+    splits = (("train", "training", data.train), ("test", "evaluation", data.test))
+    return RunStart(
         attempt,
         name,
         {
-            **axes,
+            **{key: text for key, text in tags.items() if key.startswith(AXIS_TAG)},
             **{k: v for k, v in flatten(experiment.to_dict()).items() if k not in unread},
             **flatten(rows),
         },
-        tags={**tags, **own_tags, **{f"version.{k}": v for k, v in versions().items()}},
-        parent_run=options.parent_run,
+        {
+            **tags,
+            ID_TAG: experiment.id,
+            "mlflow.note.content": f"{describe(experiment)}, {name}; {data.sentence}",
+            "trishul.data": data.sentence,
+            "trishul.part": str(data.part),
+            **{f"version.{k}": v for k, v in versions().items()},
+        },
+        [
+            Input(
+                f"{data.dataset} {split}",
+                _digest(sources.get("rows", "unknown")),
+                data.source,
+                context,
+                {**asdict(used), "revision": data.revision},
+            )
+            for split, context, used in splits
+        ],
+        experiment.tracking.parent_run,
     )
 
 
@@ -144,21 +148,8 @@ def _grouped(name: str) -> str:
     return f"{SCORES}{name}"
 
 
-def log_data(tracker: Tracker, data: Coverage, sources: Mapping[str, str]) -> None:
-    """Log the rows of a run as dataset inputs, with their hashes."""
-    splits = (("train", "training", data.train), ("test", "evaluation", data.test))
-    for split, context, rows in splits:
-        tracker.log_data(
-            f"{data.dataset} {split}",
-            digest=_digest(sources.get("rows", "unknown")),
-            source=data.source,
-            context=context,
-            profile={**asdict(rows), "revision": data.revision},
-        )
-
-
-def log_totals(tracker: Tracker, summary: RunSummary) -> None:
-    """Log what a comparison of finished runs needs and no round has."""
+def end_of(summary: RunSummary, folder: Path | None = None) -> RunEnd:
+    """Return what a comparison of finished runs needs and no round has."""
     headline, hardware, sources = summary.headline, summary.hardware, summary.sources
     chosen = f"best_on_{summary.best['chosen_on']}"
     totals = {
@@ -180,10 +171,12 @@ def log_totals(tracker: Tracker, summary: RunSummary) -> None:
         **{f"source.{name}": source for name, source in sources.items()},
         **({} if summary.privacy is None else {PRIVACY_TAG: summary.privacy["sentence"]}),
     }
-    tracker.log_totals(len(summary.round_seconds), totals, tags)
-    if (backbone := sources.get("backbone")) is not None:
+    inputs = []
+    if (weights := sources.get("backbone")) is not None:
         name = summary.config["model"]["name"]
-        tracker.log_data(name, _digest(backbone), f"model:{name}", "backbone", {"hash": backbone})
+        facts = {"hash": weights}
+        inputs.append(Input(name, _digest(weights), f"model:{name}", "backbone", facts))
+    return RunEnd(len(summary.round_seconds), totals, tags, inputs, folder)
 
 
 def _by_client(group: str, scores: Mapping[str, float]) -> dict[str, float]:
@@ -229,12 +222,11 @@ def _log_finished(
     experiment: Experiment, summary: RunSummary, home: Store, tags: Mapping[str, str]
 ) -> list[str]:
     """Log all of a finished run that its MLflow run lacks, and end it."""
-    records = read_metrics(home)
-    tracker = open_tracker(experiment, summary.attempt, summary.data, tags, summary.unread_fields)
-    log_data(tracker, summary.data, summary.sources)
+    tracker, records = tracker_of(experiment), read_metrics(home)
+    data, unread = summary.data, summary.unread_fields
+    tracker.start(start_of(experiment, summary.attempt, data, summary.sources, tags, unread))
     for record in records:
-        tracker.log_round(int(record["round"]), grouped_metrics(record))
-    log_totals(tracker, summary)
+        tracker.round(int(record["round"]), grouped_metrics(record))
     with scratch_folder("results") as scratch:
         for name in summary.files:
             if home.exists(name):
@@ -242,8 +234,7 @@ def _log_finished(
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(home.read(name))
         Path(scratch, "result.json").write_bytes(summary.to_json())
-        tracker.log_artifacts(scratch)
-    return tracker.finish(keep_end=True)
+        return tracker.end("FINISHED", end_of(summary, Path(scratch)))
 
 
 def mark_replaced(experiment: Experiment, attempt: str, *, by: str) -> list[str]:

@@ -5,25 +5,19 @@ finished one. :func:`run_experiment` does it at once, :func:`run_steps` round by
 loop of both is :func:`_train`.
 """
 
-import errno
 import shutil
 import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from trishul_ray.config import RateSource
 from trishul_ray.data.own import CUSTOM
 from trishul_ray.errors import (
     ArtifactsError,
-    BusyError,
     InputError,
-    StorageError,
-    StorageRefusedError,
     at_loss,
 )
 from trishul_ray.experiment import Experiment
@@ -32,7 +26,6 @@ from trishul_ray.experiment.fit import (
     image_size_line,
     random_weights_line,
 )
-from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.edge import privacy_report
 from trishul_ray.federation.on_ray.driver import Driver, Workers, open_driver
 from trishul_ray.federation.on_ray.session import opening, ray_session
@@ -44,13 +37,9 @@ from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained, needs_pretraining
 from trishul_ray.plugins import find_plugin
-from trishul_ray.redaction import redact
 from trishul_ray.report.summary import (
     FAILURE,
     RunSummary,
-    attempt_of,
-    unmark_finished,
-    write_attempt,
     write_result,
 )
 from trishul_ray.runs.earlier import (
@@ -60,24 +49,23 @@ from trishul_ray.runs.earlier import (
     read_finished,
     restore_files,
 )
+from trishul_ray.runs.folder import RunFolder
 from trishul_ray.runs.mlflow_log import (
+    end_of,
     grouped_metrics,
-    log_data,
     log_reused,
-    log_totals,
     mark_replaced,
     mlflow_command,
-    open_tracker,
+    start_of,
+    tracker_of,
 )
 from trishul_ray.runs.results import file_hashes, summarize, write_tables
 from trishul_ray.stages import Stages
-from trishul_ray.storage import Store, reason
+from trishul_ray.storage import Store
 from trishul_ray.tasks.build import unread_fields
-from trishul_ray.tracking.mlflow import Tracker
 from trishul_ray.tracking.progress import RunProgress
+from trishul_ray.tracking.tracker import RunEnd, Status, Tracker
 
-#: Seconds to wait for a process that drives the run, such as a killed one that is still ending.
-LOCK_SECONDS = 5.0
 #: What takes seconds to import and is needed when the rounds are over: it is imported after the
 #: first one, while this process waits for the others.
 LATE = ("trishul_ray.runs.artifacts", "trishul_ray.models.attention")
@@ -151,71 +139,72 @@ def run_steps(
     """
     for plugin in experiment.plugins:  # this process may have loaded another content since
         find_plugin(plugin)
-    home = run_folder(experiment)
-    home.check_bucket(experiment.storage.runs)
-    with _locked(home, experiment, read_only=not fresh):
-        try:
-            summary, lacks = (None, "") if fresh else read_finished(experiment, home, progress)
-        except StorageRefusedError as error:
-            raise _refused(experiment, error) from error
+    folder = RunFolder.of(experiment)
+    folder.home.check_bucket(experiment.storage.runs)
+    options = _Options(workers, extras, tags or {})
+    with folder.locked(read_only=not fresh):
+        summary, lacks = None, ""
+        if not fresh:
+            with folder.accessible():
+                summary, lacks = read_finished(experiment, folder.home, progress)
         if lacks:
             progress.note(f"{lacks}: the run starts over, and its numbers are the same")
-            summary, fresh = None, True
-        if summary is not None:
-            check_sources(experiment, summary, progress)
-            summary = restore_files(experiment, summary, home, progress, extras=extras)
-            summary, rejected = log_reused(experiment, summary, home, tags or {})
-            for refused in rejected:
-                progress.note(f"not logged to MLflow: {refused}")
-            return FinishedRun(summary, home, True, mlflow_command(experiment))
-        progress.note(learning_rate_line(experiment))
-        if (remark := personal_line(experiment)) is not None:
-            progress.note(remark)
+        elif summary is not None:
+            return _reuse(experiment, folder, summary, progress, options)
         # Checked before anything is removed or written: wrong input changes no files.
-        (check_fits if workers is None else workers.check_fits)(experiment)
-        for stage in Stages.of(experiment):
-            for remark in stage.prepare():
-                progress.note(remark)
-        mlflow_command(experiment)
-        progress.phase("preparing data")
-        prepared = prepare_run(experiment, progress.task_progress("preparing data"))
-        remark = image_size_line(_backbone(experiment), prepared.dataset.info)
-        for line in (remark, random_weights_line(experiment)):
-            if line is not None:
-                progress.note(line)
+        prepared = _prepare(experiment, workers, progress)
         new = uuid.uuid4().hex
-        if fresh:
-            earlier = attempt_of(home) or _attempt_of_checkpoint(experiment)
-            home.remove("result.json")  # first: without its files, it is no result
-            unmark_finished(home)
-            for refused in mark_replaced(experiment, earlier, by=new):
-                progress.note(f"not marked in MLflow: {refused}")
-            home.remove_all()
-        existed = home.exists("attempt.json")
-        if existed:
-            home.remove_unfinished()
-        try:
-            try:
-                attempt = _attempt(experiment, home, new)
-                home.write("config.yaml", experiment.to_yaml())
-            except StorageRefusedError as error:
-                raise _refused(experiment, error) from error
-            if not fresh:
-                extend_shorter(experiment, prepared, home, attempt, progress)
-            options = _Options(workers, extras, tags or {})
-            return (yield from _run(experiment, prepared, home, attempt, progress, options))
-        except (InputError, StorageError) as error:
-            # Some wrong input, and a full disk, are found only here; leave no files of a run that
-            # never started. A remote storage that has just failed is not asked again.
-            answers = home.is_local or isinstance(error, InputError)
-            if not existed and answers and not home.child("checkpoints").names():
-                home.remove_all()
-            raise
+        if fresh or lacks:
+            _start_over(experiment, folder, new, progress)
+        with folder.begun(experiment.to_yaml(), new) as attempt:
+            if not (fresh or lacks):
+                extend_shorter(experiment, prepared, folder, attempt, progress)
+            run = _Run(experiment, prepared, folder, attempt, progress, options)
+            return (yield from run.steps())
 
 
-def _refused(experiment: Experiment, error: StorageRefusedError) -> InputError:
-    shown = redact(experiment.storage.runs)
-    return InputError(f"storage.runs={shown!r}: {error}; choose another folder")
+def _reuse(
+    experiment: Experiment,
+    folder: RunFolder,
+    summary: RunSummary,
+    progress: RunProgress,
+    options: _Options,
+) -> FinishedRun:
+    """Return the result of a run that has finished before, whose files are whole again."""
+    check_sources(experiment, summary, progress)
+    summary = restore_files(experiment, summary, folder, progress, extras=options.extras)
+    summary, rejected = log_reused(experiment, summary, folder.home, options.tags)
+    for refused in rejected:
+        progress.note(f"not logged to MLflow: {refused}")
+    return FinishedRun(summary, folder.home, True, mlflow_command(experiment))
+
+
+def _prepare(experiment: Experiment, workers: Workers | None, progress: RunProgress) -> Prepared:
+    """Check that the parts of an experiment fit together, say what is noteworthy, read its data."""
+    progress.note(learning_rate_line(experiment))
+    if (remark := personal_line(experiment)) is not None:
+        progress.note(remark)
+    (check_fits if workers is None else workers.check_fits)(experiment)
+    for stage in Stages.of(experiment):
+        for remark in stage.prepare():
+            progress.note(remark)
+    mlflow_command(experiment)
+    progress.phase("preparing data")
+    prepared = prepare_run(experiment, progress.task_progress("preparing data"))
+    remark = image_size_line(_backbone(experiment), prepared.dataset.info)
+    for line in (remark, random_weights_line(experiment)):
+        if line is not None:
+            progress.note(line)
+    return prepared
+
+
+def _start_over(experiment: Experiment, folder: RunFolder, new: str, progress: RunProgress) -> None:
+    """Remove an earlier run, which the attempt ``new`` replaces."""
+    earlier = folder.attempt
+    folder.remove_result()
+    for refused in mark_replaced(experiment, earlier, by=new):
+        progress.note(f"not marked in MLflow: {refused}")
+    folder.home.remove_all()
 
 
 def learning_rate_line(experiment: Experiment) -> str:
@@ -236,91 +225,118 @@ def personal_line(experiment: Experiment) -> str | None:
     )
 
 
-def _run(
-    experiment: Experiment,
-    prepared: Prepared,
-    home: Store,
-    attempt: str,
-    progress: RunProgress,
-    options: _Options,
-) -> RunSteps:
-    began = time.perf_counter()
-    coverage = coverage_of(experiment, prepared.dataset)
-    if coverage.part or experiment.data.name in CUSTOM:
-        progress.note(coverage.sentence)
-    tracker = Tracker()
-    status = "FAILED"
-    try:
-        with ExitStack() as stack:
-            info, backbone = prepared.dataset.info, _backbone(experiment)
-            unread = unread_fields(experiment.task, info, backbone)
-            tracker = open_tracker(experiment, attempt, coverage, options.tags, unread)
-            log_data(tracker, coverage, prepared.sources)
-            use_ray = experiment.resources.backend == "ray"
-            if use_ray:
-                if options.workers is None:
-                    progress.phase(opening())
-                stack.enter_context(
-                    at_loss(lambda why: tracker.finish("FAILED" if why else "KILLED"))
-                )
-                stack.enter_context(ray_session())
-            if options.workers is not None and needs_pretraining(backbone):
-                options.workers.close()  # it takes a CPU, and they may hold all
-            ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=use_ray)
-            progress.phase("starting clients")
-            driver = stack.enter_context(
-                open_driver(experiment, prepared, attempt, progress.note, options.workers)
-            )
-            late = LATE if options.extras else ()
-            earlier, result = yield from _train(driver, tracker, progress, late)
-        progress.phase("writing results")
-        with scratch_folder("results") as scratch:
-            folder = Path(scratch)
+@dataclass(frozen=True)
+class _Run:
+    """A run that is not finished: its rounds, and the results that it leaves."""
+
+    experiment: Experiment
+    prepared: Prepared
+    folder: RunFolder
+    attempt: str
+    progress: RunProgress
+    options: _Options
+
+    def steps(self) -> RunSteps:
+        """Run the rounds that are left, and write the results."""
+        began = time.perf_counter()
+        experiment, progress, info = self.experiment, self.progress, self.prepared.dataset.info
+        coverage = coverage_of(experiment, self.prepared.dataset)
+        if coverage.part or experiment.data.name in CUSTOM:
+            progress.note(coverage.sentence)
+        unread = unread_fields(experiment.task, info, _backbone(experiment))
+        tracker = tracker_of(experiment)
+        sources, tags = self.prepared.sources, self.options.tags
+        tracker.start(start_of(experiment, self.attempt, coverage, sources, tags, unread))
+        with self.tracked(tracker):
+            with self.driver(tracker) as driver:
+                late = LATE if self.options.extras else ()
+                earlier, result = yield from _train(driver, tracker, progress, late)
+            progress.phase("writing results")
             state = result.checkpoint
-            write_tables(experiment, state, folder)
-            home.upload_folder(folder)
             before = [r for r in state.records if r.round <= earlier]
             wall = time.perf_counter() - began + sum(r.seconds or 0.0 for r in before)
-            hashes = file_hashes(folder)
             summary = replace(
                 summarize(experiment, result, coverage, wall, tracker.run_id),
                 privacy=privacy_report(experiment, state.edge, state.records[-1]),
-                files=list(hashes),
-                sha256=hashes,
                 logged_to=tracker.place,
                 unread_fields=unread,
-            ).written()
+            )
+            return self.write(result, summary, tracker)
+
+    @contextmanager
+    def tracked(self, tracker: Tracker) -> Iterator[None]:
+        """End the tracking run if what is done inside fails or is stopped."""
+        try:
+            yield
+        except ArtifactsError:  # the run has finished, and its tracking run has ended
+            raise
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt | GeneratorExit)
+            self.end(tracker, "KILLED" if stopped else "FAILED")
+            raise
+
+    def end(self, tracker: Tracker, status: Status, results: RunEnd | None = None) -> bool:
+        """End the tracking run; return whether its store has accepted everything."""
+        refused = tracker.end(status, results)
+        for line in refused:
+            self.progress.note(f"MLflow refused: {line}")
+        return not refused
+
+    @contextmanager
+    def driver(self, tracker: Tracker) -> Iterator[Driver]:
+        """Start what computes: Ray, the backbone's weights if they are trained here, the actors."""
+        experiment, progress, workers = self.experiment, self.progress, self.options.workers
+        backbone, use_ray = _backbone(experiment), experiment.resources.backend == "ray"
+        with ExitStack() as stack:
+            if use_ray:
+                if workers is None:
+                    progress.phase(opening())
+                stack.enter_context(at_loss(lambda _: tracker.end("FAILED")))
+                stack.enter_context(ray_session())
+            if workers is not None and needs_pretraining(backbone):
+                workers.close()  # it takes a CPU, and they may hold all
+            ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=use_ray)
+            progress.phase("starting clients")
+            opened = open_driver(experiment, self.prepared, self.attempt, progress.note, workers)
+            yield stack.enter_context(opened)
+
+    def write(self, result: RunResult, summary: RunSummary, tracker: Tracker) -> FinishedRun:
+        """Write and log what a finished run leaves.
+
+        Raises:
+            ArtifactsError: Figures and model cannot be made; everything else is written.
+        """
+        experiment, home, lost = self.experiment, self.folder.home, None
+        with scratch_folder("results") as scratch:
+            files = Path(scratch)
+            write_tables(experiment, result.checkpoint, files)
+            home.upload_folder(files)
+            hashes = file_hashes(files)
             # Its presence marks the run as finished, whatever becomes of figures and model.
-            summary = replace(summary, logged=tracker.place is None).written()
+            summary = replace(
+                summary, files=list(hashes), sha256=hashes, logged=tracker.place is None
+            ).written()
             write_result(home, summary)
             home.remove(FAILURE)
-            status, lost = "FINISHED", None
-            if options.extras:
+            if self.options.extras:
                 try:
-                    with scratch_folder("results") as scratch:
-                        new = Path(scratch)
-                        summary = add_artifacts(experiment, prepared, result, new, summary)
-                        shutil.copytree(new, folder, dirs_exist_ok=True)
+                    with scratch_folder("results") as more:
+                        new = Path(more)
+                        summary = add_artifacts(
+                            experiment, self.prepared, result, self.folder, new, summary
+                        )
+                        shutil.copytree(new, files, dirs_exist_ok=True)
                 except ArtifactsError as error:
                     lost = error
             whole = replace(summary, logged=True).written()
-            (folder / "result.json").write_bytes(whole.to_json())
-            tracker.log_artifacts(folder)
-            log_totals(tracker, whole)
-        command = tracker.ui_command(experiment.id)
-    except (KeyboardInterrupt, GeneratorExit):
-        status = "KILLED" if status == "FAILED" else status
-        raise
-    finally:
-        refused = tracker.finish(status)  # type: ignore[arg-type]  # three literals
-        for line in refused:
-            progress.note(f"MLflow refused: {line}")
-    if tracker.place is not None and not refused:
-        summary = whole
-        write_result(home, summary)
-    if lost is not None:
-        raise lost
-    return FinishedRun(summary, home, False, command)
+            (files / "result.json").write_bytes(whole.to_json())
+            logged = self.end(tracker, "FINISHED", end_of(whole, files))
+        if tracker.place is not None and logged:
+            summary = whole
+            write_result(home, summary)
+        if lost is not None:
+            raise lost
+        return FinishedRun(summary, home, False, tracker.command(experiment.id))
 
 
 def _backbone(experiment: Experiment) -> Backbone:
@@ -369,62 +385,10 @@ def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown:
         progress.note(event)
     for record in report.records:
         # A resume logs earlier rounds again: the tracker ignores those it already has.
-        tracker.log_round(record.round, grouped_metrics(record.metrics()))
+        tracker.round(record.round, grouped_metrics(record.metrics()))
     progress.count_earlier(record.metrics() for record in report.records[:-shown])
     for record in report.records[-shown:]:
         progress.advance(record.round, record.metrics())
-
-
-def _attempt(experiment: Experiment, home: Store, new: str) -> str:
-    """Return the attempt that a run's folder belongs to; without one, it becomes ``new``."""
-    # Written before the MLflow run is created: a driver killed in between finds it by this tag.
-    if not (attempt := attempt_of(home)):
-        attempt = _attempt_of_checkpoint(experiment) or new
-        write_attempt(home, attempt)
-    return attempt
-
-
-def _attempt_of_checkpoint(experiment: Experiment) -> str:
-    """Return the attempt that a run's newest checkpoint belongs to; empty without one."""
-    checkpoint = open_checkpoints(experiment).newest()
-    return "" if checkpoint is None else checkpoint.attempt
-
-
-@contextmanager
-def _locked(home: Store, experiment: Experiment, *, read_only: bool) -> Iterator[None]:
-    """Allow one process at a time to drive a run; on shared storage this is up to the scheduler.
-
-    With ``read_only``, a finished run may be in a folder that cannot be written.
-    """
-    if not home.is_local:
-        yield
-        return
-    folder = Path(home.root).parent
-    lock = FileLock(folder / f".{experiment.id}.lock")
-    is_new = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=LOCK_SECONDS)
-    except Timeout as error:
-        raise BusyError(
-            f"run {experiment.id} is being driven by another process; wait for it or stop it"
-        ) from error
-    except OSError as error:
-        message = f"storage.runs={experiment.storage.runs!r} cannot be written: {reason(error)}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(message) from error
-        if not (read_only and home.exists("result.json")):
-            raise InputError(f"{message}; choose a writable folder") from error
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # nothing can be written there, or another run has begun
-            if lock.is_locked:
-                # A process that waits for the removed file notices, and opens a new one.
-                Path(lock.lock_file).unlink(missing_ok=True)
-            if is_new and not home.names():  # the input was refused: leave nothing
-                folder.rmdir()
-        lock.release()
 
 
 def central_twin(experiment: Experiment) -> Experiment:

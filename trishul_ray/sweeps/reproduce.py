@@ -12,9 +12,9 @@ from importlib.util import find_spec
 
 from trishul_ray.errors import InputError, at_loss, how_to_install
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.report.summary import attempt_of, read_metrics
+from trishul_ray.runs.folder import RunFolder
 from trishul_ray.runs.mlflow_log import grouped_metrics, log_reused
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.cells import (
@@ -29,16 +29,10 @@ from trishul_ray.sweeps.cells import (
     with_samples,
 )
 from trishul_ray.sweeps.status import CellState, collect, examine, read_failure
-from trishul_ray.tracking.mlflow import (
-    AXIS_TAG,
-    CELL_TAG,
-    SWEEP_TAG,
-    Status,
-    SweepRun,
-    SweepTracking,
-    tracking_uri,
-)
+from trishul_ray.tracking.mlflow_store import tracking_uri, ui_command
+from trishul_ray.tracking.mlflow_sweep import AXIS_TAG, CELL_TAG, SWEEP_TAG, CellLog, SweepRun
 from trishul_ray.tracking.progress import SweepProgress
+from trishul_ray.tracking.tracker import Status
 
 #: A number of more digits than a name needs.
 _LONG = re.compile(r"\d+\.\d{5,}(e[-+]?\d+)?")
@@ -118,7 +112,7 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
         if not idle:
             work.close_parents(status)
     outcomes = collect([part.sweep for part in work.parts], work.states)
-    command = next((part.tracking.command for part in work.parts if part.tracking), None)
+    command = next((ui_command(part.tracking.uri) for part in work.parts if part.tracking), None)
     return Reproduced(outcomes, failures, len(missing), command)
 
 
@@ -178,7 +172,6 @@ class _Part:
     """A sweep, its MLflow run, and its cells by the id of their experiment."""
 
     def __init__(self, sweep: Sweep) -> None:
-        self.parent: SweepRun | None = None
         self.tracking = _tracking_of(sweep)
         self.set_sweep(sweep)
 
@@ -191,7 +184,7 @@ class _Part:
 
     @property
     def parent_id(self) -> str | None:
-        return self.parent.run_id if self.parent is not None else None
+        return self.tracking.run_id if self.tracking is not None else None
 
 
 class _Work:
@@ -258,7 +251,7 @@ class _Work:
             with_parent(experiment, self.holders[id][0].parent_id),
             self.name(id),
             self.tags(id),
-            replaces=attempt_of(run_folder(experiment)) if self.states[id].fresh else None,
+            replaces=attempt_of(RunFolder.of(experiment).home) if self.states[id].fresh else None,
         )
 
     def open_parents(self) -> None:
@@ -269,41 +262,44 @@ class _Work:
         """
         for part in self.parts:
             if part.tracking is not None:
-                part.parent = part.tracking.open()
+                part.tracking.open()
 
     def close_parents(self, status: Status) -> None:
         """End the MLflow runs of the sweeps, and of cells that were being driven."""
-        if any(part.parent is not None for part in self.parts):
+        opened = [part for part in self.parts if part.parent_id is not None]
+        if opened:
             self.progress.phase("logging to MLflow")
-        for part in self.parts:
-            if part.parent is None:
-                continue
+        for part in opened:
+            tracking = part.tracking
+            assert tracking is not None
             if status == "KILLED":
-                part.parent.stop_waiting()
-            finished = {
-                id: state.summary.mlflow_run_id
-                for id, state in self.states.items()
-                if state.summary is not None and id in part.cells
-            }
-            found = Counter(self.states[id].status for id in part.cells)
-            stopped = {
-                id: self.states[id].reason
-                for id in part.cells
-                if self.states[id].status == "stopped"
-            }
+                tracking.patience = 0.0
             tags = {id: cell_tags(part.sweep, cell) for id, cell in part.cells.items()}
             rejected = self._log_results(part, tags)  # also those whose process ended too early
-            rejected += part.parent.settle(tags, finished, self._has_failed, self._rounds, stopped)
-            if status != "KILLED":
-                done = {id: tags[id] for id in finished}
-                rejected += part.parent.add_shared(done, self._rounds)
+            found = Counter(self.states[id].status for id in part.cells)
             counts = {status: found[status] for status in ("finished", "failed", "stopped")}
             counts["missing"] = len(part.cells) - sum(counts.values())
-            rejected += part.parent.close(counts, status)
+            cells = {id: self._log_of(id, tags[id]) for id in part.cells}
+            rejected += tracking.close(cells, counts, status)
             for line in rejected:
                 self.progress.note(f"MLflow refused: {line}")
-            if status == "FINISHED" and not rejected and part.tracking is not None:
-                part.tracking.note(self._results(part))
+            if status == "FINISHED" and not rejected:
+                tracking.note(self._results(part))
+
+    def _log_of(self, id: str, tags: Mapping[str, str]) -> CellLog:
+        """Return a cell as the MLflow run of a sweep shows it."""
+        state, home = self.states[id], RunFolder.of(self.experiment(id)).home
+        if state.summary is not None:
+
+            def rounds() -> list[dict[str, float]]:
+                rows = read_metrics(home)
+                return [{"round": row["round"]} | grouped_metrics(row) for row in rows]
+
+            return CellLog(tags, "FINISHED", state.summary.mlflow_run_id, rounds=rounds)
+        noted = read_failure(home)
+        failed = noted is not None and noted.status == "failed"
+        stopped = state.reason if state.status == "stopped" else ""
+        return CellLog(tags, "FAILED" if failed else "KILLED", stopped=stopped)
 
     def is_logged(self) -> bool:
         """Return whether MLflow has all sweeps as they are now, which need not be logged again."""
@@ -320,20 +316,11 @@ class _Work:
         for id, cell in part.cells.items():
             if (summary := self.states[id].summary) is not None:
                 experiment = with_parent(cell.experiment, part.parent_id)
-                logged, refused = log_reused(experiment, summary, run_folder(experiment), tags[id])
+                home = RunFolder.of(experiment).home
+                logged, refused = log_reused(experiment, summary, home, tags[id])
                 self.states[id] = replace(self.states[id], summary=logged)
                 rejected += refused
         return rejected
-
-    def _has_failed(self, id: str) -> bool:
-        noted = read_failure(run_folder(self.experiment(id)))
-        return noted is not None and noted.status == "failed"
-
-    def _rounds(self, id: str) -> list[dict[str, float]] | None:
-        home = run_folder(self.experiment(id))
-        if not home.exists("result.json"):
-            return None
-        return [{"round": row["round"]} | grouped_metrics(row) for row in read_metrics(home)]
 
 
 def check_cells(experiments: Mapping[str, Experiment], name: Callable[[str], str]) -> None:
@@ -407,8 +394,8 @@ def with_parent(experiment: Experiment, parent: str | None) -> Experiment:
     return experiment.model_copy(update={"tracking": tracking})
 
 
-def _tracking_of(sweep: Sweep) -> SweepTracking | None:
-    """Return how a sweep is logged; None if it is not.
+def _tracking_of(sweep: Sweep) -> SweepRun | None:
+    """Return the MLflow run of a sweep, not yet opened; None if it is not logged.
 
     Raises:
         InputError: There is no usable tracking URI.
@@ -417,7 +404,7 @@ def _tracking_of(sweep: Sweep) -> SweepTracking | None:
     if not tracked:
         return None
     storage, options = tracked[0].storage, tracked[0].tracking
-    return SweepTracking(
+    return SweepRun(
         tracking_uri(options.uri, storage.runs),
         options.experiment,
         Store.open(storage.runs, storage.retry_seconds),

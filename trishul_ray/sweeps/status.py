@@ -15,7 +15,7 @@ from trishul_ray.errors import CorruptFileError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.experiment import id_of
 from trishul_ray.experiment.identity import local_sources
-from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
+from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.messages import changed_sources, comparable
 from trishul_ray.redaction import redact
 from trishul_ray.report.outcomes import CellOutcome, CellStatus, SweepOutcome
@@ -26,6 +26,7 @@ from trishul_ray.report.summary import (
     run_ids,
     times_finished,
 )
+from trishul_ray.runs.folder import RunFolder
 from trishul_ray.storage import Store, copy_in_cache, make_copy
 from trishul_ray.sweeps.cells import Cell, Sweep
 from trishul_ray.version import NUMERICS
@@ -162,7 +163,7 @@ def record_failure(
     """
     why = redact(reason)
     note = {"id": experiment.id, "status": status, "reason": why, "attempts": attempts}
-    run_folder(experiment).write(FAILURE, json.dumps(note, indent=2).encode())
+    RunFolder.of(experiment).home.write(FAILURE, json.dumps(note, indent=2).encode())
 
 
 def collect(sweeps: Sequence[Sweep], states: Mapping[str, CellState]) -> tuple[SweepOutcome, ...]:

@@ -23,12 +23,12 @@ from ray.tune.result import DONE
 
 from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.errors import BusyError, FailsAgainError, InputError, RunError, one_line
-from trishul_ray.federation.checkpoint import open_checkpoints, run_folder
 from trishul_ray.federation.on_ray.driver import Workers
 from trishul_ray.federation.on_ray.nodes import draining_nodes_of_trial
 from trishul_ray.federation.on_ray.process import WorkerEnvironment
 from trishul_ray.federation.server import RoundReport
 from trishul_ray.report.summary import NUMBERS, attempt_of
+from trishul_ray.runs.folder import RunFolder
 from trishul_ray.runs.runner import FinishedRun, RunSteps, run_steps
 from trishul_ray.sweeps.cells import CellRun, FindRun
 from trishul_ray.sweeps.status import read_failure
@@ -170,10 +170,11 @@ class CellTrial(tune.Trainable):
 
     def _run(self, run: CellRun) -> RunSteps:
         # A generator: nothing is done before the first step, where Tune handles errors.
-        home = run_folder(run.experiment)
+        folder = RunFolder.of(run.experiment)
+        home = folder.home
         noted = read_failure(home) if run.stays_stopped else None
         if noted is not None and noted.status == "stopped":
-            checkpoint = open_checkpoints(run.experiment).newest()
+            checkpoint = folder.checkpoints.newest()
             # The last record is that of a round that has not been evaluated.
             for record in checkpoint.records[:-1] if checkpoint is not None else ():
                 self._metrics |= {ROUND: record.round, **record.metrics()}

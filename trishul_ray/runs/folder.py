@@ -1,0 +1,125 @@
+"""The folder of a run, ``<runs>/<id>``: who may write into it, and to which attempt it belongs."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from trishul_ray.errors import BusyError, InputError, StorageError, StorageRefusedError
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.checkpoint import CheckpointStore, open_checkpoints, run_folder
+from trishul_ray.redaction import redact
+from trishul_ray.report.summary import attempt_of, unmark_finished, write_attempt
+from trishul_ray.storage import Store, reason
+
+#: Seconds to wait for a process that drives the run, such as a killed one that is still ending.
+LOCK_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run.
+
+    Attributes:
+        id: Id of the experiment.
+        runs: The folder of runs, as the user names it (``storage.runs``).
+        home: Its files.
+        checkpoints: Its checkpoints.
+    """
+
+    id: str
+    runs: str
+    home: Store
+    checkpoints: CheckpointStore
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> "RunFolder":
+        """Return the folder of an experiment's run, which need not exist yet."""
+        checkpoints = open_checkpoints(experiment)
+        return cls(experiment.id, experiment.storage.runs, run_folder(experiment), checkpoints)
+
+    @property
+    def attempt(self) -> str:
+        """Name of the attempt that it belongs to, by its files; empty without one."""
+        if attempt := attempt_of(self.home):
+            return attempt
+        checkpoint = self.checkpoints.newest()
+        return "" if checkpoint is None else checkpoint.attempt
+
+    @contextmanager
+    def accessible(self) -> Iterator[None]:
+        """Raise what the storage refuses inside as an InputError."""
+        try:
+            yield
+        except StorageRefusedError as error:
+            shown = redact(self.runs)
+            raise InputError(f"storage.runs={shown!r}: {error}; choose another folder") from error
+
+    @contextmanager
+    def locked(self, *, read_only: bool) -> Iterator[None]:
+        """Allow one process at a time to drive a run; a shared storage leaves it to the scheduler.
+
+        With ``read_only``, a finished run may be in a folder that cannot be written.
+        """
+        if not self.home.is_local:
+            yield
+            return
+        folder = Path(self.home.root).parent
+        lock = FileLock(folder / f".{self.id}.lock")
+        is_new = not folder.exists()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=LOCK_SECONDS)
+        except Timeout as error:
+            raise BusyError(
+                f"run {self.id} is being driven by another process; wait for it or stop it"
+            ) from error
+        except OSError as error:
+            message = f"storage.runs={self.runs!r} cannot be written: {reason(error)}"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageError(message) from error
+            if not (read_only and self.home.exists("result.json")):
+                raise InputError(f"{message}; choose a writable folder") from error
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # nothing can be written there, or another run has begun
+                if lock.is_locked:
+                    # A process that waits for the removed file notices, and opens a new one.
+                    Path(lock.lock_file).unlink(missing_ok=True)
+                if is_new and not self.home.names():  # the input was refused: leave nothing
+                    folder.rmdir()
+            lock.release()
+
+    def remove_result(self) -> None:
+        """Make the run an unfinished one, before other files are removed."""
+        self.home.remove("result.json")  # first: without its files, it is no result
+        unmark_finished(self.home)
+
+    @contextmanager
+    def begun(self, config: bytes, new: str) -> Iterator[str]:
+        """Write what a run begins with, and yield its attempt: that of its files, else ``new``.
+
+        A run that fails by wrong input or a full disk before its first checkpoint leaves no files.
+        """
+        home = self.home
+        existed = home.exists("attempt.json")
+        if existed:
+            home.remove_unfinished()
+        try:
+            with self.accessible():
+                # Before there is a run in MLflow: a driver killed in between finds it by this name.
+                if not (attempt := attempt_of(home)):
+                    attempt = self.attempt or new
+                    write_attempt(home, attempt)
+                home.write("config.yaml", config)
+            yield attempt
+        except (InputError, StorageError) as error:
+            # A remote storage that has just failed is not asked again.
+            answers = home.is_local or isinstance(error, InputError)
+            if not existed and answers and not home.child("checkpoints").names():
+                home.remove_all()
+            raise
