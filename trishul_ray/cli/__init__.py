@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from trishul_ray.cli import cluster, data, lazy, machine, run, sweeps
+from trishul_ray.cli import cluster, data, machine, run, sweeps
 from trishul_ray.cli.output import UsageError, wrapped
 from trishul_ray.errors import InputError, RunError, describe_os_error, stop_signals
 from trishul_ray.redaction import redact
@@ -115,6 +115,8 @@ def main() -> None:
 
 def _usage(error: Any) -> str:
     """Return what is wrong with a command line; an option that is a field is one to write so."""
+    from trishul_ray.experiment.loading import is_field
+
     message: str = error.format_message()
     option = getattr(error, "option_name", None) or ""
     name = option.lstrip("-").replace("-", "_")
@@ -122,7 +124,7 @@ def _usage(error: Any) -> str:
         words = " ".join(sys.argv).replace(f"{option}=", f"{option} ").split()
         after = words[words.index(option) + 1 :] if option in words else []
         value = after[0] if after and not after[0].startswith("-") else "VALUE"
-        if lazy.loading.is_field(name):
+        if is_field(name):
             return f"No such option: {option}; a field is written {name}={value}"
     return message
 

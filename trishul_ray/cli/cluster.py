@@ -6,17 +6,20 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import trishul_ray.cli.lazy as lazy
 from trishul_ray.cli.data import pretrain
 from trishul_ray.cli.output import Plugins, UsageError, err, print_field, print_line
 from trishul_ray.cli.run import load_arguments, run
 from trishul_ray.cli.sweeps import load_sweeps, report, split_arguments, sweep, table
 from trishul_ray.errors import InputError, RunError, StorageError, first_of
 from trishul_ray.plugins import none_run
+
+if TYPE_CHECKING:
+    from trishul_ray.experiment.experiment import Experiment
+    from trishul_ray.jobs import Cluster, Job, Node
 
 #: Commands that make sense as a job.
 SUBMITTED: dict[str, Callable[..., None]] = {
@@ -82,12 +85,14 @@ def submit(
     running, or continues one that has ended: finished runs are never repeated. Files that may hold
     secrets (`.env`, `.aws`, keys, tokens) are not shipped, and are named.
     """
+    from trishul_ray.jobs import check_directory, check_no_secret, find_secrets
+
     place = _place_of_runs(words, runs, cluster)
-    lazy.jobs.check_no_secret([*words, place])
+    check_no_secret([*words, place])
     _check_words(words, working_dir)
     working_dir = working_dir.resolve()
-    lazy.jobs.check_directory(working_dir)
-    left_out = lazy.jobs.find_secrets(working_dir, ship or ())
+    check_directory(working_dir)
+    left_out = find_secrets(working_dir, ship or ())
     with _connect(cluster, address) as there:
         job = there.find_active(words, place)
         if job is None:
@@ -139,9 +144,11 @@ def status(
     only files in this folder are read. With
     `--cluster`, also show what the autoscaler waits for, and why machines could not be started.
     """
+    from trishul_ray.jobs import shortages
+
     with _connect(cluster, address) as there:
         jobs, nodes = there.jobs(), there.nodes()
-        problems = lazy.jobs.shortages(cluster) if cluster is not None else []
+        problems = shortages(cluster) if cluster is not None else []
     print_field("cluster", _describe_nodes(nodes, price, head_price))
     for problem in problems:
         print_field("machines", problem)
@@ -183,26 +190,28 @@ def stop(
 
 
 @contextmanager
-def _connect(file: Path | None, address: str | None) -> "Iterator[lazy.jobs.Cluster]":
+def _connect(file: Path | None, address: str | None) -> "Iterator[Cluster]":
     """Yield the cluster of a file or at an address."""
+    from trishul_ray.jobs import Cluster, open_tunnel, results_of
+
     if file is not None and address is not None:
         raise InputError("give either --cluster or --address")
     if file is None:
-        yield lazy.jobs.Cluster(
-            address or os.environ.get("RAY_API_SERVER_ADDRESS", "127.0.0.1:8265")
-        )
+        yield Cluster(address or os.environ.get("RAY_API_SERVER_ADDRESS", "127.0.0.1:8265"))
         return
-    lazy.jobs.results_of(file)  # says what is wrong with the file before SSH is tried
-    with lazy.jobs.open_tunnel(file) as opened:
-        yield lazy.jobs.Cluster(opened)
+    results_of(file)  # says what is wrong with the file before SSH is tried
+    with open_tunnel(file) as opened:
+        yield Cluster(opened)
 
 
 def _place_of_runs(words: Sequence[str], runs: str | None, file: Path | None) -> str:
     """Return where a command on the cluster stores its runs; an InputError if that is not clear."""
+    from trishul_ray.jobs import results_of
+
     named = [word.partition("=")[2] for word in words if word.startswith("storage.runs=")]
     place = named[-1] if named else runs
     if place is None and file is not None:
-        place = lazy.jobs.results_of(file)
+        place = results_of(file)
     if place is None:
         raise InputError("say where the cluster stores runs: --runs s3://bucket/runs")
     if "CHANGE-ME" in place:
@@ -246,8 +255,10 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     return parameters
 
 
-def _experiments(words: Sequence[str], runs: str | None) -> "dict[str, lazy.experiment.Experiment]":
+def _experiments(words: Sequence[str], runs: str | None) -> "dict[str, Experiment]":
     """Return the cells of a command by id, with their results at ``runs``."""
+    from trishul_ray.sweeps.cells import distinct, sweep_from_axes
+
     parameters = _parse(words)
     arguments: list[str] = list(parameters.get("arguments") or ())
     if runs is not None:
@@ -257,15 +268,17 @@ def _experiments(words: Sequence[str], runs: str | None) -> "dict[str, lazy.expe
         experiment = load_arguments(arguments)
         return {experiment.id: experiment}
     if words[0] == "sweep" and parameters.get("axis"):
-        sweeps = [lazy.cells.sweep_from_axes(parameters["axis"], split_arguments(arguments)[1])]
+        sweeps = [sweep_from_axes(parameters["axis"], split_arguments(arguments)[1])]
     else:
         sweeps = load_sweeps(arguments, parameters.get("profile") or "paper", None)
-    return lazy.cells.distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
+    return distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
 
 
-def _show(job: "lazy.jobs.Job") -> None:
+def _show(job: "Job") -> None:
     """Print a job, and how far its cells are."""
-    lasted = lazy.progress.format_duration(job.seconds)
+    from trishul_ray.tracking.progress import format_duration
+
+    lasted = format_duration(job.seconds)
     lasted = f", {lasted} so far" if job.active else f" after {lasted}"
     print_field("job", f"{job.id}: {job.status.lower()}{lasted}")
     print_field("", job.command)
@@ -275,11 +288,14 @@ def _show(job: "lazy.jobs.Job") -> None:
         print_field("cells", _describe_cells(job))
 
 
-def _describe_cells(job: "lazy.jobs.Job") -> str:
+def _describe_cells(job: "Job") -> str:
+    from trishul_ray.jobs import read_progress
+    from trishul_ray.tracking.progress import format_duration
+
     try:
         with none_run():
             _check_files(job.words, Path.cwd())
-            progress = lazy.jobs.read_progress(_experiments(job.words, job.runs))
+            progress = read_progress(_experiments(job.words, job.runs))
     except (InputError, StorageError) as error:
         return f"cannot be read from here: {error}"
     except (UsageError, typer.Exit):  # of another version, or no command of this program
@@ -291,14 +307,12 @@ def _describe_cells(job: "lazy.jobs.Job") -> str:
     parts += [f"{states['stopped']} stopped early"] * bool(states["stopped"])
     parts += [f"{missing} missing", f"{states['failed']} failed"]
     if progress.pace.done and job.active:
-        left = lazy.progress.format_duration(progress.pace.seconds_for(progress.rounds_left))
+        left = format_duration(progress.pace.seconds_for(progress.rounds_left))
         parts.append(f"{60 * progress.pace.rate:.3g} rounds a minute, about {left} left")
     return ", ".join(parts)
 
 
-def _describe_nodes(
-    nodes: "Sequence[lazy.jobs.Node]", price: float | None, head_price: float
-) -> str:
+def _describe_nodes(nodes: "Sequence[Node]", price: float | None, head_price: float) -> str:
     """Return the machines that there are, and what all since the start have cost."""
     workers = [node for node in nodes if node.cpus + node.gpus > 0]
     alive = [node for node in workers if node.alive]
@@ -314,7 +328,7 @@ def _describe_nodes(
     return ", ".join(parts)
 
 
-def _end(job: "lazy.jobs.Job") -> None:
+def _end(job: "Job") -> None:
     """Return if a job succeeded; otherwise end as its command has ended."""
     if job.status == "SUCCEEDED":
         return

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-import trishul_ray.cli.lazy as lazy
 from trishul_ray import plugins
 from trishul_ray.cli.output import (
     Plugins,
@@ -38,18 +37,22 @@ def pretrain(
     - `trishul pretrain llama-tiny` — a small LLaMA, on the raw texts of 20 Newsgroups
     - `trishul pretrain t5-tiny --dataset mrqa` — on other texts; use it as `model=FOLDER`
     """
-    builtin = lazy.pretraining.get_builtin(name, dataset)
-    with show_progress() as progress, lazy.session.ray_session():
+    from trishul_ray.config import Places
+    from trishul_ray.federation.on_ray.session import ray_session
+    from trishul_ray.models import pretraining
+
+    builtin = pretraining.get_builtin(name, dataset)
+    with show_progress() as progress, ray_session():
         report = progress.task_progress(f"pretraining {name}")
-        folder = lazy.pretraining.pretrain(
-            builtin, lazy.config.Places.at(cache, hub), progress=report
-        )
+        folder = pretraining.pretrain(builtin, Places.at(cache, hub), progress=report)
     print_line(f"{name}: {folder}")
 
 
 def methods(plugin: Plugins = None) -> None:
     """List the methods: what they do, what they send, where they are published."""
-    print_table(lazy.listing.methods_table())
+    from trishul_ray.cli.listing import methods_table
+
+    print_table(methods_table())
     for fault in plugins.faults():
         print_line(f"warning: {fault}", err)
 
@@ -62,11 +65,13 @@ def check(plugin: Plugins = None) -> None:
 
     - `trishul check --plugin mine.py`
     """
+    from trishul_ray.contract.plugin_checks import check_plugin
+
     if not plugin:
         raise InputError("name the file to check: trishul check --plugin mine.py")
     failed = 0
     for file in plugin:
-        for found in lazy.plugin_checks.check_plugin(load_plugin(file)):
+        for found in check_plugin(load_plugin(file)):
             failed += found.result == "failed"
             reason = f": {found.reason}" if found.reason else ""
             print_line(f"{found.result:<7}  {found.subject}  {found.name}{reason}")
@@ -87,12 +92,16 @@ def models(
     - `trishul models vit-digits`
     - `trishul models vit-b16 method.block_scores=attention budget=higher`
     """
+    from trishul_ray.cli.listing import heads_table, models_table
+    from trishul_ray.experiment.fit import heads_by_block
+    from trishul_ray.experiment.loading import load_experiment
+
     if not arguments:
-        print_table(lazy.listing.models_table())
+        print_table(models_table())
         return
     name, *overrides = arguments
-    experiment = lazy.loading.load_experiment(None, [f"model={name}", *overrides])
-    print_table(lazy.listing.heads_table(lazy.fit.heads_by_block(experiment)))
+    experiment = load_experiment(None, [f"model={name}", *overrides])
+    print_table(heads_table(heads_by_block(experiment)))
 
 
 def datasets(
@@ -117,31 +126,37 @@ def datasets(
     - `trishul datasets mrqa --picture mrqa.png` — by sub-dataset
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     """
+    from trishul_ray.cli.listing import datasets_table, describe_partition, partition_table
+    from trishul_ray.data.prepare import dataset_faults, describe_datasets, find_source
+    from trishul_ray.experiment.loading import load_experiment
+
     if not arguments:
-        print_table(lazy.listing.datasets_table(lazy.prepare.describe_datasets()))
-        for fault in lazy.prepare.dataset_faults():
+        print_table(datasets_table(describe_datasets()))
+        for fault in dataset_faults():
             print_line(f"warning: {fault}", err)
         return
     name, *overrides = arguments
-    lazy.prepare.find_source(name)  # an unknown name is refused first
+    find_source(name)  # an unknown name is refused first
     if partition is not None:
         overrides += _partition_overrides(partition)
+    from trishul_ray.data.partition import count_labels  # computes with tensors
+    from trishul_ray.federation.prepare import coverage_of, prepare_rows
+
     # Rows are partitioned among clients, whatever the cohort.
     whole = ["federation.clients_per_round=1", *overrides]
-    experiment = lazy.loading.load_experiment(None, [f"dataset={name}", *whole])
+    experiment = load_experiment(None, [f"dataset={name}", *whole])
     with show_progress() as progress:
-        prepared = lazy.rows.prepare_rows(experiment, progress.task_progress("preparing data"))
-    held = lazy.partition.count_labels(
-        prepared.dataset.train, prepared.shards, experiment.partition
-    )
-    print_line(lazy.listing.describe_partition(held, experiment))
-    print_table(lazy.listing.partition_table(held))
-    coverage = lazy.rows.coverage_of(experiment, prepared.dataset).sentence
+        prepared = prepare_rows(experiment, progress.task_progress("preparing data"))
+    held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)
+    print_line(describe_partition(held, experiment))
+    print_table(partition_table(held))
+    coverage = coverage_of(experiment, prepared.dataset).sentence
     print_field("data", coverage)
     if picture is not None:
-        lazy.drawing.save_png(
-            lazy.clients.draw_rows, lazy.clients.RowsData(held), picture, coverage
-        )
+        from trishul_ray.report.figures.clients import RowsData, draw_rows  # imports matplotlib
+        from trishul_ray.report.figures.drawing import save_png
+
+        save_png(draw_rows, RowsData(held), picture, coverage)
         print_field("picture", picture)
 
 

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-import trishul_ray.cli.lazy as lazy
 from trishul_ray.cli.output import out, print_field, print_line
 from trishul_ray.errors import InputError
 
@@ -29,15 +28,18 @@ def doctor(
     ] = "runs",
 ) -> None:
     """Check versions, devices, Ray, storage and the hub: what would fail, and how to fix it."""
+    from trishul_ray import doctor as checks
+    from trishul_ray.config import Places
+
     if clean:
-        removed = lazy.doctor.clean(lazy.config.Places.at().cache, runs)
+        removed = checks.clean(Places.at().cache, runs)
         for folder in removed:
             print_line(f"removed {folder}")
         print_line(f"{len(removed)} removed")
         return
-    found = lazy.doctor.diagnose(runs=runs, start_ray=start_ray)
-    lazy.doctor.render(found, out)
-    raise typer.Exit(lazy.doctor.exit_code(found))
+    found = checks.diagnose(runs=runs, start_ray=start_ray)
+    checks.render(found, out)
+    raise typer.Exit(checks.exit_code(found))
 
 
 def ui(
@@ -57,16 +59,19 @@ def ui(
     ] = None,
 ) -> None:
     """Open MLflow's page of the runs on this machine, on localhost, until Ctrl-C."""
+    from trishul_ray.tracking.mlflow_store import is_server, tracking_uri
+    from trishul_ray.tracking.mlflow_ui import FIRST_PORT, free_port, page_of_run, serve_ui
+
     if "/" in run:
         runs, run = str(Path(run).parent), Path(run).name
-    store = lazy.mlflow_store.tracking_uri(uri, runs)
-    page = lazy.mlflow_ui.page_of_run(store, run)
-    if lazy.mlflow_store.is_server(store):
+    store = tracking_uri(uri, runs)
+    page = page_of_run(store, run)
+    if is_server(store):
         print_field("MLflow", store.rstrip("/") + page)
         return
-    chosen = lazy.mlflow_ui.free_port(lazy.mlflow_ui.FIRST_PORT if port is None else port)
+    chosen = free_port(FIRST_PORT if port is None else port)
     if port is not None and chosen != port:
         raise InputError(f"--port {port} is in use")
-    lazy.mlflow_ui.serve_ui(
+    serve_ui(
         store, chosen, lambda address: print_field("MLflow", f"{address}{page}  (Ctrl-C ends it)")
     )

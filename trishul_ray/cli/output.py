@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-import trishul_ray.cli.lazy as lazy
 from trishul_ray.errors import FailsAgainError, InputError, RunError, at_loss, describe_os_error
 from trishul_ray.plugins import load_plugin
 from trishul_ray.redaction import redact
+
+if TYPE_CHECKING:
+    from trishul_ray.tracking.progress import RunProgress
 
 # Names of a user are shown as they are: "[red]" is no markup, and ":a:" no picture.
 plain_console = partial(Console, markup=False, emoji=False, highlight=False)
@@ -88,13 +90,15 @@ def wrapped(text: str) -> str:
     return "\n".join(wrapper.fill(line) for line in text.splitlines())
 
 
-def show_progress(rounds: int = 1) -> "lazy.progress.RunProgress":
+def show_progress(rounds: int = 1) -> "RunProgress":
     """Return a display of progress on standard error."""
-    return lazy.progress.RunProgress(rounds, err)
+    from trishul_ray.tracking.progress import RunProgress
+
+    return RunProgress(rounds, err)
 
 
 @contextmanager
-def resumable(progress: "lazy.progress.RunProgress", how: Callable[[bool], str]) -> Iterator[None]:
+def resumable(progress: "RunProgress", how: Callable[[bool], str]) -> Iterator[None]:
     """Show progress; if what runs fails, is stopped or loses Ray, say how to continue it.
 
     ``how`` is told whether the same command would fail again.

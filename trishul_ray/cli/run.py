@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import trishul_ray.cli.lazy as lazy
 from trishul_ray.cli.output import (
     Plugins,
     as_typed,
@@ -23,6 +22,12 @@ from trishul_ray.cli.output import (
 )
 from trishul_ray.errors import InputError
 from trishul_ray.lazy import import_ahead
+
+if TYPE_CHECKING:
+    from trishul_ray.experiment.experiment import Experiment
+    from trishul_ray.federation.on_ray.driver import Workers
+    from trishul_ray.runs.runner import FinishedRun
+    from trishul_ray.tracking.progress import RunProgress
 
 Runs = Annotated[
     str, typer.Option(help="Folder or URI where runs are stored.", envvar="TRISHUL_RUNS")
@@ -67,28 +72,34 @@ def run(
     Repeat the command to continue a stopped run or to show a finished one. Changing a field that
     can change a result makes a different run, with a different id.
     """
+    from trishul_ray.cli.listing import field_list
+    from trishul_ray.experiment.identity import check_found
+
     experiment = load_arguments(arguments)
     if fields:
-        print_line(lazy.listing.field_list(experiment, out.width))
+        print_line(field_list(experiment, out.width))
         return
     # Refuse what needs no data to see before anything imports torch or starts Ray.
-    lazy.identity.check_found(experiment)
+    check_found(experiment)
     if show:
         print_line(f"# id: {experiment.id}\n{experiment.to_yaml().decode().rstrip()}")
         return
     _run_and_show(experiment, fresh=fresh, central=central)
 
 
-def _run_and_show(experiment: "lazy.experiment.Experiment", *, fresh: bool, central: bool) -> None:
+def _run_and_show(experiment: "Experiment", *, fresh: bool, central: bool) -> None:
+    from trishul_ray.cli.listing import client_sentence, summary_table
+    from trishul_ray.runs.runner import central_twin
+
     experiments = [("federated", experiment)]
     if central:
-        experiments.append(("central", lazy.runner.central_twin(experiment)))
+        experiments.append(("central", central_twin(experiment)))
     results = [(label, _run_one(label, each, fresh)) for label, each in experiments]
     summaries = [(label, result.summary) for label, result in results]
-    print_table(lazy.listing.summary_table(summaries))
+    print_table(summary_table(summaries))
     first = results[0][1]
     print_field("data", first.summary.data.sentence)
-    if clients := lazy.listing.client_sentence(first.summary):
+    if clients := client_sentence(first.summary):
         print_field("clients", clients)
     if (private := first.summary.privacy) is not None:
         print_field("privacy", private["sentence"])
@@ -128,7 +139,9 @@ def export(
     Beside it are a model card, the class names, and the image processor or the tokenizer. Full
     fine-tuning has no adapter: its model is written.
     """
-    written = lazy.export.export_run(run_id, directory, merged=merged, runs=runs, client=client)
+    from trishul_ray.runs.export import export_run
+
+    written = export_run(run_id, directory, merged=merged, runs=runs, client=client)
     print_line(f"{written.note}, after round {written.round}: {directory}")
 
 
@@ -143,7 +156,9 @@ def compare(
     The interval and the p-value are about these two models and other rows: they say nothing about
     other seeds. Several seeds are compared by the command `table` or `sweep`.
     """
-    one, other = (lazy.api.load(run, runs=runs) for run in (first, second))
+    from trishul_ray.api import load
+
+    one, other = (load(run, runs=runs) for run in (first, second))
     found = one.compare(other)
     headline = one.summary["headline"]
     low, high = (100 * end for end in found.interval)
@@ -173,37 +188,45 @@ def theory(
     on federated least squares on the cores, in half a minute; with RUN, what the files of a
     finished run tell. A bound that fails, fails; nothing is an error.
     """
+    from trishul_ray.api import load
+    from trishul_ray.cli.listing import checks_table
+    from trishul_ray.theory.checks import stand_in_checks
+
     if run:
-        checks = lazy.api.load(run, runs=runs).theory()
+        checks = load(run, runs=runs).theory()
         if not checks:
             raise InputError(f"run {run!r} has no core heads: no theorem is about it")
     else:
-        checks = lazy.checks.stand_in_checks(seed, rounds)
-    print_table(lazy.listing.checks_table(checks))
+        checks = stand_in_checks(seed, rounds)
+    print_table(checks_table(checks))
     print_field("holds", f"{sum(check.holds for check in checks)} of {len(checks)}")
 
 
-def load_arguments(arguments: list[str] | None) -> "lazy.experiment.Experiment":
+def load_arguments(arguments: list[str] | None) -> "Experiment":
     """Load the experiment that ``[CONFIG.yaml] [key=value ...]`` describes."""
+    from trishul_ray.experiment.loading import is_field, load_experiment
+
     words = list(arguments or [])
     for name, value in zip(words, words[1:] or [""], strict=False):
-        if lazy.loading.is_field(name) and not Path(name).exists() and "=" not in value:
+        if is_field(name) and not Path(name).exists() and "=" not in value:
             meant = f"{name}={value or 'VALUE'}"
             raise InputError(f"{name}: write a field and its value as one word, {meant}")
     path = Path(words.pop(0)) if words and "=" not in words[0] else None
-    return lazy.loading.load_experiment(path, words)
+    return load_experiment(path, words)
 
 
-def _run_one(
-    label: str, experiment: "lazy.experiment.Experiment", fresh: bool
-) -> "lazy.runner.FinishedRun":
-    print_line(f"{label}: {lazy.mlflow_log.describe(experiment)}", err)
+def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun":
+    from trishul_ray.runs.mlflow_log import describe
+
+    print_line(f"{label}: {describe(experiment)}", err)
     progress = show_progress(experiment.federation.rounds)
     with (
         resumable(progress, partial(_how_to_continue, experiment)),
         _workers_for(experiment, fresh, progress) as workers,
     ):
-        result = lazy.runner.run_experiment(experiment, progress, fresh=fresh, workers=workers)
+        from trishul_ray.runs.runner import run_experiment  # while the workers start
+
+        result = run_experiment(experiment, progress, fresh=fresh, workers=workers)
     if result.repeated:
         print_line("this run had finished before; showing its result (--fresh runs it again)", err)
     return result
@@ -211,29 +234,36 @@ def _run_one(
 
 @contextmanager
 def _workers_for(
-    experiment: "lazy.experiment.Experiment", fresh: bool, progress: "lazy.progress.RunProgress"
-) -> Iterator["lazy.driver.Workers | None"]:
+    experiment: "Experiment", fresh: bool, progress: "RunProgress"
+) -> Iterator["Workers | None"]:
     """Start Ray, and then the run's actors, while a thread imports what this process needs."""
+    from trishul_ray.federation.on_ray.session import forks_workers, joins_cluster, ray_session
+    from trishul_ray.runs.folder import RunFolder
+
     resources, finished = experiment.resources, False
     with suppress(OSError):  # reported by the run itself, with what is kept
-        finished = not fresh and lazy.folder.RunFolder.of(experiment).home.exists("result.json")
+        finished = not fresh and RunFolder.of(experiment).home.exists("result.json")
     # A run that asks for a GPU may be refused first, where there is neither one nor a cluster.
     early = resources.backend == "ray" and resources.device != "cuda" and not finished
-    if not early or lazy.session.joins_cluster():
+    if not early or joins_cluster():
         yield None
         return
     progress.phase("starting Ray")
     ahead = import_ahead("trishul_ray.runs.runner")
-    with lazy.session.ray_session():
+    with ray_session():
         ahead.join()
-        with lazy.driver.Workers() as workers:
-            if lazy.session.forks_workers():  # others import first, and would slow this one down
+        from trishul_ray.federation.on_ray.driver import Workers
+
+        with Workers() as workers:
+            if forks_workers():  # others import first, and would slow this one down
                 workers.request(experiment)
             yield workers
 
 
-def _how_to_continue(experiment: "lazy.experiment.Experiment", fails_again: bool) -> str:
-    home = lazy.folder.RunFolder.of(experiment).home
+def _how_to_continue(experiment: "Experiment", fails_again: bool) -> str:
+    from trishul_ray.runs.folder import RunFolder
+
+    home = RunFolder.of(experiment).home
     # A remote storage may be what has failed: do not ask it.
     any_kept = not home.is_local or home.child("checkpoints").names() != []
     if any_kept:

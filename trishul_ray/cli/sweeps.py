@@ -3,11 +3,10 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import trishul_ray.cli.lazy as lazy
 from trishul_ray.cli.output import (
     Plugins,
     as_typed,
@@ -21,6 +20,12 @@ from trishul_ray.cli.output import (
 )
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.files import check_writable, scratch_folder, write_file
+
+if TYPE_CHECKING:
+    from trishul_ray.report.outcomes import SweepOutcome
+    from trishul_ray.report.tables import SweepTable
+    from trishul_ray.sweeps.cells import Sweep
+    from trishul_ray.sweeps.reproduce import Reproduced
 
 Profile = Annotated[
     str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
@@ -89,10 +94,12 @@ def table(
     Repeat the command to continue: finished cells are never run again. The command `plan` shows
     what would run.
     """
+    from trishul_ray.sweeps.cells import find_sweeps
+
     names, overrides = split_arguments(arguments)
     if not names:
         raise InputError("name at least one table, or all")
-    sweeps = lazy.cells.find_sweeps(names, profile, overrides)
+    sweeps = find_sweeps(names, profile, overrides)
     run_sweeps(sweeps, retries, stall_minutes, concurrency, report)
 
 
@@ -122,14 +129,12 @@ def sweep(
 
     Repeat the command to continue: finished cells are never run again.
     """
+    from trishul_ray.sweeps.cells import load_sweep, sweep_from_axes
+
     file, overrides = _split_file(arguments or [])
     if bool(file) == bool(axis):
         raise InputError("give either a sweep file, or at least one --axis field=value,value")
-    made = (
-        lazy.cells.load_sweep(file, overrides)
-        if file
-        else lazy.cells.sweep_from_axes(axis or [], overrides)
-    )
+    made = load_sweep(file, overrides) if file else sweep_from_axes(axis or [], overrides)
     run_sweeps([made], retries, stall_minutes, concurrency, report)
 
 
@@ -162,18 +167,21 @@ def rates(
     Without such a file, tables take published rates. Repeat the command to continue; `trishul plan
     rates` shows what it costs.
     """
+    from trishul_ray.sweeps.cells import RATES, find_sweeps, load_sweep
+    from trishul_ray.sweeps.rates import check_rates, choose_rates, rates_table, write_rates
+
     file, overrides = _split_file(arguments or [])
     if file:
-        sweep = lazy.cells.load_sweep(file, overrides)
+        sweep = load_sweep(file, overrides)
     else:
-        (sweep,) = lazy.cells.find_sweeps([lazy.cells.RATES], profile, overrides)
-    lazy.rates.check_rates(sweep)
+        (sweep,) = find_sweeps([RATES], profile, overrides)
+    check_rates(sweep)
     written = output or Path(f"rates-{sweep.profile}.yaml")
     check_writable(written.absolute().parent, "--output")
     result = _reproduce([sweep], retries, stall_minutes, concurrency)
-    chosen = lazy.rates.choose_rates(result.outcomes[0])
-    lazy.rates.write_rates(chosen, sweep.profile, written)
-    print_table(lazy.rates.rates_table(chosen))
+    chosen = choose_rates(result.outcomes[0])
+    write_rates(chosen, sweep.profile, written)
+    print_table(rates_table(chosen))
     if result.failures:
         print_line(f"{len(result.failures)} runs failed, and their rates are not chosen", err)
     print_field("rates", written)
@@ -205,16 +213,21 @@ def plan(
     A run that several sweeps need is counted once, in the first of them. Hours are those of
     finished runs of the same kind where there are any, and else from a cost model.
     """
+    from trishul_ray.sweeps.cells import distinct
+    from trishul_ray.sweeps.plan import make_plan, plan_notes, plan_table, usual_device
+    from trishul_ray.sweeps.status import examine, other_results
+    from trishul_ray.tracking.progress import RunProgress
+
     sweeps = load_sweeps(arguments, profile, runs)
-    experiments = lazy.cells.distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
-    with lazy.progress.RunProgress(1, err) as progress:
+    experiments = distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
+    with RunProgress(1, err) as progress:
         report = progress.task_progress("reading results")
-        states = lazy.status.examine(experiments, report)
-        measured = lazy.status.other_results(experiments, report)
-    device = device or lazy.plan.usual_device({sweep.profile for sweep in sweeps})
-    made = lazy.plan.make_plan(sweeps, states, device, measured)
-    print_table(lazy.plan.plan_table(made, devices=devices, price=price))
-    for note in lazy.plan.plan_notes(made, states, devices):
+        states = examine(experiments, report)
+        measured = other_results(experiments, report)
+    device = device or usual_device({sweep.profile for sweep in sweeps})
+    made = make_plan(sweeps, states, device, measured)
+    print_table(plan_table(made, devices=devices, price=price))
+    for note in plan_notes(made, states, devices):
         print_line(note)
 
 
@@ -278,54 +291,61 @@ def claims(
     Runs nothing. Where runs are missing it says which command would make them. The page of the
     command `report` has the same, with every comparison.
     """
+    from trishul_ray.report import claims as decided
+    from trishul_ray.report import page
+
     names, overrides = split_arguments(arguments or [])
     if names:
         raise InputError(f"{names[0]!r} is no override: write FIELD=VALUE")
     if output is not None:
         check_writable(output.absolute().parent, "--csv")
-    needed = dict.fromkeys(claim.sweep for claim in lazy.claims.claims())
+    needed = dict.fromkeys(claim.sweep for claim in decided.claims())
     sweeps = load_sweeps([*needed, *overrides], profile, runs)
     outcomes = _read_outcomes(sweeps)
-    findings = lazy.claims.judge(outcomes)
-    print_table(lazy.claims.claims_table(findings))
-    print_line(f"{profile}: {lazy.page.comparable(outcomes)}")
-    if departures := lazy.page.departures(outcomes):
+    findings = decided.judge(outcomes)
+    print_table(decided.claims_table(findings))
+    print_line(f"{profile}: {page.comparable(outcomes)}")
+    if departures := page.departures(outcomes):
         print_line(f"departures: {'; '.join(departures)}")
     missing = dict.fromkeys(finding.command for finding in findings if finding.command)
     for command in missing:
         place = f" {shlex.quote(f'storage.runs={runs}')}" if runs is not None else ""
         print_field("missing", as_typed(command + place))
     if output is not None:
-        write_file(output, lazy.claims.claims_csv(findings).encode())
+        write_file(output, decided.claims_csv(findings).encode())
         print_field("written", output)
 
 
 def _read_outcomes(
-    sweeps: "Sequence[lazy.cells.Sweep]",
-) -> "tuple[lazy.outcomes.SweepOutcome, ...]":
+    sweeps: "Sequence[Sweep]",
+) -> "tuple[SweepOutcome, ...]":
     """Return what the store has of sweeps; nothing is run."""
-    with lazy.progress.RunProgress(1, err) as progress:
+    from trishul_ray.sweeps.cells import distinct
+    from trishul_ray.sweeps.status import collect, examine
+    from trishul_ray.tracking.progress import RunProgress
+
+    with RunProgress(1, err) as progress:
         report = progress.task_progress("reading results")
-        return lazy.status.collect(sweeps, lazy.status.examine(lazy.cells.distinct(sweeps), report))
+        return collect(sweeps, examine(distinct(sweeps), report))
 
 
-def load_sweeps(
-    arguments: Sequence[str], profile: str, runs: str | None
-) -> "list[lazy.cells.Sweep]":
+def load_sweeps(arguments: Sequence[str], profile: str, runs: str | None) -> "list[Sweep]":
     """Load the sweeps of ``NAME...|all|SWEEP.yaml [KEY=VALUE ...]``, random samples as cells.
 
     Raises:
         InputError: There is no name, or a sweep cannot be loaded.
     """
+    from trishul_ray.sweeps.cells import find_sweeps, load_sweep, with_random_samples
+
     names, overrides = split_arguments(arguments)
     overrides += [f"storage.runs={runs}"] if runs is not None else []
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
     tables = [name for name in names if name not in files]
     if not names:
         raise InputError("name at least one table or sweep file, or all")
-    sweeps = [*(lazy.cells.find_sweeps(tables, profile, overrides) if tables else ())]
-    sweeps += [lazy.cells.load_sweep(Path(file), overrides) for file in files]
-    return [lazy.cells.with_random_samples(sweep) for sweep in sweeps]
+    sweeps = [*(find_sweeps(tables, profile, overrides) if tables else ())]
+    sweeps += [load_sweep(Path(file), overrides) for file in files]
+    return [with_random_samples(sweep) for sweep in sweeps]
 
 
 def _split_file(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -346,7 +366,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run_sweeps(
-    sweeps: "Sequence[lazy.cells.Sweep]",
+    sweeps: "Sequence[Sweep]",
     retries: int,
     stall_minutes: float,
     concurrency: int | None,
@@ -368,50 +388,63 @@ def run_sweeps(
 
 
 def _reproduce(
-    sweeps: "Sequence[lazy.cells.Sweep]",
+    sweeps: "Sequence[Sweep]",
     retries: int,
     stall_minutes: float,
     concurrency: int | None,
-) -> "lazy.reproduce.Reproduced":
-    options = lazy.cells.TuneOptions(retries, stall_minutes, concurrency)
-    progress = lazy.progress.SweepProgress(err)
+) -> "Reproduced":
+    from trishul_ray.sweeps.cells import TuneOptions
+    from trishul_ray.sweeps.reproduce import reproduce
+    from trishul_ray.tracking.progress import SweepProgress
+
+    options = TuneOptions(retries, stall_minutes, concurrency)
+    progress = SweepProgress(err)
     with resumable(progress, lambda _: _how_to("continue")):
-        return lazy.reproduce.reproduce(sweeps, options, progress)
+        return reproduce(sweeps, options, progress)
 
 
-def _show(outcomes: "Sequence[lazy.outcomes.SweepOutcome]", report: str) -> None:
-    tables = lazy.tables.build_tables(outcomes)
+def _show(outcomes: "Sequence[SweepOutcome]", report: str) -> None:
+    from trishul_ray.report.formats import to_rich
+    from trishul_ray.report.tables import build_tables
+
+    tables = build_tables(outcomes)
     for built in tables:
-        out.print(lazy.formats.to_rich(built, out.width))
+        out.print(to_rich(built, out.width))
     print_field("report", _write_report(outcomes, report, tables))
 
 
 def _check_report(place: str) -> None:
     """Check that a report can be written to a folder or URI, or raise an InputError."""
+    from trishul_ray.storage import Store
+
     if "://" in place:
-        lazy.storage.Store.open(place, field="--report").check_bucket(place, "--report")
+        Store.open(place, field="--report").check_bucket(place, "--report")
     else:
         check_writable(Path(place), "--report")
 
 
 def _write_report(
-    outcomes: "Sequence[lazy.outcomes.SweepOutcome]",
+    outcomes: "Sequence[SweepOutcome]",
     place: str,
-    tables: "Sequence[lazy.tables.SweepTable] | None" = None,
+    tables: "Sequence[SweepTable] | None" = None,
 ) -> str:
     """Write a report into a folder or to a URI, and return the address of its page."""
-    with lazy.progress.RunProgress(1, err) as progress:
+    from trishul_ray.report.page import write_report
+    from trishul_ray.storage import Store
+    from trishul_ray.tracking.progress import RunProgress
+
+    with RunProgress(1, err) as progress:
         progress.phase("writing the page")
         if "://" not in place:
-            return str(lazy.page.write_report(outcomes, Path(place), tables))
-        store = lazy.storage.Store.open(place, field="--report")
+            return str(write_report(outcomes, Path(place), tables))
+        store = Store.open(place, field="--report")
         with scratch_folder("report") as folder:
-            page = lazy.page.write_report(outcomes, Path(folder), tables)
+            page = write_report(outcomes, Path(folder), tables)
             store.upload_folder(page.parent)
         return store.place(page.name)
 
 
-def _describe_failures(result: "lazy.reproduce.Reproduced") -> str:
+def _describe_failures(result: "Reproduced") -> str:
     total = sum(len({cell.id for cell in outcome.cells}) for outcome in result.outcomes)
     shown = [f"{name} ({why})" for name, why in list(result.failures.items())[:5]]
     more = f", and {len(result.failures) - 5} more" if len(result.failures) > 5 else ""
