@@ -12,15 +12,14 @@ import torch
 from safetensors.torch import save_file
 
 from trishul_ray import files
+from trishul_ray.checksums import fault_in, seal
 from trishul_ray.files import (
     KEPT_SECONDS,
     complete_file,
     complete_folder,
-    fault_in,
     keep_logs,
     remove_abandoned,
     scratch_folder,
-    seal,
     write_file,
 )
 

@@ -17,7 +17,17 @@ from trishul_ray.methods.base import METHODS, method_class
 ROOT = Path(trishul_ray.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 #: Parts that every part may import.
-FOUNDATION = {"errors", "files", "lazy", "network", "plugins", "redaction", "rng", "version"}
+FOUNDATION = {
+    "checksums",
+    "errors",
+    "files",
+    "lazy",
+    "network",
+    "plugins",
+    "redaction",
+    "rng",
+    "version",
+}
 
 #: Further imports of a part of the package, which is a folder or a file.
 MAY_IMPORT = {

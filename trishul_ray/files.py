@@ -1,46 +1,32 @@
-"""Write files durably, tell whether they have changed, remove what nobody uses.
+"""Write files durably, and remove what killed processes have left and what nobody uses.
 
 All that must survive a killed process or a power cut is written by :func:`complete_file` or
-:func:`complete_folder`: beside its place, synced, renamed. Folders of the cache, on which numbers
-rest, are sealed with checksums and checked before use.
+:func:`complete_folder`: beside its place, synced, renamed.
 """
 
 import errno
 import fcntl
 import hashlib
-import logging
 import os
 import platform
 import re
 import secrets
-import shlex
 import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import xxhash
-from filelock import FileLock
-
 from trishul_ray.errors import InputError
-
-#: Beginning of the text that stands for a file that Git LFS has not fetched.
-_LFS = b"version https://git-lfs.github.com/spec/"
 
 #: An object of JSON.
 Json: TypeAlias = dict[str, Any]
 
 #: Seconds after its last use that a part of the cache is kept; it is made again when needed.
 KEPT_SECONDS = 30 * 24 * 3600.0
-
-#: A file may change again without a visible change of its times within this many seconds, because
-#: the clocks of file systems advance in steps.
-SETTLING_SECONDS = 2.0
 
 #: Seconds that the logs of a local Ray are kept after their last line, if it has not ended well.
 LOG_SECONDS = 3600.0
@@ -51,11 +37,8 @@ _LOGS_KEPT = ".logs-kept"
 #: Places of scratch folders if the path of ``TMPDIR`` is too long for a socket.
 _SHORT = ("/tmp", "/var/tmp")
 
-#: A file in a folder of the cache with the checksums of the others.
-SEAL = ".xxh128"
-
-#: Repairs of this process that its driver does not know yet, a line each.
-_remarks: list[str] = []
+#: Folders from which this process has removed what killed ones have left there.
+_tidied: set[Path] = set()
 
 #: This machine, in the names of unfinished files: the locks of others may not be seen here.
 _HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
@@ -67,63 +50,6 @@ _UNFINISHED = re.compile(
 
 #: Answers of file systems that cannot sync a folder, or a file that this user cannot read.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES)
-
-_logger = logging.getLogger(__name__)
-
-
-def digest(file: Path) -> str:
-    """Return the hex SHA-256 of a file's content, computed once per process unless it changes."""
-    return _remembered(_digest, file)
-
-
-def stamp(file: Path) -> tuple[int, ...]:
-    """Return device, inode, size and times of a file, which change with its content.
-
-    The last of them, ``ctime``, cannot be set: an edit that restores the modification time shows,
-    too. Only two edits at the same tick of the clock do not.
-    """
-    now = file.stat()
-    return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
-
-
-def checksum(file: Path) -> str:
-    """Return the hex XXH3 of a file's content, 128 bits, remembered as in :func:`digest`."""
-    return _remembered(_checksum, file)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
-
-
-def _remembered(compute: Callable[[Path], str], file: Path) -> str:
-    path = file.resolve()
-    settled = abs(time.time() - path.stat().st_ctime) > SETTLING_SECONDS
-    return _computed(compute, path, stamp(path)) if settled else compute(path)
-
-
-@lru_cache(maxsize=100_000)
-def _computed(compute: Callable[[Path], str], path: Path, stamp: tuple[int, ...]) -> str:
-    return compute(path)
-
-
-def lfs_pointer(file: Path) -> str | None:
-    """Return what to do about a file of which Git LFS has left a pointer alone; None for others.
-
-    A file that cannot be read is none: who reads it will say so.
-    """
-    try:
-        with file.open("rb") as stream:
-            if stream.read(len(_LFS)) != _LFS:
-                return None
-    except OSError:
-        return None
-    return f"{file.name} is a pointer of Git LFS, not the file: run `git lfs pull` where it is"
 
 
 def make_cache_folder(folder: Path) -> None:
@@ -183,8 +109,8 @@ def complete_file(file: Path) -> Iterator[Path]:
     """Yield a temporary file beside ``file`` that replaces it on success, durably.
 
     No reader sees a part, and a power cut leaves the old file or the new one: the content is on the
-    disk before the name, and the name before this returns. The next writer in the same folder
-    removes the temporary file of one that was killed.
+    disk before the name, and the name before this returns. The next process that writes into the
+    same folder removes the temporary file of one that was killed.
     """
     with _unfinished(file, lambda path: path.touch(exist_ok=False)) as temporary:
         yield temporary
@@ -194,12 +120,11 @@ def complete_file(file: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def complete_folder(folder: Path, *, sealed: bool = False) -> Iterator[Path]:
+def complete_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``folder`` on success, durably, as in complete_file.
 
     ``folder`` must be new or empty; its parents are created. Its files get the folder's read
-    permissions, since safetensors writes files that only their owner can read. With ``sealed``,
-    :func:`seal` notes their checksums.
+    permissions, since safetensors writes files that only their owner can read.
 
     Raises:
         OSError: Something else is in the place of ``folder``, or the disk is full.
@@ -209,8 +134,6 @@ def complete_folder(folder: Path, *, sealed: bool = False) -> Iterator[Path]:
     with _unfinished(folder, Path.mkdir) as temporary:
         yield temporary
         readable = temporary.stat().st_mode & 0o444
-        if sealed:
-            seal(temporary)
         for path in (*temporary.rglob("*"), temporary):
             if (mode := path.stat().st_mode) & readable != readable:
                 with suppress(OSError):  # some file systems know no permissions
@@ -226,7 +149,9 @@ def _unfinished(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
 
     A lock tells :func:`remove_unfinished` that its writer lives, and is lost with the process.
     """
-    remove_unfinished(target.parent)
+    if target.parent not in _tidied:
+        _tidied.add(target.parent)
+        remove_unfinished(target.parent)
     while True:
         path = target.with_name(f".{target.name}.{_HOST}-{secrets.token_hex(4)}.tmp")
         make(path)
@@ -317,75 +242,6 @@ def _sync(path: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_SYNC:
             raise
-
-
-def seal(folder: Path, pattern: str = "[!.]*") -> None:
-    """Note the checksums of a cache folder's files that match, for :func:`fault_in`.
-
-    They find damage, not malice: XXH3 is as fast as memory. ``xxhsum --check .xxh128`` reads the
-    file, too.
-    """
-    found = {path.relative_to(folder).as_posix(): path for path in _files(folder, pattern)}
-    lines = [f"{checksum(path)}  {name}\n" for name, path in sorted(found.items())]
-    write_file(folder / SEAL, "".join(lines).encode())
-
-
-def fault_in(folder: Path, pattern: str = "[!.]*") -> str:
-    """Return what is wrong with a sealed folder: empty if it has the files that were sealed.
-
-    Every file is read, once per process unless it changes.
-    """
-    try:
-        lines = (folder / SEAL).read_text().splitlines()
-        noted = {name: value for value, _, name in (line.partition("  ") for line in lines)}
-        for path in _files(folder, pattern):
-            name = path.relative_to(folder).as_posix()
-            if noted.pop(name, None) != checksum(path):
-                return f"{name} is not as it was written"
-    except FileNotFoundError:
-        return "it has no checksums"
-    except (OSError, ValueError) as error:
-        return f"it cannot be read: {error}"
-    return f"{next(iter(noted))} is missing" if noted else ""
-
-
-def _files(folder: Path, pattern: str) -> list[Path]:
-    return [path for path in folder.rglob(pattern) if path.is_file()]
-
-
-def discard_damaged(folder: Path) -> None:
-    """Remove a sealed folder of the cache that is damaged, and say so: it is made again.
-
-    The process that makes it holds the lock ``<folder>.lock``.
-
-    Raises:
-        InputError: It cannot be removed; the message has the command that does it.
-    """
-    if not folder.is_dir() or not fault_in(folder):
-        return
-    try:
-        with FileLock(f"{folder}.lock"):
-            if folder.is_dir() and (fault := fault_in(folder)):  # nobody was faster
-                shutil.rmtree(folder)
-                remark(f"{folder} is damaged ({fault}): it is made again")
-    except OSError as error:
-        raise InputError(
-            f"storage.cache: {folder} is damaged, and cannot be removed ({error.strerror}): "
-            f"rm -r {shlex.quote(str(folder))}"
-        ) from error
-
-
-def remark(line: str) -> None:
-    """Tell the user what was mended: in a log line, and from a worker by :func:`take_remarks`."""
-    _logger.warning(line)
-    _remarks.append(line)
-
-
-def take_remarks() -> tuple[str, ...]:
-    """Return the remarks of this process since the last call; a worker's log is not shown."""
-    taken = tuple(_remarks)
-    _remarks.clear()
-    return taken
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import yaml
 from huggingface_hub import close_session
 from PIL import Image
 
+from trishul_ray.checksums import sealed_folder
 from trishul_ray.config import DataConfig, ModelConfig, Places, TaskConfig
 from trishul_ray.data.columns import question_labels
 from trishul_ray.data.hub import HubRepo
@@ -27,7 +28,6 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import partition_rows
-from trishul_ray.files import complete_folder
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.runs.prediction import input_columns
@@ -752,7 +752,7 @@ def test_built_in_backbones_take_own_texts_by_default_and_without_a_download(tmp
     check_fits(experiment)
     assert experiment.model.init == "random" and experiment.budget in (4, 8, 16)
     # A budget that fits, or is set, stays as it is; so does a backbone that is pretrained already.
-    with complete_folder(BUILTINS[model].folder(tmp_path / "cache"), sealed=True):
+    with sealed_folder(BUILTINS[model].folder(tmp_path / "cache")):
         pass
     for words, budget in ([*own, "method=fedit"], "lower"), ([*own, "budget=64"], 64):
         experiment = load_experiment(None, words + offline)

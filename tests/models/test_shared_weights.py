@@ -10,9 +10,10 @@ import torch
 from damage import DAMAGE
 from safetensors.torch import load_file, save_file
 
+from trishul_ray.checksums import SEAL, take_remarks
 from trishul_ray.config import ModelConfig, Places
 from trishul_ray.errors import CorruptFileError
-from trishul_ray.files import KEPT_SECONDS, SEAL, take_remarks
+from trishul_ray.files import KEPT_SECONDS
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.compute import cast, run_dtype

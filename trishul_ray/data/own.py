@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
+from trishul_ray.checksums import digest, discard_damaged, sealed_folder
 from trishul_ray.data.columns import (
     CleanTables,
     ColumnMapping,
@@ -69,7 +70,7 @@ from trishul_ray.data.tables import (
     read_table,
 )
 from trishul_ray.errors import CorruptFileError, InputError, first_of
-from trishul_ray.files import complete_folder, digest, discard_damaged, remove_unused
+from trishul_ray.files import remove_unused
 from trishul_ray.lazy import datasets, pq
 
 #: Name of the dataset of rows passed from Python, and of their folder in the cache.
@@ -692,7 +693,7 @@ def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
         return folder
     remove_unused_rows(cache)
     try:
-        with complete_folder(folder, sealed=True) as temporary:
+        with sealed_folder(folder) as temporary:
             for split, table in tables.items():
                 pq.write_table(table, temporary / f"{split}.parquet")
     except OSError:

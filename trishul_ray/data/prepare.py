@@ -20,6 +20,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from trishul_ray import plugins
+from trishul_ray.checksums import SEAL, fault_in, remark, seal
 from trishul_ray.data.dataset import (
     FORMAT_VERSION,
     Column,
@@ -38,7 +39,7 @@ from trishul_ray.data.own import CUSTOM, CustomHubDataset, LocalImages, LocalTab
 from trishul_ray.data.partition import draw_held_out
 from trishul_ray.data.public import PublicDataset
 from trishul_ray.errors import InputError, did_you_mean
-from trishul_ray.files import SEAL, Json, fault_in, make_cache_folder, remark, seal
+from trishul_ray.files import Json, make_cache_folder
 
 if TYPE_CHECKING:
     from trishul_ray.config import DataConfig

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from trishul_ray.checksums import stamp
 from trishul_ray.config import ModelConfig, Places
 from trishul_ray.errors import InputError
-from trishul_ray.files import stamp
 from trishul_ray.models import shared_weights, weights
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.lookup import (

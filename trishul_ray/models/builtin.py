@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trishul_ray.files import discard_damaged
+from trishul_ray.checksums import discard_damaged
 from trishul_ray.lazy import transformers
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.utils import logging as hub_logging
 
+from trishul_ray.checksums import digest, lfs_pointer
 from trishul_ray.errors import (
     CorruptFileError,
     InputError,
@@ -30,7 +31,6 @@ from trishul_ray.errors import (
     first_line,
     how_to_install,
 )
-from trishul_ray.files import digest, lfs_pointer
 from trishul_ray.lazy import transformers
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.network import check_depth, hub_fault, hub_or_cache

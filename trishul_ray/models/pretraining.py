@@ -27,11 +27,12 @@ from transformers import (
     AutoModelForSeq2SeqLM,
 )
 
+from trishul_ray.checksums import sealed_folder
 from trishul_ray.config import Places
 from trishul_ray.data.dataset import DatasetInfo, ProgressCallback, Split
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError, RunError
-from trishul_ray.files import complete_folder, make_cache_folder, scratch_folder
+from trishul_ray.files import make_cache_folder, scratch_folder
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import (
     BOS,
@@ -277,7 +278,7 @@ def save_backbone(model: nn.Module, builtin: Builtin, split: Split, folder: Path
     The statistics of the split it was trained on normalize images. The folder appears when it
     is complete.
     """
-    with complete_folder(folder, sealed=True) as temporary:
+    with sealed_folder(folder) as temporary:
         with quiet_transformers():
             model.save_pretrained(temporary)  # type: ignore[operator]  # a transformers model
             if text_objective(builtin) is not None:

@@ -24,13 +24,8 @@ import transformers
 from filelock import FileLock
 from torch import Tensor, nn
 
-from trishul_ray.files import (
-    complete_folder,
-    discard_damaged,
-    make_cache_folder,
-    remove_unused,
-    stamp,
-)
+from trishul_ray.checksums import discard_damaged, sealed_folder, stamp
+from trishul_ray.files import make_cache_folder, remove_unused
 from trishul_ray.models.compute import cast, configure_compute, quantize_layers, run_dtype
 from trishul_ray.models.lookup import source_files, weights_source
 from trishul_ray.models.weights import Plan, build_weights, draw_head
@@ -75,7 +70,7 @@ def load_resident(plan: Plan, cache: Path) -> Resident:
             commit = getattr(plan.architecture, "_commit_hash", None)
             source = weights_source(plan.files, commit, drawn=config.init == "random")
             content = {"tensors": _tensors(model, drawn), "drawn": drawn, "source": source}
-            with complete_folder(folder, sealed=True) as new:
+            with sealed_folder(folder) as new:
                 torch.save(content, new / WEIGHTS)
             del model
         stored: dict[str, Any] = torch.load(folder / WEIGHTS, mmap=True, weights_only=True)

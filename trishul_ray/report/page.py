@@ -19,8 +19,9 @@ from typing import Any, get_args
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from trishul_ray.checksums import digest
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
-from trishul_ray.files import digest, write_file
+from trishul_ray.files import write_file
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.report.claims import VERDICTS, Finding, claims_csv, judge, why_unreadable
 from trishul_ray.report.formats import escape_markdown, to_csv, to_latex, to_markdown

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
+from trishul_ray.checksums import digest
 from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.experiment import Experiment
@@ -23,7 +24,7 @@ from trishul_ray.federation.checkpoint import Checkpoint
 from trishul_ray.federation.on_ray.slices import usable_cores
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.federation.server import RunResult
-from trishul_ray.files import Json, digest
+from trishul_ray.files import Json
 from trishul_ray.lazy import pq, torch
 from trishul_ray.report.summary import Hardware, RunSummary
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from trishul_ray.checksums import take_remarks
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.on_ray.process import Assignment, Process, WorkerEnvironment
 from trishul_ray.federation.on_ray.slices import Slices, cap_device_memory
-from trishul_ray.files import take_remarks
 
 if TYPE_CHECKING:
     from trishul_ray.federation.inline import InlineExecutor

@@ -1,0 +1,167 @@
+"""Tell whether files have changed: checksums, sealed folders of the cache, remarks on damage.
+
+Folders of the cache, on which numbers rest, are sealed with checksums and checked before use.
+"""
+
+import hashlib
+import logging
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import xxhash
+from filelock import FileLock
+
+from trishul_ray.errors import InputError
+from trishul_ray.files import complete_folder, write_file
+
+#: Beginning of the text that stands for a file that Git LFS has not fetched.
+_LFS = b"version https://git-lfs.github.com/spec/"
+
+#: A file may change again without a visible change of its times within this many seconds, because
+#: the clocks of file systems advance in steps.
+SETTLING_SECONDS = 2.0
+
+#: A file in a folder of the cache with the checksums of the others.
+SEAL = ".xxh128"
+
+#: Repairs of this process that its driver does not know yet, a line each.
+_remarks: list[str] = []
+
+_logger = logging.getLogger(__name__)
+
+
+def digest(file: Path) -> str:
+    """Return the hex SHA-256 of a file's content, computed once per process unless it changes."""
+    return _remembered(_digest, file)
+
+
+def stamp(file: Path) -> tuple[int, ...]:
+    """Return device, inode, size and times of a file, which change with its content.
+
+    The last of them, ``ctime``, cannot be set: an edit that restores the modification time shows,
+    too. Only two edits at the same tick of the clock do not.
+    """
+    now = file.stat()
+    return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
+
+
+def checksum(file: Path) -> str:
+    """Return the hex XXH3 of a file's content, 128 bits, remembered as in :func:`digest`."""
+    return _remembered(_checksum, file)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+
+
+def _remembered(compute: Callable[[Path], str], file: Path) -> str:
+    path = file.resolve()
+    settled = abs(time.time() - path.stat().st_ctime) > SETTLING_SECONDS
+    return _computed(compute, path, stamp(path)) if settled else compute(path)
+
+
+@lru_cache(maxsize=100_000)
+def _computed(compute: Callable[[Path], str], path: Path, stamp: tuple[int, ...]) -> str:
+    return compute(path)
+
+
+def lfs_pointer(file: Path) -> str | None:
+    """Return what to do about a file of which Git LFS has left a pointer alone; None for others.
+
+    A file that cannot be read is none: who reads it will say so.
+    """
+    try:
+        with file.open("rb") as stream:
+            if stream.read(len(_LFS)) != _LFS:
+                return None
+    except OSError:
+        return None
+    return f"{file.name} is a pointer of Git LFS, not the file: run `git lfs pull` where it is"
+
+
+def seal(folder: Path, pattern: str = "[!.]*") -> None:
+    """Note the checksums of a cache folder's files that match, for :func:`fault_in`.
+
+    They find damage, not malice: XXH3 is as fast as memory. ``xxhsum --check .xxh128`` reads the
+    file, too.
+    """
+    found = {path.relative_to(folder).as_posix(): path for path in _files(folder, pattern)}
+    lines = [f"{checksum(path)}  {name}\n" for name, path in sorted(found.items())]
+    write_file(folder / SEAL, "".join(lines).encode())
+
+
+@contextmanager
+def sealed_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``folder``, sealed; see ``complete_folder``."""
+    with complete_folder(folder) as new:
+        yield new
+        seal(new)
+
+
+def fault_in(folder: Path, pattern: str = "[!.]*") -> str:
+    """Return what is wrong with a sealed folder: empty if it has the files that were sealed.
+
+    Every file is read, once per process unless it changes.
+    """
+    try:
+        lines = (folder / SEAL).read_text().splitlines()
+        noted = {name: value for value, _, name in (line.partition("  ") for line in lines)}
+        for path in _files(folder, pattern):
+            name = path.relative_to(folder).as_posix()
+            if noted.pop(name, None) != checksum(path):
+                return f"{name} is not as it was written"
+    except FileNotFoundError:
+        return "it has no checksums"
+    except (OSError, ValueError) as error:
+        return f"it cannot be read: {error}"
+    return f"{next(iter(noted))} is missing" if noted else ""
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return [path for path in folder.rglob(pattern) if path.is_file()]
+
+
+def discard_damaged(folder: Path) -> None:
+    """Remove a sealed folder of the cache that is damaged, and say so: it is made again.
+
+    The process that makes it holds the lock ``<folder>.lock``.
+
+    Raises:
+        InputError: It cannot be removed; the message has the command that does it.
+    """
+    if not folder.is_dir() or not fault_in(folder):
+        return
+    try:
+        with FileLock(f"{folder}.lock"):
+            if folder.is_dir() and (fault := fault_in(folder)):  # nobody was faster
+                shutil.rmtree(folder)
+                remark(f"{folder} is damaged ({fault}): it is made again")
+    except OSError as error:
+        raise InputError(
+            f"storage.cache: {folder} is damaged, and cannot be removed ({error.strerror}): "
+            f"rm -r {shlex.quote(str(folder))}"
+        ) from error
+
+
+def remark(line: str) -> None:
+    """Tell the user what was mended: in a log line, and from a worker by :func:`take_remarks`."""
+    _logger.warning(line)
+    _remarks.append(line)
+
+
+def take_remarks() -> tuple[str, ...]:
+    """Return the remarks of this process since the last call; a worker's log is not shown."""
+    taken = tuple(_remarks)
+    _remarks.clear()
+    return taken
