@@ -6,7 +6,7 @@ The defaults are the paper's protocol: 20 clients, 3 per round, 50 local steps, 
 import math
 import os
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -223,27 +223,60 @@ class PartitionConfig(Section):
     min_size: int = Field(1, ge=1, description="smallest number of rows per client")
 
 
+def _by_kind(default: int, instruction: int) -> Callable[[dict[str, Any]], int]:
+    """Return the default of a field of :class:`TaskConfig`, which depends on the kind."""
+    return lambda found: instruction if found.get("kind") == "instruction" else default
+
+
 class TaskConfig(Section):
     """Task: predict labels or answers from the dataset's rows."""
 
     kind: str = Field(
         "auto",
         description="classification: a classification head; text2text: generate the answer; "
-        "verbalizer: score the word of each class after a prompt; auto: by the backbone's family "
-        "(encoder, encoder-decoder, decoder)",
+        "verbalizer: score the word of each class after a prompt; instruction: tune a decoder on "
+        "answers; auto: by the backbone's family (encoder, encoder-decoder, decoder)",
     )
-    max_length: int = Field(256, ge=8, le=8192, description="input tokens; longer inputs are cut")
+    max_length: int = Field(
+        default_factory=_by_kind(256, 512),
+        ge=8,
+        le=8192,
+        description="input tokens; longer inputs are cut. instruction: with the answer, by "
+        "default 512",
+    )
     target_length: int = Field(
-        32, ge=2, le=1024, description="text2text: target tokens, in training and generation"
+        default_factory=_by_kind(32, 256),
+        ge=2,
+        le=1024,
+        description="text2text: target tokens, in training and generation; instruction: tokens of "
+        "an answer, by default 256",
     )
     template: str | None = Field(
         None,
         description="prompt with the dataset's fields in braces, e.g. '{sentence}\\nSentiment:'; "
-        "default: by dataset; with a classification head there is no prompt",
+        "default: by dataset; with a classification head there is no prompt. instruction: chat, "
+        "alpaca, plain, turns, or a .yaml or .jinja file",
+    )
+    turns: Literal["all", "last"] = in_id_if_set(
+        "all", "instruction: the answers of a conversation that are trained on"
+    )
+    loss: Literal["tokens", "rows"] = in_id_if_set(
+        "tokens", "instruction: the mean over all tokens of answers, or over rows of their means"
     )
     verbalizers: tuple[str, ...] | None = Field(
         None, description="a word or phrase for each class, in order; default: by dataset"
     )
+
+    @field_validator("template")
+    @classmethod
+    def _read_file(cls, value: str | None) -> str | None:
+        """Replace the name of a template's file by its text, which is in the experiment's id."""
+        if value is None or "\n" in value or not value.endswith((".yaml", ".yml", ".jinja")):
+            return value
+        try:
+            return Path(value).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{value!r} cannot be read as a template ({error})") from None
 
 
 #: Storage of frozen linear weights.

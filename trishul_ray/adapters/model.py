@@ -55,6 +55,10 @@ class BlockForward:
         self.block = block
 
 
+#: What a decoder's configuration has where its logits are more than those of a linear head.
+_HEAD_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
 class AdaptedModel:
     """A frozen model with adapters on named layers and, optionally, a trainable head.
 
@@ -230,11 +234,27 @@ class AdaptedModel:
 
     def forward(self, **inputs: Any) -> Any:
         """Return the model's output, with the bound vector or, if unbound, as pretrained."""
+        self._before_forward(inputs)
+        return self.model(**inputs)
+
+    def _before_forward(self, inputs: Mapping[str, Any]) -> None:
         if self._stack is None:
             self._overrides.refresh()
         else:
             self._stack.examples = next(len(x) for x in inputs.values() if torch.is_tensor(x))
-        return self.model(**inputs)
+
+    def hidden_states(self, **inputs: Any) -> tuple[Tensor, nn.Linear] | None:
+        """Return what the head of a decoder reads, [b, n, d], and the head.
+
+        None if the head is trained, or more than a linear layer: call :meth:`forward` then.
+        """
+        untyped: Any = self.model
+        head = untyped.get_output_embeddings()
+        scaled = any(getattr(untyped.config, name, None) for name in _HEAD_SCALES)
+        if type(head) is not nn.Linear or scaled or self._direct:
+            return None
+        self._before_forward(inputs)
+        return untyped.base_model(**inputs).last_hidden_state, head
 
     def train(self, mode: bool = True) -> None:
         """Enable or disable the backbone's dropout; it does not affect what is trained."""

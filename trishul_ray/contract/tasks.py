@@ -18,7 +18,12 @@ from trishul_ray.federation.workbench import Workbench, build_workbench
 from trishul_ray.tasks.base import task_classes
 
 #: Rows of each kind, and a small model of each family.
-DATA = {"image": "digits", "text": "synthetic/rte", "qa": "synthetic/questions"}
+DATA = {
+    "image": "digits",
+    "text": "synthetic/rte",
+    "qa": "synthetic/questions",
+    "instruction": "synthetic/instructions",
+}
 MODELS = {
     "image-classification": "vit-digits",
     "sequence-classification": "bert-tiny",
@@ -115,8 +120,11 @@ def headline_is_a_mean(bench: Workbench) -> None:
 
 def rows_get_answers(bench: Workbench) -> None:
     """Every row gets a text."""
-    answers = bench.task.answers(outputs_of(bench, range(5))[1], bench.info.classes)
-    require(len(answers) == 5, f"answers() returns {len(answers)} for 5 rows")
+    stored = bench.test.batch(np.arange(5))
+    batch = bench.task.prepare_batch(stored, bench.device, bench.dtype)
+    with torch.inference_mode():
+        answers = bench.task.respond(bench.model, batch, bench.info.classes)
+    require(len(answers) == 5, f"respond() returns {len(answers)} for 5 rows")
     require(all(isinstance(answer, str) for answer in answers), "an answer is no text")
 
 

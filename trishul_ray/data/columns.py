@@ -24,6 +24,7 @@ import pyarrow.csv
 
 from trishul_ray.data.dataset import Kind
 from trishul_ray.data.hub import class_names
+from trishul_ray.data.instructions import find_layout
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean, first_line
 from trishul_ray.lazy import pc
 
@@ -285,25 +286,31 @@ def holds_images(kind: pa.DataType) -> bool:
 COLUMN_NAMES = (
     *("text", "text_pair", "label", "image"),
     *("question", "context", "answers"),
+    *("instruction", "input", "output", "messages"),
     *("client", "group"),
 )
 
-#: Columns that rows of each kind must have. If several kinds fit, the first is taken.
-_REQUIRED_COLUMNS: dict[Kind, tuple[str, ...]] = {
-    "image": ("image", "label"),
-    "qa": ("question", "context", "answers"),
-    "text": ("text", "label"),
-}
+#: Columns that rows of each kind must have, and those that they may have besides. If several fit,
+#: the first is taken.
+_COLUMNS: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("image", ("image", "label"), ()),
+    ("qa", ("question", "context", "answers"), ()),
+    ("text", ("text", "label"), ("text_pair",)),
+    ("instruction", ("messages",), ()),
+    ("instruction", ("instruction", "output"), ("input",)),
+)
 
 
 #: Content of columns that datasets for other tasks have on the hub.
 _OTHER_TASKS = {
-    **dict.fromkeys(("messages", "conversations", "conversation"), "a chat"),
     "chosen": "preferences",
     **dict.fromkeys(("ner_tags", "pos_tags"), "a label for each token"),
-    **dict.fromkeys(("completion", "output", "response"), "texts to write"),
     **dict.fromkeys(("objects", "bbox"), "objects in images"),
 }
+
+
+#: Columns that assign rows of any kind to clients and groups.
+_ASSIGN = ("client", "group")
 
 
 @dataclass(frozen=True)
@@ -332,10 +339,14 @@ class ColumnMapping:
                 )
         columns = {name: configured.get(name, name) for name in COLUMN_NAMES}
         columns = {name: column for name, column in columns.items() if column in existing}
-        for kind, required in _REQUIRED_COLUMNS.items():
-            if all(name in columns for name in required):
-                return cls(kind, columns)
-        options = "; or ".join(" and ".join(required) for required in _REQUIRED_COLUMNS.values())
+        # Preferences have prompts, too, which alone are no instructions with answers.
+        layout = {} if "chosen" in existing else find_layout(existing) or {}
+        for found in (columns, layout | {k: c for k, c in columns.items() if k in _ASSIGN}):
+            for kind, required, further in _COLUMNS:
+                if all(name in found for name in required):
+                    read = (*required, *further, *_ASSIGN)
+                    return cls(kind, {name: c for name, c in found.items() if name in read})
+        options = "; or ".join(" and ".join(required) for _, required, _ in _COLUMNS)
         for column, content in _OTHER_TASKS.items():
             if column in existing and not configured:
                 raise InputError(
@@ -355,8 +366,11 @@ NamedTables = Sequence[tuple[str, pa.Table]]
 #: Columns that hold names: a class, a sub-dataset, a client.
 _NAMES = ("label", "group", "client")
 
-#: Columns without which a row says nothing; of the two texts of a pair, one may be blank.
-_CONTENTS = (("text", "text_pair"), ("question",), ("context",), ("image",))
+#: Columns without which a row says nothing; of two that go together, one may be blank.
+_CONTENTS = (
+    *(("text", "text_pair"), ("question",), ("context",), ("image",)),
+    *(("instruction", "input"), ("output",), ("messages",)),
+)
 
 #: Rows to name in one message for each fault.
 _MAX_ROWS = 5

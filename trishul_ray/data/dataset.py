@@ -29,7 +29,7 @@ FORMAT_VERSION = 3
 _META = b"trishul"
 
 #: Kind of the rows; see :class:`DatasetInfo`.
-Kind = Literal["image", "text", "qa"]
+Kind = Literal["image", "text", "qa", "instruction"]
 
 #: Rows that are scored: those of the test split, and those held out of the training rows.
 RowSet = Literal["test", "validation"]
@@ -53,7 +53,9 @@ class DatasetInfo:
 
     The columns depend on the kind. ``image``: ``pixels`` uint8 [N, C, H, W] and ``label`` int64
     [N]. ``text``: the columns of ``fields`` as strings, and ``label``. ``qa``: ``question``,
-    ``context`` and ``answers`` (a JSON list of texts) as strings. Every kind may also have
+    ``context`` and ``answers`` (a JSON list of texts) as strings. ``instruction``: the columns of
+    ``fields`` as strings, with ``output`` unless they are ``messages`` (a JSON list of objects
+    ``role`` and ``content``, the last one the answer). Every kind may also have
     ``group`` int64 [N] (an index into ``groups``) and ``client`` int64 [N] (the client that holds
     the row, for a natural partition).
 
@@ -61,10 +63,11 @@ class DatasetInfo:
         name: name of the dataset in the registry.
         kind: kind of the rows.
         source: origin of the rows, for messages and reports.
-        classes: class names; empty for ``qa``.
+        classes: class names; empty for ``qa`` and ``instruction``.
         groups: names of sub-datasets (MRQA) or of parts of the test rows (MNLI); may be empty.
         clients: names of the natural clients, indexed by the column ``client``; may be empty.
-        fields: text columns in reading order; ``text`` only.
+        fields: text columns in reading order; for ``text``, and ``instruction``, where they are
+            ``instruction`` and, if there is one, ``input``; or ``messages``.
         image_shape: (C, H, W); ``image`` only, like ``mean`` and ``std``.
         mean: mean per channel of pixels / 255 over the first split.
         std: standard deviation per channel, likewise.

@@ -62,6 +62,7 @@ from trishul_ray.data.images import (
     pixel_statistics,
     turn_upright,
 )
+from trishul_ray.data.instructions import plain_messages
 from trishul_ray.data.tables import (
     SUFFIXES,
     column_names,
@@ -81,6 +82,15 @@ PASSED = "the rows passed from Python"
 
 #: Suffixes of the files that are read as images in a class folder.
 IMAGE_SUFFIXES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+
+#: Kinds of rows that have a label.
+LABELLED: tuple[Kind, ...] = ("image", "text")
+
+#: Columns of texts that rows may have, in reading order.
+_TEXT_FIELDS: dict[Kind, tuple[str, ...]] = {
+    "text": ("text", "text_pair"),
+    "instruction": ("instruction", "input", "messages"),
+}
 
 #: Folders of test rows beside ``train``; the first that exists is read.
 _TEST_FOLDERS = ("test", "val", "valid", "validation")
@@ -151,6 +161,8 @@ class CustomDataset:
                 "without labels; remove it (data.test_share of the training rows is then set "
                 "aside), or put rows with labels in its place"
             )
+        if "messages" in mapping.columns:
+            tables = _with_plain_messages(tables, mapping.columns["messages"])
         cleaned, note, skipped = clean(tables, mapping.columns, skip_broken=self.skip_broken)
         source += note
         classes = _ClassNames.of(cleaned, mapping.columns.get("label", ""))
@@ -205,7 +217,7 @@ class CustomDataset:
         without rows is an InputError, as are rows of a single class.
         """
         source += differing_in_case(fields.get("classes", ()))
-        if kind != "qa":
+        if kind in LABELLED:
             labels = np.concatenate([columns["label"] for columns in splits.values()])
             note, fields["doubt"] = question_labels(fields["classes"], labels)
             source += note
@@ -215,12 +227,12 @@ class CustomDataset:
         if len(lost := np.setdiff1d(np.arange(len(clients)), train.get("client", ()))):
             named = ", ".join(repr(clients[n]) for n in lost[:MAX_NAMED])
             source += f", without training rows: client{'s' * (len(lost) > 1)} {named}"
-        if kind != "qa":
+        if kind in LABELLED:
             source += _untrained(fields["classes"], train["label"], splits["test"]["label"])
         for split, columns in splits.items():
             if not length(columns):
                 raise InputError(f"{source}: the {split} split has no rows")
-        if kind != "qa" and len(fields["classes"]) < 2:
+        if kind in LABELLED and len(fields["classes"]) < 2:
             only = fields["classes"][0]
             raise InputError(f"{source}: all rows are of class {only!r}; two classes are needed")
         if kind == "image":
@@ -229,8 +241,8 @@ class CustomDataset:
             # Pixels are divided by std: do not divide by zero if a channel is constant.
             std = tuple(value or 1.0 for value in std)
             fields |= {"image_shape": pixels.shape[1:], "mean": mean, "std": std}
-        if kind == "text":
-            fields["fields"] = tuple(f for f in ("text", "text_pair") if f in train)
+        if kind in _TEXT_FIELDS:
+            fields["fields"] = tuple(name for name in _TEXT_FIELDS[kind] if name in train)
         return DatasetInfo(self.name, kind, source, **fields), splits
 
 
@@ -547,6 +559,21 @@ class CustomHubDataset(CustomDataset):
             raise repo.not_found(what, hub, error, f"{way_out} with internet access") from error
 
 
+def _with_plain_messages(
+    tables: Mapping[str, NamedTables], column: str
+) -> dict[str, list[tuple[str, pa.Table]]]:
+    """Return tables whose conversations are JSON texts, null where there is no answer to learn."""
+    found: dict[str, list[tuple[str, pa.Table]]] = {}
+    for split, parts in tables.items():
+        found[split] = []
+        for where, table in parts:
+            place = table.column_names.index(column)
+            rows = [at_row(where, row) for row in range(table.num_rows)]
+            texts = plain_messages(table.column(column), rows, column)
+            found[split].append((where, table.set_column(place, column, texts)))
+    return found
+
+
 def _has_labels(tables: NamedTables, columns: Mapping[str, str]) -> bool:
     """Return False if all labels of a split are -1, which marks unlabelled rows on the hub.
 
@@ -630,14 +657,15 @@ def _read_columns(
     Groups and clients are raw; so are labels, unless class names are known.
     """
     names = mapping.columns
-    texts = {"text": ("text", "text_pair"), "qa": ("question", "context")}.get(mapping.kind, ())
+    texts = {**_TEXT_FIELDS, "qa": ("question", "context")}.get(mapping.kind, ())
+    texts += ("output",) * (mapping.kind == "instruction")
     columns: Columns = {n: read_texts(table, names[n], where) for n in texts if n in names}
     if mapping.kind == "qa":
         columns["answers"] = read_answers(table, names["answers"], where)
-    elif classes is not None:
+    if mapping.kind in LABELLED and classes is not None:
         own = classes.own[where]
         columns["label"] = read_named_labels(table, names["label"], own, classes.names, where)
-    else:
+    elif mapping.kind in LABELLED:
         columns["label"] = read_raw(table, names["label"], where)
     for name in ("group", "client"):
         if names.get(name) in table.column_names:

@@ -41,7 +41,6 @@ from trishul_ray.federation.messages import (
 from trishul_ray.federation.workbench import Workbench, global_model, new_run, rows_of
 from trishul_ray.methods.base import LocalRun, Method, State, Tensors, count_numbers
 from trishul_ray.rng import numpy_rng, torch_rng
-from trishul_ray.tasks.base import logits_of
 from trishul_ray.tasks.sums import EvalSums
 
 if TYPE_CHECKING:
@@ -309,12 +308,8 @@ class SharedSteps:
     def compute(self, step: int, batch: Mapping[str, Tensor]) -> Tensor:
         """Run a step of every client and return their losses [k], on the device."""
         self._grads.zero_()
-        task, size = self.bench.task, self.bench.settings.federation.batch_size
-        logits = logits_of(self.bench.model.forward(**task.inputs(batch))).split(size)
-        split = {name: values.split(size) for name, values in batch.items()}
-        parts = [{name: own[i] for name, own in split.items()} for i in range(len(logits))]
         # A client's loss is the mean over its own rows, and the gradient of the sum is its own.
-        losses = torch.stack([task.loss(*own) for own in zip(logits, parts, strict=True)])
+        losses = self.bench.task.losses(self.bench.model, batch, len(self.each))
         losses.sum().backward()
         losses = losses.detach()
         for steps, loss in zip(self.each, losses, strict=True):
@@ -495,7 +490,7 @@ def _prepare(bench: Workbench, split: Split, rows: np.ndarray) -> dict[str, Tens
 
 
 def _loss(bench: Workbench, batch: Mapping[str, Tensor]) -> Tensor:
-    return bench.task.loss(bench.model.forward(**bench.task.inputs(batch)), batch)
+    return bench.task.losses(bench.model, batch, 1)[0]
 
 
 @contextmanager

@@ -59,6 +59,7 @@ def narrow_last_block(model: nn.Module) -> None:
     else:
         block.forward = _ReadToken(block, _llama_block, LAST, asked=False)
         model.register_forward_pre_hook(_ask, with_kwargs=True)
+        model.register_forward_hook(_answered, always_call=True)
 
 
 class _ReadToken(BlockForward):
@@ -89,6 +90,13 @@ def _ask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     forward = model.model.layers[-1].__dict__.get("forward")
     if isinstance(forward, _ReadToken):
         forward.asked = kwargs.get("logits_to_keep") == 1
+
+
+def _answered(model: Any, *_: Any) -> None:
+    """Note that nothing is asked for: the decoder may be called without its head next."""
+    forward = model.model.layers[-1].__dict__.get("forward")
+    if isinstance(forward, _ReadToken):
+        forward.asked = False
 
 
 def _vit_block(block: Any, x: Tensor, mask: Tensor | None, at: slice, **_: Any) -> Tensor:

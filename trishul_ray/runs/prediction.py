@@ -35,7 +35,9 @@ def predict(run: TrainedRun, rows: Any, *, batch_size: int = 64) -> list[str]:
     ``rows`` are texts or images alone, or rows with columns, as a dataset would be passed.
     """
     task, classes = run.bench.task, run.bench.info.classes
-    parts = _predict(run, rows, batch_size, lambda outputs: task.answers(outputs, classes))
+    parts = _predict(
+        run, rows, batch_size, lambda batch: task.respond(run.bench.model, batch, classes)
+    )
     return [answer for part in parts for answer in part]
 
 
@@ -51,14 +53,21 @@ def predict_probabilities(run: TrainedRun, rows: Any, *, batch_size: int = 64) -
             f"probabilities: task {type(task).__name__} writes a text, and has no "
             "probabilities of classes"
         )
-    logits = _predict(run, rows, batch_size, lambda out: task.class_logits(out).float().cpu())
+
+    def logits_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return task.class_logits(task.predict(run.bench.model, batch)).float().cpu()
+
+    logits = _predict(run, rows, batch_size, logits_of)
     return torch.cat(logits).softmax(dim=1).numpy()
 
 
 def _predict(
-    run: TrainedRun, rows: Any, batch_size: int, read: Callable[[Any], _Read]
+    run: TrainedRun,
+    rows: Any,
+    batch_size: int,
+    read: Callable[[Mapping[str, torch.Tensor]], _Read],
 ) -> list[_Read]:
-    """Return what ``read`` makes of the model's outputs, for every batch."""
+    """Return what ``read`` makes of every prepared batch, with the run's model bound."""
     bench, trained = run.bench, run.trained
     task = bench.task
     columns = _encoded(run, input_columns(bench.info, bench.settings.data.columns, rows))
@@ -72,7 +81,7 @@ def _predict(
                     k: torch.from_numpy(v[start : start + batch_size]) for k, v in columns.items()
                 }
                 batch = task.prepare_batch(stored, bench.device, bench.dtype)
-                found.append(read(task.predict(bench.model, batch)))
+                found.append(read(batch))
         finally:
             bench.model.unbind()
     return found
@@ -83,7 +92,7 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
 
     ``names`` are ``data.columns``; ``rows`` texts or images alone, or rows with columns.
     """
-    wanted = {"image": ("image",), "text": info.fields, "qa": _QUESTIONS}[info.kind]
+    wanted = info.fields or {"image": ("image",), "qa": _QUESTIONS}.get(info.kind, ())
     if isinstance(rows, torch.Tensor) or (isinstance(rows, np.ndarray) and info.kind == "image"):
         rows = _batch(rows, info)
     if isinstance(rows, str | bytes | Path) or is_image(rows):

@@ -108,6 +108,23 @@ class Task(ABC):
     ) -> dict[str, Tensor]:
         """Convert stored rows to the model's inputs, on ``device``, with floats in ``dtype``."""
 
+    def losses(self, model: AdaptedModel, batch: Mapping[str, Tensor], clients: int) -> Tensor:
+        """Return the mean loss of the rows of each client, [clients], for a step of training.
+
+        Args:
+            model: The model, with what the clients train bound.
+            batch: Prepared mini-batches of all clients, one after the other, of equal size.
+            clients: How many.
+        """
+        outputs = model.forward(**self.inputs(batch))
+        if clients == 1:
+            return self.loss(outputs, batch)[None]
+        logits = logits_of(outputs)
+        size = len(logits) // clients
+        split = {name: values.split(size) for name, values in batch.items()}
+        parts = [{name: own[i] for name, own in split.items()} for i in range(clients)]
+        return torch.stack([self.loss(*own) for own in zip(logits.split(size), parts, strict=True)])
+
     @abstractmethod
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean loss of a prepared batch, a differentiable scalar in float32 or wider.
@@ -139,6 +156,19 @@ class Task(ABC):
             classes: Names of the dataset's classes.
         """
         raise NotImplementedError(f"{type(self).__name__} must define answers()")
+
+    def respond(
+        self, model: AdaptedModel, batch: Mapping[str, Tensor], classes: Sequence[str]
+    ) -> list[str]:
+        """Return what the model says of every row, for users who predict with it.
+
+        The same as :meth:`answers` of :meth:`predict`, unless answers cost more than scores.
+        """
+        return self.answers(self.predict(model, batch), classes)
+
+    def remarks(self, split: Split) -> list[str]:
+        """Return what encoding has changed in the rows of a split, a text each with its count."""
+        return []
 
     def settings(self) -> Json:
         """Return how rows become inputs and outputs answers, as JSON values for ``task.json``."""

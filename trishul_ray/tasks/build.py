@@ -19,7 +19,12 @@ _FAMILY_NAMES: "dict[ModelKind, str]" = {
     "causal-lm": "a decoder",
 }
 #: Description of each kind of rows, for messages.
-_ROW_NAMES: dict[Kind, str] = {"image": "images", "text": "texts", "qa": "questions"}
+_ROW_NAMES: dict[Kind, str] = {
+    "image": "images",
+    "text": "texts",
+    "qa": "questions",
+    "instruction": "instructions with answers",
+}
 #: Kind of task for ``task.kind=auto``, by family.
 _DEFAULT_TASK_KIND: "dict[ModelKind, str]" = {
     "image-classification": "classification",
@@ -75,6 +80,11 @@ def _choose_task(kind: str, info: DatasetInfo, backbone: "Backbone") -> type[Tas
         raise InputError(
             f"dataset {info.name!r} asks questions, which needs task.kind=text2text on an "
             f"encoder-decoder (t5); here task.kind={kind!r} and {described}"
+        )
+    if info.kind == "instruction" and kind == "auto":
+        raise InputError(
+            f"dataset {info.name!r} holds {_ROW_NAMES[info.kind]}: set task.kind=instruction, "
+            "which sets the lengths of rows and answers, too"
         )
     if task is None:
         needed = " or ".join(_ROW_NAMES[reads] for name, reads in tasks if name == chosen)

@@ -258,12 +258,24 @@ class PromptTokenizer:
                     continue
             before = list(row)
             for field, keep in enumerate(shorten_longest(lengths, excess)):
-                if keep < lengths[field]:
-                    span = fields[field].token_to_chars(keep)  # of the first removed token
-                    start = span[0] if span else 0
-                    row[field] = row[field][: min(start, len(row[field]) - 1)].rstrip()
+                row[field] = shortened(row[field], fields[field], keep)
             if row == before:  # white space that has no token alone, but has one in the prompt
                 row[:] = [""] * width
+
+
+def begin_ids(tokens: TokenizerRef) -> list[int]:
+    """Return the begin token, if the tokenizer sets one; an end token would end the prompt."""
+    begin_id = tokens.tokenizer.bos_token_id
+    special_ids = tokens.encode([""])["input_ids"][0]
+    return [begin_id] if begin_id is not None and special_ids[:1] == [begin_id] else []
+
+
+def shortened(text: str, encoding: Encoding, keep: int) -> str:
+    """Return a text cut to its first ``keep`` tokens, by at least one character if it has more."""
+    if keep >= len(encoding):
+        return text
+    span = encoding.token_to_chars(keep)  # of the first removed token
+    return text[: min(span[0] if span else 0, len(text) - 1)].rstrip()
 
 
 def shorten_longest(lengths: Sequence[int], excess: int) -> list[int]:

@@ -35,6 +35,7 @@ from trishul_ray.tasks.text import (
     PromptTokenizer,
     Template,
     TokenizerRef,
+    begin_ids,
     class_texts,
     field_rows,
 )
@@ -227,10 +228,3 @@ def answer_tokens(
             )
         answers[token] = word
     return tuple(common[len(prompt_ids) :]), tuple(answers)
-
-
-def begin_ids(tokens: TokenizerRef) -> list[int]:
-    """Return the begin token, if the tokenizer sets one; an end token would end the prompt."""
-    begin_id = tokens.tokenizer.bos_token_id
-    special_ids = tokens.encode([""])["input_ids"][0]
-    return [begin_id] if begin_id is not None and special_ids[:1] == [begin_id] else []

@@ -10,6 +10,7 @@ Rows of a split are drawn from ``numpy_rng(0, name, split)``, labels uniformly. 
 - ``synthetic/questions``: two facts of the row's group in random order, and a question for one.
 - ``synthetic/mnli`` and the other GLUE tasks: a pattern of the row's class, filled with random
   words. Some words occur in the patterns of one class only.
+- ``synthetic/instructions``: one of eight tasks on a few random words, with its answer.
 - ``synthetic/shapes``: a shape of the row's class at one of nine positions, on noise.
 
 Legend of shapes: N rows.
@@ -64,6 +65,9 @@ _FACTS = (
     ("who saw {place}?", "{name} saw {place}.", ("{name}",)),
     ("how old is {name}?", "{name} is {age}.", ("{age}",)),
 )
+
+#: Groups of instructions.
+_TASKS = ("copy", "reverse", "upper case", "first word", "count", "name", "yes or no", "sort")
 
 #: Classes of shapes, in the order of their labels.
 _SHAPES = ("bar", "post", "falling", "rising", "plus", "cross", "frame", "block", "ring", "checks")
@@ -217,6 +221,31 @@ def _draw_questions(rng: np.random.Generator, count: int, split: str) -> Columns
     return _texts(rows, ("question", "context", "answers")) | {"group": groups}
 
 
+def _instruct(rng: np.random.Generator, task: str) -> tuple[str, str, str]:
+    """Return instruction, input and answer of a task on random words."""
+    words = _draw_words(rng)
+    drawn = [words[slot] for slot in ("color", "thing", "place")][: int(rng.integers(2, 4))]
+    text = " ".join(drawn)
+    name, place = words["name"], words["place"]
+    asked = drawn[0] if rng.integers(0, 2) else words["hue"]
+    return {
+        "copy": ("repeat it", text, text),
+        "reverse": ("reverse the words", text, " ".join(drawn[::-1])),
+        "upper case": ("write it in capitals", text, text.upper()),
+        "first word": ("say the first word", text, drawn[0]),
+        "count": ("count the words", text, str(len(drawn))),
+        "name": ("who is it?", f"{name} is in {place}", name),
+        "yes or no": (f"is {asked} in it?", text, "yes" if asked in drawn else "no"),
+        "sort": ("sort the words", text, " ".join(sorted(drawn))),
+    }[task]
+
+
+def _draw_instructions(rng: np.random.Generator, count: int, split: str) -> Columns:
+    groups = rng.integers(0, len(_TASKS), count)
+    rows = [_instruct(rng, _TASKS[group]) for group in groups]
+    return _texts(rows, ("instruction", "input", "output")) | {"group": groups}
+
+
 def _draw_patterns(
     rng: np.random.Generator, count: int, split: str, *, info: DatasetInfo, patterns: _Patterns
 ) -> Columns:
@@ -278,6 +307,15 @@ SYNTHETIC = (
     ),
     SyntheticDataset(
         DatasetInfo("synthetic/questions", "qa", _SOURCE, groups=SUBSETS), "mrqa", _draw_questions
+    ),
+    SyntheticDataset(
+        DatasetInfo(
+            *("synthetic/instructions", "instruction", _SOURCE),
+            groups=_TASKS,
+            fields=("instruction", "input"),
+        ),
+        "dolly",
+        _draw_instructions,
     ),
     _like(MNLI, _MNLI),
     _like(QNLI, _QNLI),

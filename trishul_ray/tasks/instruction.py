@@ -1,0 +1,295 @@
+"""Instruction tuning of a decoder: the loss of answers after their prompts.
+
+Shapes: N rows, b rows of a batch, L stored tokens, W tokens of the batch, S most answers of a row,
+M labels of a batch, d width, V vocabulary size. Labels come from stored ranges, never from a
+comparison with the padding id, which in many tokenizers is the end token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trishul_ray.data.instructions import read_rows
+from trishul_ray.errors import InputError
+from trishul_ray.files import Json
+from trishul_ray.lazy import torch, transformers
+from trishul_ray.tasks import prompts
+from trishul_ray.tasks.base import (
+    ModelInputs,
+    Task,
+    group_column,
+    logits_of,
+    register,
+    to_device,
+)
+from trishul_ray.tasks.sums import RowScores
+from trishul_ray.tasks.text import TokenizerRef
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from trishul_ray.adapters.model import AdaptedModel
+    from trishul_ray.config import TaskConfig
+    from trishul_ray.data.dataset import DatasetInfo, Split
+    from trishul_ray.models.backbone import Backbone
+    from trishul_ray.tasks.label_loss import LabelScores
+
+#: Batches are as wide as a multiple of this.
+MULTIPLE = 8
+
+
+@register("instruction")
+class Instruction(Task):
+    """Train a decoder on answers, and score the tokens of theirs that it predicts.
+
+    Args:
+        tokens: The backbone's tokenizer.
+        template: Text of the template; see :mod:`~trishul_ray.tasks.prompts`.
+        max_length: Most tokens of a row.
+        target_length: Most labels of an answer, and most tokens to generate.
+        every_turn: Whether all answers of a conversation are labels.
+        by_row: Whether the loss is the mean over rows of their means, instead of over all labels.
+        groups: Names of groups of test rows.
+    """
+
+    reads = "instruction"
+    families = ("causal-lm",)
+    model_kind = "causal-lm"
+    fields_read = frozenset({"max_length", "target_length", "template", "turns", "loss"})
+    row_metrics = ("token_accuracy",)
+    targets = ("positions", "labels", "counts", "start", "group", "client")
+    tokens: TokenizerRef
+
+    def __init__(
+        self,
+        tokens: TokenizerRef,
+        *,
+        template: str | None,
+        max_length: int,
+        target_length: int,
+        every_turn: bool = True,
+        by_row: bool = False,
+        groups: Sequence[str] = (),
+    ) -> None:
+        self.tokens, self.template = tokens, template
+        self.max_length, self.target_length = max_length, target_length
+        self.every_turn, self.by_row, self.groups = every_turn, by_row, tuple(groups)
+
+    @classmethod
+    def build(cls, config: TaskConfig, info: DatasetInfo, backbone: Backbone) -> Instruction:
+        """Build the task with the template of the section, or the tokenizer's own."""
+        if config.target_length >= config.max_length:
+            raise InputError(
+                f"task.target_length={config.target_length} leaves no token of "
+                f"task.max_length={config.max_length} for the prompt"
+            )
+        task = cls(
+            TokenizerRef.of(backbone),
+            template=config.template,
+            max_length=config.max_length,
+            target_length=config.target_length,
+            every_turn=config.turns == "all",
+            by_row=config.loss == "rows",
+            groups=info.groups,
+        )
+        _ = task.prompt  # refuses a template now
+        return task
+
+    @cached_property
+    def prompt(self) -> prompts.Prompt:
+        """The template, which loads the tokenizer."""
+        lengths = (self.max_length, self.target_length)
+        return prompts.build_prompt(self.template, self.tokens, lengths, every_turn=self.every_turn)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the prompt, whose tokenizer another process loads.
+        return {name: value for name, value in vars(self).items() if name != "prompt"}
+
+    def settings(self) -> Json:
+        """Return the template's text, its date and the limits."""
+        return {
+            "template": self.prompt.text,
+            "date": prompts.DATE,
+            "max_length": self.max_length,
+            "target_length": self.target_length,
+            "end_ids": sorted(self.prompt.end_ids()),
+        }
+
+    @property
+    def key(self) -> str:
+        """Text that identifies everything that determines the encoded columns."""
+        return prompts.key_of(self.prompt, every_turn=self.every_turn)
+
+    def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
+        """Return rows with the ranges of their answers.
+
+        They are ``input_ids`` int32 [N, L], ``length`` int32 [N], ``spans`` int32 [N, S, 2] (first
+        position and the one after the last, [0, 0] for none) and ``cut`` uint8 [N] (bits).
+
+        Raises:
+            InputError: The template does not fit the rows.
+        """
+        name, spans, cut = split.info.name, list[list[tuple[int, int]]](), list[int]()
+
+        def rows(start: int, stop: int) -> list[list[int]]:
+            found = self.prompt.encode(read_rows(split, start, stop), f"dataset {name}")
+            spans.extend(each.spans for each in found)
+            cut.extend(each.cut for each in found)
+            return [each.ids for each in found]
+
+        ids, length = self.tokens.padded_columns(len(split), self.max_length, rows, progress)
+        most = max(map(len, spans), default=1)
+        ranges = np.zeros((len(split), most, 2), dtype=np.int32)
+        for number, row in enumerate(spans):
+            ranges[number, : len(row)] = row
+        flags = np.array(cut, dtype=np.uint8)
+        return {"input_ids": ids, "length": length, "spans": ranges, "cut": flags}
+
+    def remarks(self, split: Split) -> list[str]:
+        """Return how many encoded rows of a split were cut, a text for each way."""
+        cut = split.column("cut")
+        ways = {
+            prompts.PROMPT_CUT: "prompts cut",
+            prompts.ANSWER_CUT: "answers cut, without an end token",
+            prompts.TURNS_DROPPED: "conversations without their first turns",
+            prompts.LAST_TURN_ALONE: "conversations with labels in the last turn alone",
+        }
+        counts = {way: int(((cut & bit) > 0).sum()) for bit, way in ways.items()}
+        return [f"{count:,} of {len(cut):,} {way}" for way, count in counts.items() if count]
+
+    def prepare_batch(
+        self, batch: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Convert encoded rows to the model's inputs, padded to the right; ``dtype`` is not used.
+
+        No mask and no positions are passed: under causal attention, a label never sees what stands
+        to the right of it.
+
+        Returns:
+            ``input_ids`` int64 [b, W]; ``positions`` int64 [M], the labelled ones of all rows, as
+            numbers of the flat [b * W]; ``labels`` int64 [M]; on the CPU, ``counts`` int64 [b],
+            how many labels a row has, and ``start`` int64 [b], where its last answer begins;
+            ``group`` and ``client`` if the rows have them.
+        """
+        stored, length = batch["input_ids"].long(), batch["length"].long()
+        width = -(-int(length.max()) // MULTIPLE) * MULTIPLE
+        stored = torch.nn.functional.pad(stored, (0, max(0, width - stored.shape[1])))[:, :width]
+        at = torch.arange(width)
+        ids = stored.where(at < length[:, None], self.tokens.pad_id)
+        first, after = batch["spans"].long().unbind(-1)  # [b, S] each
+        inside = (at >= first[..., None]) & (at < after[..., None])  # [b, S, W]
+        labelled = inside.any(dim=1)
+        positions = labelled.flatten().nonzero()[:, 0]
+        moved = {"input_ids": ids, "positions": positions, "labels": ids.flatten()[positions]}
+        kept = {"counts": labelled.sum(dim=1), "start": first.amax(dim=1)}
+        return to_device(moved, device) | kept | group_column(batch)
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> ModelInputs:
+        """Return the ids; no key-value cache is kept."""
+        return super().inputs(batch) | {"use_cache": False}
+
+    def losses(self, model: AdaptedModel, batch: Mapping[str, Tensor], clients: int) -> Tensor:
+        """Return the loss of each client's rows; logits are those of labelled positions alone."""
+        from trishul_ray.tasks.label_loss import scores_of, weighted_losses  # imports torch
+
+        counts = batch["counts"].view(clients, -1)  # [clients, rows of each]
+        weights = self._weights(counts).flatten().repeat_interleave(counts.flatten())
+        weights = to_device({"weights": weights}, batch["labels"].device)["weights"]
+        hidden, head = self._before_labels(model, batch)
+        if head is None:
+            losses = scores_of(hidden, batch["labels"]).losses
+            found = losses * weights.to(losses.dtype)
+        else:
+            found = weighted_losses(hidden, head, batch["labels"], weights)
+        parts = found.split(counts.sum(dim=1).tolist())
+        return torch.stack([part.sum() for part in parts])
+
+    def _weights(self, counts: Tensor) -> Tensor:
+        """Return the weight of each label of a row, float64 [clients, rows], by their numbers."""
+        if self.by_row:
+            return 1.0 / (counts.shape[1] * counts).double()
+        return (1.0 / counts.sum(dim=1, keepdim=True).double()).expand_as(counts)
+
+    def _before_labels(
+        self, model: AdaptedModel, batch: Mapping[str, Tensor]
+    ) -> tuple[Tensor, nn.Linear | None]:
+        """Return the hidden states before the labels [M, d] and the head, or the logits [M, V]."""
+        inputs = self.inputs(batch)
+        before = batch["positions"] - 1  # a prompt has a token, so that none is in another row
+        if (found := model.hidden_states(**inputs)) is not None:
+            return found[0].flatten(0, 1).index_select(0, before), found[1]
+        logits = logits_of(model.forward(**inputs)).flatten(0, 1).index_select(0, before)
+        return logits if logits.dtype == torch.float64 else logits.float(), None
+
+    def predict(self, model: AdaptedModel, batch: Mapping[str, Tensor]) -> LabelScores:
+        """Return what the model says of the labels."""
+        from trishul_ray.tasks.label_loss import label_scores, scores_of  # imports torch
+
+        hidden, head = self._before_labels(model, batch)
+        if head is None:
+            return scores_of(hidden, batch["labels"])
+        return label_scores(hidden, head, batch["labels"])
+
+    def loss(self, outputs: LabelScores, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean loss of all labels of the batch, or of the rows' means."""
+        counts = batch["counts"]
+        weights = self._weights(counts[None])[0].repeat_interleave(counts)
+        return (outputs.losses * weights.to(outputs.losses)).sum()
+
+    def score(self, outputs: LabelScores, batch: Mapping[str, Tensor]) -> RowScores:
+        """Return loss, labels and the share of them that is predicted, of every row."""
+        counts = batch["counts"]
+        sizes = counts.tolist()
+        losses = [part.sum() for part in outputs.losses.double().split(sizes)]
+        right = [part.sum() for part in outputs.right.double().split(sizes)]
+        return RowScores(
+            loss=torch.stack(losses),
+            terms=counts,
+            scores={"token_accuracy": torch.stack(right) / counts.to(right[0].device)},
+        )
+
+    def respond(
+        self, model: AdaptedModel, batch: Mapping[str, Tensor], classes: Sequence[str]
+    ) -> list[str]:
+        """Return the greedily generated answer to the last turn of every row."""
+        return self.tokens.tokenizer.batch_decode(
+            self.generate(model, batch), skip_special_tokens=True
+        )
+
+    def generate(self, model: AdaptedModel, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the ids generated after the last prompt of every row, int64 [b, up to a limit]."""
+        ids, start = batch["input_ids"], batch["start"]
+        longest = int(start.max())
+        places = torch.arange(longest) - (longest - start)[:, None]  # negative on padding
+        places = places.to(ids.device)
+        left = ids.gather(1, places.clamp(min=0))
+        mask = (places >= 0).long()
+        module: Any = model.model
+        ends = self.prompt.end_ids() | _end_ids(module.generation_config)
+        greedy = transformers.GenerationConfig(
+            do_sample=False,
+            num_beams=1,
+            max_new_tokens=self.target_length,
+            pad_token_id=self.tokens.pad_id,
+            eos_token_id=sorted(ends),
+        )
+        # The checkpoint's generation_config.json would fill in every option that is not set here.
+        original, module.generation_config = module.generation_config, greedy
+        try:
+            found = module.generate(input_ids=left, attention_mask=mask)
+        finally:
+            module.generation_config = original
+        new: Tensor = found[:, longest:]
+        return new
+
+
+def _end_ids(config: Any) -> set[int]:
+    """Return the ids at which a checkpoint's generation ends."""
+    ends = getattr(config, "eos_token_id", None)
+    if ends is None:
+        return set()
+    return {ends} if isinstance(ends, int) else set(ends)

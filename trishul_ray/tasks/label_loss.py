@@ -1,0 +1,99 @@
+"""Cross-entropy of labelled positions, in chunks: never the logits of a whole batch.
+
+The head of the model is frozen, so that its gradient is not wanted, and that of the hidden states
+can be taken in the forward pass: nothing of a chunk's logits is kept.
+
+Legend: M labelled positions, d width, V vocabulary size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Positions whose logits are computed at once.
+CHUNK = 512
+
+
+@dataclass(frozen=True)
+class LabelScores:
+    """What a model says of the labels of a batch.
+
+    Attributes:
+        losses: Loss of each label, float32 or wider [M].
+        right: Whether it is the most likely token, bool [M].
+    """
+
+    losses: Tensor
+    right: Tensor
+
+
+class _WeightedLosses(torch.autograd.Function):
+    """Losses [M], each times its weight; see :func:`weighted_losses`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: nn.Linear, labels: Tensor, weights: Tensor, chunk: int
+    ) -> Tensor:
+        losses, gradients = [], []
+        for h, y, w in zip(
+            hidden.split(chunk), labels.split(chunk), weights.split(chunk), strict=True
+        ):
+            logits = _logits(head, h)
+            w = w.to(logits.dtype)
+            total = logits.logsumexp(dim=-1)
+            losses.append((total - logits.gather(1, y[:, None])[:, 0]) * w)
+            slope = (logits - total[:, None]).exp_()
+            slope.scatter_add_(1, y[:, None], slope.new_full((1, 1), -1.0).expand(len(y), 1))
+            gradients.append((slope * w[:, None]).to(head.weight.dtype) @ head.weight)
+        ctx.save_for_backward(torch.cat(gradients).to(hidden.dtype))
+        return torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * incoming[0][:, None].to(gradient.dtype), None, None, None, None
+
+
+def weighted_losses(
+    hidden: Tensor, head: nn.Linear, labels: Tensor, weights: Tensor, chunk: int = CHUNK
+) -> Tensor:
+    """Return the loss of each label times its weight, float32 or wider [M].
+
+    Differentiable in ``hidden`` alone; equal to cross-entropy of the logits, whatever the chunk.
+
+    Args:
+        hidden: Hidden states before the labels, [M, d].
+        head: The frozen head [V, d].
+        labels: int64 [M].
+        weights: Constants, float [M].
+        chunk: Positions whose logits are computed at once.
+    """
+    if not len(labels):
+        return hidden.sum(dim=1).float()
+    found: Tensor = _WeightedLosses.apply(hidden, head, labels, weights, chunk)  # type: ignore[no-untyped-call]
+    return found
+
+
+def label_scores(
+    hidden: Tensor, head: nn.Linear, labels: Tensor, chunk: int = CHUNK
+) -> LabelScores:
+    """Return losses and hits of labels [M], given the hidden states before them [M, d]."""
+    parts = [
+        scores_of(_logits(head, h), y)
+        for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True)
+    ]
+    losses = torch.cat([part.losses for part in parts])
+    return LabelScores(losses, torch.cat([part.right for part in parts]))
+
+
+def scores_of(logits: Tensor, labels: Tensor) -> LabelScores:
+    """Return losses and hits of labels [M], given their logits [M, V] in float32 or wider."""
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    return LabelScores(losses, (logits.argmax(dim=-1) == labels) & losses.isfinite())
+
+
+def _logits(head: nn.Linear, hidden: Tensor) -> Tensor:
+    logits: Tensor = head(hidden)
+    return logits if logits.dtype == torch.float64 else logits.float()

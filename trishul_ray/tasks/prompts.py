@@ -1,0 +1,364 @@
+"""Prompts of instructions and their answers, as token ids with the ranges that carry loss.
+
+A prompt is a text with ``{instruction}`` and ``{input}``, after which the answer and the end token
+follow; or a chat template, which renders whole conversations. Nothing else makes prompts: what is
+generated from follows the same ids as in training.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from trishul_ray.data.instructions import Conversation, Row
+from trishul_ray.errors import InputError, first_line
+from trishul_ray.tasks.text import (
+    PromptTokenizer,
+    Template,
+    TokenizerRef,
+    begin_ids,
+    shorten_longest,
+    shortened,
+)
+
+#: Bundled templates of prompts, and of chats; ``chat`` is the tokenizer's own.
+PROMPTS, CHATS = ("alpaca", "plain"), ("turns",)
+#: Fields of a prompt.
+FIELDS = ("instruction", "input")
+#: What was cut of a row, as bits.
+PROMPT_CUT, ANSWER_CUT, TURNS_DROPPED, LAST_TURN_ALONE = 1, 2, 4, 8
+#: Tokens of a generation prompt that an answer may replace, such as those of an empty thought.
+REPLACED = 8
+#: The date that chat templates see instead of today's: LLaMA-3's own default.
+DATE = "26 Jul 2024"
+_CLOCK = "{%- macro strftime_now(format) -%}" + DATE + "{%- endmacro -%}"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A row as token ids.
+
+    Attributes:
+        ids: Ids of the prompt and its answers.
+        spans: Ranges of the ids that are labels, in order; the last one ends the ids.
+        cut: What was cut, as bits.
+    """
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+    cut: int = 0
+
+
+class Prompt(ABC):
+    """Turns conversations into token ids.
+
+    Args:
+        tokens: The backbone's tokenizer.
+        text: Text of the template.
+        max_length: Most tokens of a row, its answers included.
+        target_length: Most labels of an answer. A longer one is cut, and loses its end token: it
+            must not teach to stop.
+    """
+
+    def __init__(
+        self, tokens: TokenizerRef, text: str, max_length: int, target_length: int
+    ) -> None:
+        self.tokens, self.text = tokens, text
+        self.max_length, self.target_length = max_length, target_length
+
+    @abstractmethod
+    def encode(self, rows: Sequence[Row], where: str) -> list[Encoded]:
+        """Return rows as token ids; ``where`` is what they are called in messages.
+
+        Raises:
+            InputError: The template does not fit the rows, or leaves no room for them.
+        """
+
+    @abstractmethod
+    def end_ids(self) -> set[int]:
+        """Return the ids that end an answer: the end token, and the first one after a content."""
+
+    def check_ends(self) -> None:
+        """Raise an InputError unless an answer ends with one of the ids at which generation stops.
+
+        A model trained on answers without an end never stops, which no loss shows.
+        """
+        probe = self.encode([Row.of("x", "", "y")], "the template")[0]
+        start, stop = probe.spans[-1]
+        if not self.end_ids() & {*probe.ids[start:stop]}:
+            raise InputError(
+                "task.template: no token ends an answer, so that a model trained with it would "
+                "never stop: end the assistant's turn with the end token (eos_token)"
+            )
+
+
+class TextPrompt(Prompt):
+    """A prompt with braces: one form for rows with an input and one for those without, or one text.
+
+    Raises:
+        InputError: A form names an unknown field.
+    """
+
+    def __init__(
+        self, tokens: TokenizerRef, text: str, max_length: int, target_length: int
+    ) -> None:
+        super().__init__(tokens, text, max_length, target_length)
+        forms = _forms(text)
+        self._whole = Template(forms["with_input"], FIELDS, "instructions")
+        self._short = self._whole
+        if "without_input" in forms:
+            self._short = Template(forms["without_input"], FIELDS[:1], "instructions")
+
+    def encode(self, rows: Sequence[Row], where: str) -> list[Encoded]:
+        """Return rows of one turn; prompt and answer are tokenized apart, as in generation."""
+        return [self._row(row, where) for row in rows]
+
+    def _row(self, row: Row, where: str) -> Encoded:
+        if len(row.messages) > 2:
+            raise InputError(
+                f"task.template is a prompt of one turn, but {where} has a row of "
+                f"{len(row.messages)} messages: set task.template=chat or turns"
+            )
+        template = self._whole if row.input.strip() else self._short
+        if row.input.strip() and "input" not in template.fields:
+            raise InputError(
+                f"task.template has no {{input}}, but {where} has rows with an input: name it"
+            )
+        begin = begin_ids(self.tokens)
+        labels = [*self.tokens.ids(row.output.strip()), self.tokens.eos_id]
+        cut = ANSWER_CUT * (len(labels) > self.target_length)
+        labels = labels[: self.target_length]
+        named = {"instruction": row.instruction, "input": row.input}
+        values = [named[name] for name in template.fields]
+        room = self.max_length - len(labels) - len(begin)
+        ids = self.tokens.ids(template.fill(values))
+        if len(ids) > room:
+            cut |= PROMPT_CUT
+            prompts = PromptTokenizer(self.tokens, template, room, add_special_tokens=False)
+            (ids,) = prompts.ids([values])
+        prompt = begin + ids
+        return Encoded(prompt + labels, [(len(prompt), len(prompt) + len(labels))], cut)
+
+    def end_ids(self) -> set[int]:
+        """Return the end token."""
+        return {self.tokens.eos_id}
+
+
+class ChatPrompt(Prompt):
+    """A chat template.
+
+    Args:
+        tokens, text, max_length, target_length: See :class:`Prompt`.
+        every_turn: Whether the answers of all turns are labels, not the last one alone.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenizerRef,
+        text: str,
+        max_length: int,
+        target_length: int,
+        *,
+        every_turn: bool = True,
+    ) -> None:
+        super().__init__(tokens, text, max_length, target_length)
+        self.every_turn = every_turn
+
+    def encode(self, rows: Sequence[Row], where: str) -> list[Encoded]:
+        """Return rows as the template renders them, the oldest turns dropped where it is too long.
+
+        The labels of a turn are what the template adds to its generation prompt: the answer, its
+        end and what follows it.
+        """
+        found: list[Encoded | None] = [None] * len(rows)
+        left = {number: (list(row.messages), 0) for number, row in enumerate(rows)}
+        while left:
+            rendered = self._render([row for row, _ in left.values()], where)
+            longer = {}
+            for (number, (row, cut)), encoded in zip(left.items(), rendered, strict=True):
+                excess = len(encoded.ids) - self.max_length
+                if excess <= 0:
+                    ids, spans, known = encoded.ids, encoded.spans, encoded.cut
+                    found[number] = Encoded(ids, spans, known | cut)
+                else:
+                    longer[number] = self._shorten(row, cut, excess, where)
+            left = longer
+        return [each for each in found if each is not None]
+
+    def _shorten(
+        self, row: Conversation, cut: int, excess: int, where: str
+    ) -> tuple[Conversation, int]:
+        """Return a shorter conversation, without its oldest turn or with less in the only one."""
+        head = 1 if row[0]["role"] == "system" else 0
+        if len(row) > head + 2:
+            return row[:head] + row[head + 2 :], cut | TURNS_DROPPED
+        texts = [message["content"] for message in row[:-1]]
+        if not any(texts):
+            raise InputError(
+                f"task.max_length={self.max_length}: the chat template alone, and the answer, take "
+                f"{self.max_length + excess} tokens in a row of {where}: raise it, or lower "
+                "task.target_length"
+            )
+        parts = self.tokens.encode_with_offsets(texts)
+        kept = shorten_longest([len(part) for part in parts], excess)
+        texts = [shortened(*each) for each in zip(texts, parts, kept, strict=True)]
+        if texts == [message["content"] for message in row[:-1]]:
+            texts = [""] * len(texts)  # white space that has no token alone
+        new = [{**message, "content": text} for message, text in zip(row, texts, strict=False)]
+        return [*new, row[-1]], cut | PROMPT_CUT
+
+    def _render(self, rows: Sequence[Conversation], where: str) -> list[Encoded]:
+        """Return rows as ids and labels, whatever their length."""
+        rows = [
+            [
+                {**m, "content": m["content"].strip() if m["role"] == "assistant" else m["content"]}
+                for m in row
+            ]
+            for row in rows
+        ]
+        turns = [
+            [n for n, message in enumerate(row) if message["role"] == "assistant"] for row in rows
+        ]
+        if not self.every_turn:
+            turns = [numbers[-1:] for numbers in turns]
+        pairs = [(row, n) for row, numbers in zip(rows, turns, strict=True) for n in numbers]
+        prompts = self.ids([row[:n] for row, n in pairs], where, add_generation_prompt=True)
+        answers = iter(self.ids([row[: n + 1] for row, n in pairs], where))
+        starts = iter(prompts)
+        return [
+            self._labelled([(next(starts), next(answers)) for _ in numbers]) for numbers in turns
+        ]
+
+    def _labelled(self, turns: Sequence[tuple[list[int], list[int]]]) -> Encoded:
+        """Return the whole conversation, the last answer, with the labels of its turns."""
+        whole, cut = turns[-1][1], 0
+        spans = []
+        for prompt, answer in turns:
+            same = _common(prompt, answer)
+            if same < len(prompt) - REPLACED:
+                raise InputError(
+                    "task.template: the chat template renders an answer otherwise than its "
+                    f"generation prompt promises ({len(prompt) - same} tokens are others): use "
+                    "another template"
+                )
+            if answer != whole and _common(answer, whole) < len(answer):
+                cut |= LAST_TURN_ALONE  # e.g. earlier thoughts are left out of later turns
+                continue
+            spans.append((same, len(answer)))
+        if any(stop - start > self.target_length for start, stop in spans):
+            cut |= ANSWER_CUT
+            spans = [(start, min(stop, start + self.target_length)) for start, stop in spans]
+            whole = whole[: spans[-1][1]]
+        if cut & LAST_TURN_ALONE:
+            spans = spans[-1:]
+        return Encoded(whole, spans, cut)
+
+    def ids(
+        self, rows: Sequence[Conversation], where: str, *, add_generation_prompt: bool = False
+    ) -> list[list[int]]:
+        """Return the ids of conversations as the template renders them.
+
+        The clock stands still, and contents that spell control tokens get those of their letters.
+        """
+        tokenizer: Any = self.tokens.tokenizer
+        try:
+            found = tokenizer.apply_chat_template(
+                [list(row) for row in rows],
+                chat_template=_CLOCK + self.text,
+                add_generation_prompt=add_generation_prompt,
+                sanitize_control_tokens=True,
+                return_dict=True,
+                tokenizer_kwargs={"return_attention_mask": False, "verbose": False},
+                date_string=DATE,
+                enable_thinking=False,
+            )
+        except Exception as error:  # of Jinja, or what a template raises by itself
+            raise InputError(
+                f"task.template: the chat template cannot render the rows of {where}: "
+                f"{first_line(error)}"
+            ) from error
+        return [list(ids) for ids in found["input_ids"]]
+
+    def end_ids(self) -> set[int]:
+        """Return the end token, and the first token that the template writes after a content."""
+        rows = [Row.of("x", "", answer) for answer in ("yes", "no")]
+        first, second = self.ids([row.messages for row in rows], "the template")
+        after = _common(first[::-1], second[::-1])
+        eos = self.tokens.tokenizer.eos_token_id
+        return {*first[len(first) - after :][:1], *([] if eos is None else [int(eos)])}
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common beginning."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _forms(text: str) -> dict[str, str]:
+    """Return the prompts of a text: with_input, and without_input if it is another one."""
+    if not any(line.startswith("with_input:") for line in text.splitlines()):
+        return {"with_input": text}
+    try:
+        forms = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"task.template: not YAML ({first_line(error)})") from error
+    if not isinstance(forms, dict) or forms.keys() != {"with_input", "without_input"}:
+        raise InputError("task.template: a file of prompts has with_input and without_input alone")
+    return {name: str(form) for name, form in forms.items()}
+
+
+def bundled(name: str) -> str:
+    """Return the text of a bundled template."""
+    folder = files("trishul_ray.tasks") / "templates"
+    suffix = "yaml" if name in PROMPTS else "jinja"
+    return (folder / f"{name}.{suffix}").read_text(encoding="utf-8")
+
+
+def build_prompt(
+    template: str | None, tokens: TokenizerRef, lengths: tuple[int, int], *, every_turn: bool
+) -> Prompt:
+    """Return the prompt that ``task.template`` names or is.
+
+    Args:
+        template: A bundled name, ``chat``, or a text. None: the tokenizer's chat template, or
+            else ``alpaca``.
+        tokens: The backbone's tokenizer, which is loaded.
+        lengths: ``task.max_length`` and ``task.target_length``.
+        every_turn: See :class:`ChatPrompt`.
+
+    Raises:
+        InputError: The tokenizer has no chat template, or an answer would have no end.
+    """
+    own = tokens.tokenizer.chat_template
+    name = template or ("chat" if own else "alpaca")
+    if name == "chat":
+        if not isinstance(own, str):
+            raise InputError(
+                f"task.template=chat: the tokenizer of {tokens.backbone.name!r} has "
+                f"{'several chat templates' if own else 'no chat template'}; allowed: "
+                f"{', '.join((*PROMPTS, *CHATS))}, or a text or file of your own"
+            )
+        text = own
+    else:
+        text = bundled(name) if name in (*PROMPTS, *CHATS) else name
+        if name in CHATS and begin_ids(tokens):
+            text = "{{- bos_token -}}" + text
+    prompt: Prompt
+    if "{%" in text:
+        prompt = ChatPrompt(tokens, text, *lengths, every_turn=every_turn)
+    else:
+        prompt = TextPrompt(tokens, text, *lengths)
+    prompt.check_ends()
+    return prompt
+
+
+def key_of(prompt: Prompt, **rest: Any) -> str:
+    """Return what determines the ids of :meth:`Prompt.encode`."""
+    parts = [prompt.text, DATE, prompt.max_length, prompt.target_length]
+    return json.dumps(["instruction", 1, prompt.tokens.key, *parts, rest])
