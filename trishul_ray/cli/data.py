@@ -118,6 +118,10 @@ def datasets(
         ),
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="Also draw it, as a PNG file.")] = None,
+    row: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Show training row N as the model reads it instead."),
+    ] = None,
     plugin: Plugins = None,
 ) -> None:
     """List the datasets; with a name, show how its rows are partitioned among the clients.
@@ -125,8 +129,14 @@ def datasets(
     - `trishul datasets digits --partition dirichlet:0.1 federation.clients=10`
     - `trishul datasets mrqa --picture mrqa.png` — by sub-dataset
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
+    - `trishul datasets synthetic/instructions --row 0` — its tokens, and which carry loss
     """
-    from trishul_ray.cli.listing import datasets_table, describe_partition, partition_table
+    from trishul_ray.cli.listing import (
+        datasets_table,
+        describe_partition,
+        partition_table,
+        tokens_table,
+    )
     from trishul_ray.data.prepare import dataset_faults, describe_datasets, find_source
     from trishul_ray.experiment.loading import load_experiment
 
@@ -140,11 +150,18 @@ def datasets(
     if partition is not None:
         overrides += _partition_overrides(partition)
     from trishul_ray.data.partition import count_labels  # computes with tensors
-    from trishul_ray.federation.prepare import coverage_of, prepare_rows
+    from trishul_ray.federation.prepare import coverage_of, encoded_rows, prepare_rows
 
     # Rows are partitioned among clients, whatever the cohort.
     whole = ["federation.clients_per_round=1", *overrides]
     experiment = load_experiment(None, [f"dataset={name}", *whole])
+    if row is not None:
+        with show_progress() as progress:
+            dataset, task = encoded_rows(experiment, progress.task_progress("preparing data"))
+        print_table(tokens_table(dataset.train, task, row))
+        for remark in task.remarks(dataset.train):
+            print_field("rows", remark)
+        return
     with show_progress() as progress:
         prepared = prepare_rows(experiment, progress.task_progress("preparing data"))
     held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)

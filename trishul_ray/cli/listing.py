@@ -16,9 +16,11 @@ import numpy as np
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from rich.markup import escape
 from rich.table import Column, Table
 
 from trishul_ray.config import SHORT_MODEL_NAMES, ModelConfig, Noted, Places
+from trishul_ray.errors import InputError
 from trishul_ray.methods.base import method_classes, method_names
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
@@ -28,9 +30,11 @@ from trishul_ray.tasks.base import task_kinds
 from trishul_ray.tracking.progress import format_count, format_duration
 
 if TYPE_CHECKING:
+    from trishul_ray.data.dataset import Split
     from trishul_ray.data.partition import LabelCounts
     from trishul_ray.experiment import Experiment
     from trishul_ray.report.summary import RunSummary
+    from trishul_ray.tasks.base import Task
     from trishul_ray.theory.checks import Check
 
 #: Clients that :func:`client_sentence` names.
@@ -260,6 +264,31 @@ def summary_table(results: Sequence[tuple[str, "RunSummary"]]) -> Table:
             format_duration(summary.seconds),
         )
     table.caption = f"after the last round, {results[0][1].final['round']}"
+    return table
+
+
+def tokens_table(split: "Split", task: "Task", row: int) -> Table:
+    """List the tokens of a stored row, and which of them are labels.
+
+    Raises:
+        InputError: There is no such row, or the rows hold no tokens.
+    """
+    if task.tokens is None or "input_ids" not in split.columns:
+        raise InputError(f"--row: dataset {split.info.name} holds no texts")
+    if row >= len(split):
+        raise InputError(f"--row {row}: there are {len(split):,} training rows, counted from 0")
+    labels = {
+        position
+        for first, after in (split.column("spans")[row] if "spans" in split.columns else ())
+        for position in range(first, after)
+    }
+    columns = ("label",) if "spans" in split.columns else ()
+    table = Table("position", "id", "token", *columns)
+    ids = split.column("input_ids")[row][: split.column("length")[row]].tolist()
+    for position, number in enumerate(ids):
+        text = repr(task.tokens.tokenizer.decode([number]))
+        mark = ("yes" if position in labels else "",) * len(columns)
+        table.add_row(str(position), str(number), escape(text), *mark)
     return table
 
 

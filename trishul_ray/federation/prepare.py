@@ -105,6 +105,16 @@ def prepare_rows(experiment: Experiment, progress: ProgressCallback | None = Non
     return Prepared(dataset, partition_rows(dataset, experiment), sources)
 
 
+def encoded_rows(
+    experiment: Experiment, progress: ProgressCallback | None = None
+) -> tuple[PreparedDataset, Task]:
+    """Return the rows of an experiment as its task trains on them, and the task; no weights."""
+    check_content(experiment)
+    backbone = Backbone.of(experiment.model, experiment.storage.places)
+    dataset, task, _ = prepare_dataset(experiment, backbone, progress)
+    return dataset, task
+
+
 def prepare_dataset(
     experiment: Experiment, backbone: Backbone, progress: ProgressCallback | None = None
 ) -> tuple[PreparedDataset, Task, dict[str, str]]:

@@ -71,6 +71,7 @@ def test_the_same_rows_on_any_machine(tmp_path):
     assert found == {
         "synthetic/topics": "2c620ef0",
         "synthetic/questions": "c1ea99b6",
+        "synthetic/instructions": "630cfcfb",
         "synthetic/mnli": "c8b54260",
         "synthetic/qnli": "1c5a4259",
         "synthetic/qqp": "55a1b375",

@@ -1,0 +1,137 @@
+"""Instructions with answers: which columns are read, and what is refused."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trishul_ray.config import DataConfig
+from trishul_ray.data.instructions import read_rows
+from trishul_ray.data.prepare import prepare
+from trishul_ray.errors import InputError
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.prepare import prepare_run
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def write(folder, rows, suffix=".jsonl"):
+    file = folder / f"rows{suffix}"
+    if suffix == ".jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    return file
+
+
+def read(folder, file, **fields):
+    data = DataConfig(name="table", path=str(file), test_share=0.5, **fields)
+    return prepare(data, cache=folder / "cache", hub=None)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("row", "asked", "fields"),
+    [
+        ({"instruction": "a", "input": "b", "output": "c"}, ("a", "b"), ("instruction", "input")),
+        ({"instruction": "a", "context": "b", "response": "c"}, ("a", "b"), None),
+        ({"prompt": "a", "completion": "c"}, ("a", ""), ("instruction",)),
+        ({"question": "a", "answer": "c"}, ("a", ""), ("instruction",)),
+        ({"inputs": "a", "targets": "c"}, ("a", ""), ("instruction",)),
+        ({"messages": [user("a"), assistant("c")]}, ("a", ""), ("messages",)),
+        ({"messages": json.dumps([user("a"), assistant("c")])}, ("a", ""), ("messages",)),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "c"}]},
+            ("a", ""),
+            ("messages",),
+        ),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
+)
+def test_columns_are_known_by_the_names_that_datasets_have(tmp_path, suffix, row, asked, fields):
+    data = read(tmp_path, write(tmp_path, [row] * 4, suffix))
+    assert data.info.kind == "instruction" and not data.info.classes
+    assert data.info.fields == (fields or ("instruction", "input"))
+    for split in (data.train, data.test):
+        for found in read_rows(split, 0, 2):
+            assert (found.instruction, found.input) == asked and found.output == "c"
+
+
+def test_categories_of_dolly_are_groups_and_columns_may_be_named(tmp_path):
+    rows = [
+        {"instruction": "a", "context": "", "response": "c", "category": k, "who": w}
+        for k, w in ("qx", "py", "qx", "py")
+    ]
+    data = read(tmp_path, write(tmp_path, rows), columns={"client": "who"})
+    assert data.info.groups == ("p", "q") and data.info.clients == ("x", "y")
+    named = [{"ask": "a", "say": "c"}] * 4
+    columns = {"instruction": "ask", "output": "say"}
+    assert read(tmp_path, write(tmp_path, named), columns=columns).info.kind == "instruction"
+
+
+def test_texts_with_labels_stay_a_classification(tmp_path):
+    rows = [{"text": str(n), "label": n % 2, "prompt": "a", "completion": ""} for n in range(4)]
+    assert read(tmp_path, write(tmp_path, rows)).info.kind == "text"
+
+
+def test_rows_without_an_answer_are_counted(tmp_path):
+    good, talk = [user("a"), assistant("c")], [user("a"), assistant("c"), user("b")]
+    rows = [{"messages": found} for found in (good, good, [*talk, assistant(" ")], good)]
+    file = write(tmp_path, rows)
+    with pytest.raises(InputError, match=r"messages \(column 'messages'\) is missing in 1 of 4"):
+        read(tmp_path, file)
+    assert "1 row without messages skipped" in read(tmp_path, file, skip_broken=True).info.source
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([user("a")], "has the roles user; allowed"),
+        ([assistant("c"), user("a")], "has the roles assistant, user; allowed"),
+        ([user("a"), {"role": "tool", "content": "c"}], "message 1 has role 'tool'"),
+        ([user("a"), {"role": "assistant", "content": ["c"]}], "content of type list"),
+        ("hello", "is not a JSON list of messages"),
+        ({"role": "user"}, "is not a list of messages"),
+    ],
+)
+def test_what_is_no_conversation_is_named_by_its_line(tmp_path, messages, said):
+    if not isinstance(messages, str):
+        messages = json.dumps(messages)
+    rows = [{"messages": json.dumps([user("a"), assistant("c")])}, {"messages": messages}]
+    with pytest.raises(InputError, match=rf"rows\.jsonl, line 2: messages.*{said}"):
+        read(tmp_path, write(tmp_path, rows))
+
+
+def test_instructions_ask_for_their_task(tmp_path):
+    file = write(tmp_path, [{"prompt": "a", "completion": "c"}] * 4)
+    words = ["dataset=table", f"data.path={file}", "model=llama-tiny", "partition.kind=iid"]
+    words += ["federation.clients=2", "federation.clients_per_round=2", "model.init=random"]
+    with pytest.raises(InputError, match=r"set task\.kind=instruction"):
+        prepare_run(load_experiment(None, words))
+    tuned = load_experiment(None, [*words, "task.kind=instruction"])
+    assert (tuned.task.max_length, tuned.task.target_length) == (512, 256)
+    with pytest.raises(InputError, match=r"'table' holds instructions with answers"):
+        prepare_run(load_experiment(None, [*words, "task.kind=verbalizer"]))
+
+
+def test_the_text_of_a_templates_file_is_in_the_id(tmp_path):
+    file = tmp_path / "mine.jinja"
+    words = ["dataset=synthetic/instructions", f"task.template={file}"]
+    ids = set()
+    for end in ("", "\n"):
+        text = "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}" + end
+        file.write_text(text)
+        experiment = load_experiment(None, words)
+        assert experiment.task.template == text
+        ids.add(experiment.id)
+    assert len(ids) == 2
+    file.unlink()
+    with pytest.raises(InputError, match="cannot be read as a template"):
+        load_experiment(None, words)
