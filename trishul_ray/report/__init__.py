@@ -1,1 +1,1 @@
-"""What finished runs show: result.json, tables, figures, claims, and the page of them."""
+"""Results of finished runs: result.json, tables, figures, claims, and the page of them."""

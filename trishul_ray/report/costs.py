@@ -1,4 +1,4 @@
-"""What training costs, and what is spent until a target: megabytes, hours, energy, privacy."""
+"""Cost of training, in all and until a target: megabytes, hours, energy, privacy."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from trishul_ray.report.outcomes import CellOutcome, TargetLayout, is_loss
 
 
 class Cost(NamedTuple):
-    """What training costs: columns of metrics.parquet, and how their amount is displayed.
+    """Cost of training: columns of metrics.parquet, and the display of their amount.
 
     ``adds``: whether the columns are of each round, not of all rounds so far.
     """
@@ -51,7 +51,7 @@ def costs_by_round(cell: CellOutcome, cost: str) -> list[tuple[int, float, float
     spent, found, known = 0.0, [], False
     for record in cell.records:
         values = [float(record[name]) for name in columns if name in record]
-        # What no round has named yet is free; a run without the columns has no such cost.
+        # A cost counts as 0 until a round reports it; without its columns it is unknown.
         known |= bool(values)
         spent = math.fsum([spent, *values]) if adds else max([spent, *values])
         if cell.metric in record:
@@ -98,12 +98,12 @@ class SpentOutcome(CellOutcome):
 
     @property
     def value(self) -> float | None:
-        """What was spent; None if the target was not reached."""
+        """Amount that was spent; None if the target was not reached."""
         return None if self.spent is None or math.isinf(self.spent) else self.spent
 
     @property
     def gap(self) -> str:
-        """Why a finished cell has no value."""
+        """Reason why a finished cell has no value."""
         return super().gap if self.spent is None else "not reached"
 
 

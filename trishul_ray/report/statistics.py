@@ -1,4 +1,4 @@
-"""What the numbers of a table decide: means, intervals, and which rows are worse than the best.
+"""Statistics of a table: means, intervals, and rows that are worse than the best.
 
 Arrays of a group of rows are [rows, seeds, columns], oriented so that larger is better, NaN where a
 run is not finished. Everything here is a pure function of its numbers: the same table gives the
@@ -79,7 +79,7 @@ def estimate(values: ArrayLike) -> Estimate | None:
 
 @dataclass(frozen=True)
 class ScoreComparison:
-    """How two runs compare on the same test rows.
+    """Comparison of two runs on the same test rows.
 
     Attributes:
         difference: Mean score of the first minus that of the second.
@@ -123,7 +123,7 @@ def compare_scores(first: ArrayLike, second: ArrayLike) -> ScoreComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a row compares with the best row of its group, over the runs that both have.
+    """Comparison of a row with the best row of its group, over the runs that both have.
 
     Attributes:
         difference: Mean of the row minus that of the best.
@@ -145,7 +145,7 @@ class Comparison:
     @property
     def decided(self) -> bool:
         """Whether the row is worse than the best."""
-        # Where runs are missing, a row may be ahead of the best in what both have.
+        # With missing runs, a row may be ahead of the best over the runs that both have.
         return self.p_value is not None and self.p_value <= ALPHA and self.difference < 0
 
 
@@ -171,7 +171,7 @@ class TableComparison:
 
 @dataclass(frozen=True)
 class _Family:
-    """What a table compares: values [rows, seeds, columns] of its distinct groups and rows.
+    """Values that a table compares, [rows, seeds, columns], of its distinct groups and rows.
 
     ``pairs`` counts pairs of rows within groups, ``rivals`` rows beside the best of their group.
     """

@@ -1,4 +1,4 @@
-"""What a finished run says: result.json and its tables, as they are read.
+"""Summary of a finished run: result.json and its tables, as they are read.
 
 :mod:`trishul_ray.runs.results` writes them.
 """
@@ -25,7 +25,7 @@ from trishul_ray.lazy import pd, pq
 from trishul_ray.storage import Store
 from trishul_ray.tasks.sums import client_metrics
 
-#: Of the folder of a run: why a sweep gave it up.
+#: File of a run's folder with the reason why a sweep gave it up.
 FAILURE = "failure.json"
 #: Files of a finished run's numbers, which reports read.
 NUMBERS = ("metrics.parquet", "diagnostics.npz")
@@ -87,30 +87,29 @@ class RunSummary:
         final: The metrics of the last round, and its number, ``round``.
         best: The metrics of the best round, ``round``, and by which rows it was ``chosen_on``.
         untouched: The metrics of the untouched backbone.
-        recall: Of the test rows of each class, after the last round.
+        recall: Recall of each class on the test rows, after the last round.
         per_client: The headline of the global model on each client's test rows.
         personal: The headline of each client's own model on them.
         participation: In how many rounds each client has counted; without those held out.
         parameters: Trained parameters, by group.
-        round_seconds: How long each round took.
-        wall_seconds: Of the process that finished the run, and of the rounds before it was resumed.
+        round_seconds: Duration of each round.
+        wall_seconds: Seconds of the process that finished the run, and of the rounds before it.
         diagnostics: Spectral metrics of the last diagnosed round; empty for methods without cores.
         heads: How many heads each adapted block has, if the method has heads.
         ranks: The rank of all of them, or of each where they differ, by block; those of its matrix
             of largest rank.
-        block_squared_norms: What they were allocated by.
+        block_squared_norms: Scores by which they were allocated.
         attempt: Names this run of the experiment, of all that started over.
-        identity: What the id is the hash of.
-        sources: What names of public data and weights stood for; see ``Blueprint``.
+        identity: Text of which the id is the hash.
+        sources: Content behind names of public data and weights; see ``Blueprint``.
         export: The exported model, as ``Export``; None if it was left out.
         files: The files of the run, and their SHA-256; None for config.yaml, which the run's id
             checks, and whose places may change.
         logged_to: See ``Tracker.place``.
         unread_fields: Fields of the experiment that nothing has read.
         logged: Whether all of it is where it was to be logged; False while its process ends.
-        privacy: What a private run promises its clients, and what not (``edge.privacy``); None
-            for others.
-        checksum: Of the bytes of everything else; empty until it is written.
+        privacy: Guarantee of a private run, and its limits (``edge.privacy``); None for others.
+        checksum: Hash of the bytes of everything else; empty until it is written.
     """
 
     id: str
@@ -220,19 +219,19 @@ class RunSummary:
 
     @property
     def client_metrics(self) -> dict[str, float]:
-        """What the scores of clients say together; empty if they were not scored."""
+        """Statistics over the clients' scores; empty if they were not scored."""
         if not self.per_client:
             return {}
         return client_metrics(self.per_client, self.personal, self.participation)
 
     @property
     def trained_parameters(self) -> int:
-        """How many parameters were trained."""
+        """Number of trained parameters."""
         return sum(self.parameters.values())
 
     @property
     def seconds(self) -> float:
-        """How long all rounds took."""
+        """Duration of all rounds."""
         return sum(self.round_seconds)
 
     def unscored(self, experiment: Experiment) -> str:

@@ -1,4 +1,4 @@
-"""What a run has learned: its newest checkpoint as a model, and its export. No data are read.
+"""Model of a run: its newest checkpoint as a model, and its export. No data are read.
 
 Beside an exported model are the files with which others load it and predict as the run did:
 ``README.md`` (a model card), the image processor or the tokenizer, ``task.json`` (how rows become
@@ -64,7 +64,7 @@ class TrainedRun:
 
 @dataclass(frozen=True)
 class Export:
-    """What was exported.
+    """Exported model.
 
     Attributes:
         form: ``adapter`` (PEFT) or ``model`` (all weights, with the update in them).
@@ -126,7 +126,7 @@ def load_trained(experiment: Experiment, client: int | str | None = None) -> Tra
 
     Args:
         experiment: The experiment.
-        client: Whose own model to return, by number or by name; None is the global model.
+        client: Client whose own model to return, by number or name; None is the global model.
 
     Raises:
         InputError: The backbone is not on this machine, or the client has no model of its own.
@@ -304,8 +304,8 @@ def write_model(
 COPY = "backbone"
 #: Folder of the configuration of the backbone with the run's classes, where there is no copy.
 CONFIG = "config"
-#: What loads an export: older versions of transformers name the modules of ViT in another way, and
-#: do not know the class of fast tokenizers.
+#: Versions that load an export: older ones of transformers name the modules of ViT in another way,
+#: and do not know the class of fast tokenizers.
 NEEDS = ("transformers >= 5", "peft >= 0.21.2")
 
 #: The pipeline of transformers that each kind of model is for.
@@ -319,7 +319,7 @@ _PIPELINES: dict[ModelKind, str] = {
 
 @dataclass(frozen=True)
 class BackboneName:
-    """How an adapter's configuration names its backbone.
+    """Name of the backbone in an adapter's configuration.
 
     Attributes:
         name: a hub name, or a folder.

@@ -1,4 +1,4 @@
-"""What a run costs before anything has been measured: its floating-point operations and a device.
+"""Estimated cost of a run before anything is measured: its FLOPs on a device.
 
 A run is the local steps of its clients and the evaluations of the global model. A step of a frozen
 backbone is a forward pass and the gradient of its inputs; only full fine-tuning also needs the
@@ -26,7 +26,7 @@ from trishul_ray.methods.base import build_method
 #: vision run of the paper takes 1.1 hours on a V100; RAVAN (arXiv 2506.05568, A.3) names about one.
 EFFICIENCY = {"fp32": 0.6, "tf32": 0.4, "bf16": 0.4, "fp64": 0.3}
 
-#: What a run takes beyond its rounds: its data, its clients, its results.
+#: Time of a run beyond its rounds: its data, its clients, its results.
 RUN_SECONDS = 3.0
 
 #: Beginning of the names of a decoder's layers, beside an encoder.
@@ -43,7 +43,7 @@ PROX_OPERATIONS = 174
 
 @dataclass(frozen=True)
 class Device:
-    """What computes.
+    """Peak speed of a device.
 
     Attributes:
         peak: Dense peak by precision, in operations per second.

@@ -1,4 +1,4 @@
-"""What sweeps would run and what it would cost, before anything runs.
+"""Plan of sweeps: their runs and the cost, before anything runs.
 
 Each distinct run is counted once, in the first sweep that has it. Its time is that of the most
 similar finished run of its kind in the store, or else from :mod:`trishul_ray.sweeps.cost`. Times
@@ -28,7 +28,7 @@ from trishul_ray.sweeps.cost import DEVICES, work_of
 from trishul_ray.sweeps.status import CellState
 from trishul_ray.tracking.progress import Pace
 
-#: What a run's status should not be; shown where it is.
+#: Unwanted states of a run, shown only where there are any.
 RARE: tuple[CellStatus, ...] = ("failed", "stale", "corrupt")
 
 #: Fields that two runs must have in common if the time of one is to tell that of the other.
@@ -40,7 +40,7 @@ _KIND = (
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What one sweep would run, or all of them (``total``).
+    """Runs of one sweep, or of all of them (``total``).
 
     Attributes:
         runs: Number of distinct runs that no earlier sweep has.
@@ -78,7 +78,7 @@ class SweepPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What sweeps would run, their sum, and why the time of some runs is not known."""
+    """Runs of sweeps, their sum, and the reason why the time of some is not known."""
 
     sweeps: tuple[SweepPlan, ...]
     total: SweepPlan
@@ -144,7 +144,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Estimate:
-    """What a run takes.
+    """Estimated time of a run.
 
     Attributes:
         hours: Device-hours; None if unknown.

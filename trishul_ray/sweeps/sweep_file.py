@@ -220,7 +220,7 @@ def _describe(value: Value) -> str:
 def known_fields() -> frozenset[str]:
     """Return the dotted names of all fields, of every method, and the short names.
 
-    Those that are gone are among them: they are refused with what to write instead, where the
+    Fields of older versions are among them: they are refused with their new spelling when the
     experiment is made.
     """
     names = itertools.chain.from_iterable(field_names(method) for method in method_names())
@@ -274,7 +274,7 @@ def read_overrides(overrides: Sequence[str]) -> Fields:
 
 @dataclass(frozen=True)
 class AxisValue:
-    """What one label of an axis sets."""
+    """Fields that one label of an axis sets."""
 
     place: str
     fields: Fields
@@ -282,7 +282,7 @@ class AxisValue:
     shown: str | None = None
 
 
-#: What varies: labels, in order, each with what it sets.
+#: Axis of a sweep: labels in order, each with the fields that it sets.
 Axis = dict[str, AxisValue]
 
 
@@ -344,7 +344,7 @@ FieldValues = Annotated[Fields, PlainValidator(read_fields)]
 
 @dataclass(frozen=True)
 class Domain:
-    """What is sampled: one of the values of a ``choice``, or a number between two, both included.
+    """Space of a sample: the values of a ``choice``, or numbers between two, both included.
 
     A number is ``uniform``; ``log``, uniform in the logarithm; or ``int``, a whole number. All are
     valid if ``values`` are.
@@ -398,7 +398,7 @@ def _number(value: Any) -> float:
 
 
 class Search(Section):
-    """How values are found that the axes do not set."""
+    """Search for values that the axes do not set."""
 
     kind: Literal["grid", "random", "optuna"] = Field(
         "grid", description="grid runs the cells of the axes alone; the others sample `space`"
@@ -413,7 +413,7 @@ class Search(Section):
     )
     seed: int = Field(0, ge=0, description="seed of the samples")
     space: dict[str, Annotated[Domain, PlainValidator(_read_domain)]] = Field(
-        default_factory=dict, description="what is sampled, by dotted field name"
+        default_factory=dict, description="space of each sampled field, by dotted name"
     )
     on: RowSet = Field("validation", description="rows whose metric is compared")
 

@@ -18,7 +18,7 @@ from trishul_ray.redaction import redact
 PLAIN_INTERVAL = 5.0
 #: Longest time without a line in a log, in seconds.
 LOG_INTERVAL = 60.0
-#: How often the same note is printed before repeats are only counted.
+#: Number of prints of the same note before repeats are only counted.
 MAX_REPEATS = 3
 #: Number of running cells of a sweep that are shown on a terminal.
 SHOWN_CELLS = 12
@@ -26,7 +26,7 @@ SHOWN_CELLS = 12
 
 @dataclass(frozen=True)
 class Pace:
-    """How much was done, in rounds or any other unit, and how many seconds it took."""
+    """Amount of work, in rounds or any other unit, and the seconds that it took."""
 
     done: float = 0.0
     seconds: float = 0.0
@@ -38,7 +38,7 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """What is done in a second; 0 if that is not known."""
+        """Work per second; 0 if it is not known."""
         return self.done / self.seconds if self.seconds > 0 else 0.0
 
     def seconds_for(self, work: float) -> float:
@@ -159,7 +159,7 @@ class RunProgress:
     def advance(self, round_: int, metrics: Mapping[str, float]) -> None:
         """Show a finished round; round 0 is the evaluation of the untouched backbone.
 
-        Of its record are shown the headline (a share in [0, 1]), ``loss``, ``uploaded_parameters``,
+        It shows the record's headline (a share in [0, 1]), ``loss``, ``uploaded_parameters``,
         ``simulated_seconds`` (of all rounds so far) and ``seconds``. In a round without evaluation,
         a terminal keeps showing the previous metrics; plain lines do not repeat them.
         """

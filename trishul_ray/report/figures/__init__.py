@@ -15,7 +15,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.report.costs import COSTS
 from trishul_ray.report.outcomes import FigureLayout
 
-#: What diagnostics are computed of (option ``of``): prefix of their metrics, and how it is called.
+#: Subjects of diagnostics (option ``of``): prefix of their metrics, and displayed name.
 SUBJECTS = {
     "updates": ("delta_", "updates (uploads − broadcast)"),
     "uploads": ("", "uploaded cores s·H"),

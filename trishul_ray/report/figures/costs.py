@@ -54,7 +54,7 @@ def metric_over_cost(selection: Selection) -> CurveData | None:
 
 @dataclass(frozen=True)
 class Reached:
-    """What a series has spent when it first reaches a target.
+    """Amount that a series has spent when it first reaches a target.
 
     Attributes:
         cost: Over the seeds that reach it; None if none does.

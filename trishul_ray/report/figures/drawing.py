@@ -40,7 +40,7 @@ DPI = 150
 
 
 class FigureData(Protocol):
-    """What a figure shows: numbers, and remarks for the note below it."""
+    """Content of a figure: numbers, and remarks for the note below it."""
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ class FigureData(Protocol):
 
 
 class Artist(NamedTuple):
-    """How a kind of figure is made: from cells its data, and its drawing above a note.
+    """Maker of a kind of figure: its data from cells, and its drawing above a note.
 
     There is no data where no finished cell has what the kind shows.
     """
@@ -63,7 +63,7 @@ class Artist(NamedTuple):
     draw: Callable[[Any, Sequence[str]], Figure]
 
 
-#: How each of :data:`~trishul_ray.report.figures.KINDS` is made.
+#: Makers of :data:`~trishul_ray.report.figures.KINDS`.
 ARTISTS = {
     "convergence": Artist(convergence, draw_curves),
     "overhead": Artist(overhead, draw_overhead),

@@ -27,7 +27,7 @@ from trishul_ray.report.outcomes import CellOutcome, Row
 _REMARK = "heads on each adapted matrix of a block"
 #: Columns of metrics.parquet with the heads of a block that clients trained in a round.
 PREFIX = "heads/"
-#: Of few colours, so that the bar beside them is drawn as vectors.
+#: Few colours, so that the bar beside them is drawn as vectors.
 _SHADES = matplotlib.colormaps["viridis"].resampled(24)
 
 

@@ -1,7 +1,7 @@
-"""Figures of what the updates of two clients have in common, matrices on one colour scale.
+"""Figures of the similarity of each two clients' updates, matrices on one colour scale.
 
-The paper calls it a covariance. What is drawn is not centred: over clients centred on their own
-mean, what is off the diagonal is -1/(m-1) of it on average, for any m updates.
+The paper calls it a covariance. The matrices are not centred: with updates centred on their own
+mean, values off the diagonal are -1/(m-1) of it on average, for any m updates.
 """
 
 import math
@@ -42,7 +42,7 @@ class Matrix:
 
     @property
     def title(self) -> str:
-        """What the values are."""
+        """Title of the matrix: the quantity that it shows."""
         return MATRICES[self.kind]
 
     @property
@@ -52,7 +52,7 @@ class Matrix:
 
     @property
     def off_diagonal(self) -> NDArray[np.float64]:
-        """What is known off the diagonal."""
+        """Finite values off the diagonal."""
         rest = self.values[~np.eye(len(self.values), dtype=bool)]
         return rest[np.isfinite(rest)]
 

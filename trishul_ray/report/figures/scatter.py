@@ -28,7 +28,7 @@ from trishul_ray.report.figures.style import (
 )
 from trishul_ray.report.outcomes import CellOutcome, Row
 
-#: Where the value of the field may be written, in points from its marker: the first free place.
+#: Places for the field's value, in points from its marker; the first free one is taken.
 _OFFSETS = (
     *((6.0, 5.0), (-6.0, -5.0), (6.0, -5.0), (-6.0, 5.0), (0.0, 10.0), (0.0, -10.0)),
     *((10.0, 14.0), (-10.0, -14.0), (10.0, -14.0), (-10.0, 14.0), (0.0, 20.0), (0.0, -20.0)),

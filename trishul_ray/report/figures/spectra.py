@@ -23,7 +23,7 @@ from trishul_ray.report.figures.style import (
 )
 from trishul_ray.report.outcomes import Row
 
-#: What ``diagnostics.npz`` has, by name.
+#: Arrays of ``diagnostics.npz`` by name.
 Arrays = Mapping[str, Any]
 
 _REMARK = (

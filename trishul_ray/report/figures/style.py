@@ -51,7 +51,7 @@ _SETTINGS: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Style:
-    """How one series is drawn."""
+    """Style of one series."""
 
     colour: str
     dash: str | tuple[float, tuple[float, ...]]
