@@ -46,7 +46,7 @@ class StageSettings(Settings, Protocol):
 
     @property
     def surveys(self) -> int:
-        """How often clients answer a survey before round 1: once, or not at all."""
+        """Number of surveys before round 1: one or none."""
 
     @property
     def method_as_set(self) -> str:

@@ -202,7 +202,7 @@ def test_the_field_is_in_the_id_if_it_is_set(small):
     ("overrides", "message"),
     [
         (["method=fullft"], "federation.stacked=2 needs a method with adapters (fedavg, "),
-        (["model.dropout=true"], "model.dropout=true draws from a random stream of each client"),
+        (["model.dropout=true"], "stacked clients cannot use dropout"),
         (["federation.stacked=0"], "federation.stacked"),
     ],
 )

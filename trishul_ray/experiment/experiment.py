@@ -208,8 +208,8 @@ class Experiment(Section):
             )
         if fed.stacked > 1 and self.model.dropout:
             raise ValueError(
-                f"federation.stacked={fed.stacked}: model.dropout=true draws from a random stream "
-                "of each client, which those who train together cannot have; set only one"
+                f"federation.stacked={fed.stacked}: stacked clients cannot use dropout; set "
+                "federation.stacked=1 or model.dropout=false"
             )
         self._check_stages()
         build_method(self.method).check(self)

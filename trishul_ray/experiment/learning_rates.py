@@ -149,7 +149,7 @@ def _tuned_rate(experiment: Experiment) -> tuple[float, str] | None:
             if theirs != ours
         ]
         borrowed = f"; borrowed from {'; '.join(differences)}" if differences else ""
-        # The method's own rate before that of another, however close its setting is.
+        # Prefer a rate tuned for this method to a closer setting of another.
         found.append((10 * lenders.index(tuned.method) + len(differences), borrowed, tuned))
     if not found:
         return None

@@ -69,7 +69,7 @@ _OVER_ROUNDS: dict[str, Callable[[Sequence[float]], float]] = {
 RATIOS = frozenset({"delta_aggregation_variance", "client_seconds"})
 #: Differences below this are rounding errors of the subtraction.
 _DECIMALS = 9
-#: How measures are called, where it is not by their names.
+#: Displayed names of measures that differ from their names.
 _SHOWN = {"delta_aggregation_variance": "variance", "client_seconds": "seconds of local steps"}
 
 
@@ -87,12 +87,12 @@ class Claim(Section):
     """
 
     name: FileName
-    title: Text = Field(description="what is claimed, in a few words")
+    title: Text = Field(description="the claim, in a few words")
     says: Text = Field(description="the paper's words")
     paper: Text | None = Field(None, description="key of its table or figure, such as tab:vision")
     line: int = Field(description="line of the paper's source")
-    sweep: Text = Field(description="whose cells decide it")
-    by: Text = Field("dataset", description="axis for each label of which it is decided")
+    sweep: Text = Field(description="sweep with the cells that decide it")
+    by: Text = Field("dataset", description="axis; the claim is decided for each of its labels")
     where: Labels = Field(default_factory=dict, description="other labels that the cells have")
     axis: Text = Field(description="axis of the labels that are compared")
     chain: tuple[Text, ...] = Field((), description="labels, each above the next")
@@ -102,7 +102,7 @@ class Claim(Section):
     gain: Gain | None = None
     measures: dict[Text, Side] = Field(
         {SCORE: "higher"},
-        description="what is compared, and on which side the first of two labels is",
+        description="subject of the comparison, and side of the first of two labels",
     )
     least: float | None = Field(
         None, gt=0, description="smallest effect that counts: points, a ratio - 1, or as measured"
@@ -112,7 +112,7 @@ class Claim(Section):
     )
     at_most: float | None = Field(None, description="bound of the measure in every run")
     labels: tuple[Text, ...] = Field((), description="labels to which at_most applies")
-    differs: str = Field("", description="how our setting differs from the paper's")
+    differs: str = Field("", description="differences of our setting from the paper's")
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -122,7 +122,7 @@ class Claim(Section):
 
     @property
     def comparisons(self) -> list[Signed]:
-        """What is compared: differences, or differences between them (``gain``)."""
+        """Subject of the comparison: differences, or differences between them (``gain``)."""
         ends = [[({self.axis: one}, 1.0), ({self.axis: other}, -1.0)] for one, other in self.pairs]
         if self.gain is None:
             return ends
@@ -136,7 +136,7 @@ class Claim(Section):
 
     @property
     def place(self) -> str:
-        """Where the paper says it."""
+        """Place of the claim in the paper."""
         if self.paper is None:
             return f"line {self.line}"
         if self.paper.startswith("fig:"):
@@ -156,8 +156,8 @@ class Part:
     """A comparison that a claim rests on.
 
     Attributes:
-        text: What is compared.
-        measure: Name of what is measured.
+        text: Subject of the comparison.
+        measure: Name of the measured quantity.
         side: On which side of 0 the claim puts the number.
         number: Mean over seeds, in points, as a share (:data:`RATIOS`) or in units of the measure;
             None where runs are missing.
@@ -231,8 +231,8 @@ class Finding:
     Attributes:
         label: The dataset, or the label of another axis, as it is displayed.
         left_out: Labels that are not compared, because the sweep leaves them out.
-        command: What would run the cells that are missing; empty where none is.
-        problem: Why files of runs could not be read; empty if they could.
+        command: Command that would run the missing cells; empty if none is missing.
+        problem: Reason why files of runs could not be read; empty if they could.
     """
 
     claim: Claim
@@ -246,12 +246,12 @@ class Finding:
 
     @property
     def verdicts(self) -> list[VerdictName]:
-        """What each part says alone."""
+        """Verdict of each part alone."""
         return [part.verdict(self.claim) for part in self.parts]
 
     @property
     def verdict(self) -> VerdictName:
-        """What the parts say together."""
+        """Verdict of all parts together."""
         found = set(self.verdicts)
         if "no runs" in found or not found:
             return "no runs"
@@ -298,18 +298,18 @@ class Finding:
 
     @property
     def told_parts(self) -> list[str]:
-        """What each part says alone, as it is displayed."""
+        """Verdict of each part alone, as it is displayed."""
         return [v if self.decides or v == "no runs" else NOT_JUDGED for v in self.verdicts]
 
     @property
     def setting(self) -> str:
-        """How the setting of the sweep differs, in sentences."""
+        """Differences of the sweep's setting, in sentences."""
         lacks = f"Not in the sweep: {', '.join(self.left_out)}." if self.left_out else ""
         return " ".join(filter(None, (self.claim.differs, lacks)))
 
     @property
     def differs(self) -> str:
-        """How our setting differs, in sentences, with the departures of its runs."""
+        """Differences of our setting, in sentences, with the departures of its runs."""
         departs = f"Departures: {'; '.join(self.departures)}." if self.departures else ""
         return " ".join(filter(None, (self.setting, departs)))
 
@@ -380,7 +380,7 @@ def _parts(claim: Claim, sweep: SweepOutcome, cells: Sequence[CellOutcome]) -> I
                     planned=len(runs),
                 )
         return
-    # What the sweep leaves out is no part of the claim here.
+    # Labels that the sweep leaves out are no part of the claim here.
     planned = [
         (measured, signed)
         for measured in claim.measures.items()

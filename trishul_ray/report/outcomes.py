@@ -1,4 +1,4 @@
-"""What a report is made of: the outcomes of a sweep's cells, and how they form tables and figures.
+"""Parts of a report: the outcomes of a sweep's cells, and the tables and figures of them.
 
 A cell is one combination of axis labels, such as ``{"method": "FedIT", "seed": "0"}``. Labels are
 those of the paper's records where a table reproduces one.
@@ -24,7 +24,7 @@ SEED = "seed"
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
-#: What the numbers of a sweep may be compared with.
+#: Profile of a sweep, which says what its numbers may be compared with.
 Profile = Literal["paper", "small", "smoke", "custom"]
 #: Whether a cell has a result that can be used; see ``CellState``.
 CellStatus = Literal["finished", "missing", "stopped", "failed", "stale", "corrupt"]
@@ -56,21 +56,21 @@ Labels = dict[str, Names]
 Title = Annotated[Text, Field(default_factory=lambda read: read.get("name", ""))]
 
 
-#: What a run may have spent; see ``report/costs.py``.
+#: Costs of a run; see ``report/costs.py``.
 CostName = Literal["megabytes", "hours", "kilojoules", "epsilon"]
 
 
 class TargetLayout(Section):
     """A table of what is spent until a share of what a reference ends with is reached."""
 
-    cost: CostName = Field(description="what is spent: megabytes, hours, kilojoules or epsilon")
+    cost: CostName = Field(description="cost: megabytes, hours, kilojoules or epsilon")
     axis: Text = Field(description="the axis with the reference")
     reference: Text = Field(description="the label of the reference, whose last score is 100 %")
     share: float = Field(0.95, gt=0, le=1, description="the share that has to be reached")
 
 
 class TableLayout(Section):
-    """How cells form a table; axes in neither ``rows`` nor ``columns`` are averaged over."""
+    """Table of cells; axes in neither ``rows`` nor ``columns`` are averaged over."""
 
     name: FileName = Field(description="identifies the table, also as a file name")
     title: Title = Field(
@@ -87,7 +87,7 @@ class TableLayout(Section):
 
 
 class FigureLayout(Section):
-    """How cells form a figure."""
+    """Figure of cells."""
 
     name: FileName = Field(description="identifies the figure, also as a file name")
     title: Title = Field(description="caption; by default the name")
@@ -157,12 +157,12 @@ class CellOutcome:
 
     @property
     def gap(self) -> str:
-        """Why there is no value, in a word or two."""
+        """Reason why there is no value, in a word or two."""
         return "not measured" if self.status == "finished" else self.status
 
     @property
     def part(self) -> str:
-        """Which part of its dataset the run used, in a line; empty if all, or not finished."""
+        """Part of its dataset that the run used, in a line; empty if all, or not finished."""
         data = None if self.summary is None else self.summary.data
         return data.sentence.partition(";")[0] if data is not None and data.part else ""
 
@@ -192,11 +192,11 @@ class CellOutcome:
 
 @dataclass(frozen=True)
 class SweepHead:
-    """What a sweep is called, and what its cells form.
+    """Name of a sweep, and the tables and figures of its cells.
 
     Attributes:
         name: Identifies the sweep, also as a file name.
-        description: What it reproduces, with which expected result.
+        description: Subject that it reproduces, and the expected result.
         axes: Labels of each axis, in order.
         shown: How labels are displayed, by axis and label, where that differs from the label.
         overrides: Fields that the command line set and that can change a number: ``field=value``.

@@ -1,6 +1,6 @@
 """The report: one self-contained HTML page, the same as Markdown, and its tables and figures.
 
-The same outcomes give the same bytes. What depends on the clock is on the HTML page alone, inside
+The same outcomes give the same bytes. Numbers of the clock are on the HTML page alone, inside
 elements with the attribute ``data-time``: without them, the pages of two repetitions are equal.
 """
 
@@ -43,7 +43,7 @@ from trishul_ray.version import EDGE_NUMERICS, NUMERICS, __version__
 #: Draws a figure from the finished cells; None if there is nothing to draw.
 DrawFigure = Callable[[FigureLayout, SweepOutcome], DrawnFigure | None]
 
-#: What the numbers of a profile may be compared with; other profiles are a user's own.
+#: Numbers to compare those of a profile with; other profiles are a user's own.
 COMPARABLE = {
     "paper": "The paper's protocol: these numbers may be compared with the paper's.",
     "small": "Small models and short runs: compare the rows of a table with each other, and no "
@@ -53,7 +53,7 @@ COMPARABLE = {
     "custom": "A sweep of your own: compare what differs in the axes of a table alone, and no "
     "number with the paper's.",
 }
-#: What is open, by the field that decides it.
+#: Open questions by the field that decides them.
 SWITCHES = {
     "optimizer.name": "Equations step along the plain gradient, the protocol says Adam: which?",
     "optimizer.lr_source": "Where do the learning rates come from? The paper says both: tuned by "
@@ -96,18 +96,18 @@ SWITCHES = {
     "evaluation.limit": "How many test rows are scored?",
     "evaluation.top_k": "How many directions has the principal-angle similarity?",
 }
-#: What is open and no field decides: the question, the answer, and the dataset that it concerns.
+#: Open questions that no field decides: question, answer, and the dataset that they concern.
 FIXED = (
     ("Which round is reported?", "the last", None),
     ("What is the mean F1 of MRQA over?", "questions, not its six sub-datasets", "mrqa"),
 )
-#: Where a field decides something: another field of its section, and that one's values.
+#: Conditions under which a field decides something: another field of its section, and its values.
 _APPLIES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "adapter.sigma": ("init", lambda init: init == "rv_random_normal"),
     "partition.variant": ("kind", lambda kind: kind == "dirichlet"),
     "partition.min_size": ("kind", lambda kind: kind == "dirichlet"),
 }
-#: How the absence of a value is displayed, where it is not just "default".
+#: Displayed text of absent values, if it is not just "default".
 _ABSENT = {"evaluation.limit": "all", "adapter.sigma": "1/√width", "adapter.alpha": "r"}
 #: More values than these are counted instead of listed.
 MOST_VALUES = 6
@@ -173,7 +173,7 @@ class SweepPart:
 
     @property
     def departures(self) -> tuple[str, ...]:
-        """How its runs depart from the profile."""
+        """Departures of its runs from the profile."""
         return self.sweep.departures(self.sweep.cells)
 
     @property
@@ -189,7 +189,7 @@ class SweepPart:
 
 @dataclass(frozen=True)
 class Page:
-    """What the templates show."""
+    """Content of the templates."""
 
     parts: tuple[SweepPart, ...]
     claims: tuple[Finding, ...] = ()
@@ -236,20 +236,20 @@ class Page:
     def verdicts(self) -> Counter[str]:
         """Number of claims by verdict; each dataset counts.
 
-        Those about seconds do not, nor do those of the profile smoke, which say nothing of methods.
+        Claims about seconds are left out, as are those of the profile smoke, which is not judged.
         """
         counted = (each for each in self.claims if not each.timed and each.profile != "smoke")
         return Counter(finding.verdict for finding in counted)
 
     @property
     def slips(self) -> tuple[str, ...]:
-        """Where the paper contradicts itself on the times of a round, which no table shows."""
+        """Contradictions of the paper on the times of a round, which no table shows."""
         overhead = any(part.sweep.name == "overhead" for part in self.parts)
         return slips("fig:overhead") if overhead else ()
 
     @property
     def switches(self) -> tuple[Switch, ...]:
-        """How the runs made the choices that the paper leaves open."""
+        """Choices of the runs that the paper leaves open."""
         return read_switches(self.summaries)
 
     @property
@@ -378,7 +378,7 @@ def write_report(
         files[name] = templates.get_template(name).render(page=page)
     for name, content in files.items():
         _write(folder / name, content)
-    # What could not be read is tried again, since its files may be back.
+    # Try again to read a broken drawing, since its files may be back.
     broken = any(drawing.broken for part in page.parts for drawing in part.drawings)
     broken |= any(finding.problem for finding in page.claims)
     if made_from is not None and not broken:

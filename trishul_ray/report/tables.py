@@ -38,7 +38,7 @@ from trishul_ray.report.statistics import (
 
 #: The column of the mean over all others; also the paper's label of it.
 AVERAGE = "average"
-#: How fields are called in the head of a column, where it is not by their names.
+#: Symbols of fields in the head of a column.
 SYMBOLS = {"alpha": "α", "lam": "λ"}
 #: Full fine-tuning is a reference: neither compared nor in bold, as in the paper.
 _REFERENCE_METHOD = "fullft"
@@ -48,7 +48,7 @@ GAPS = ("failed", "corrupt", "stale", "not reached", "missing", "stopped", "not 
 
 #: Metrics over clients that are better if lower, or no share: see ``client_metrics``.
 _UNEVEN = ("_sd", "_gini", "_hurt")
-#: How a score depends on taking part: best at 0, so that no value is the better one.
+#: Dependence of a score on taking part: best at 0, so that no value is the better one.
 _UNORDERED = ("participation_gap", "participation_correlation")
 
 
@@ -120,7 +120,7 @@ class TableCell:
 
     @property
     def lacks(self) -> str:
-        """Which seeds or columns the mean lacks, as text; empty if none."""
+        """Seeds or columns that the mean lacks, as text; empty if none."""
         if self.estimate is None:
             return ""
         seeds = f"{self.estimate.count} of {len(self.seeds)} seeds" if self.partial else ""
@@ -130,7 +130,7 @@ class TableCell:
 
     @property
     def gap(self) -> str:
-        """Why a number is missing or lacks seeds, in a word: the gravest state of its runs."""
+        """Reason why a number is missing or lacks seeds: the gravest state of its runs."""
         gaps = {run.gap for run in self.runs if run.value is None}
         return next((gap for gap in GAPS if gap in gaps), "incomplete")
 
@@ -154,7 +154,7 @@ class TableCell:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a row stands against the best of its group.
+    """Standing of a row against the best of its group.
 
     Attributes:
         kind: ``best`` has the best mean; ``tied`` shares it with others, as displayed; ``worse``
@@ -198,7 +198,7 @@ class Verdict:
 
     @property
     def detail(self) -> str:
-        """How sure it is, and what would decide it."""
+        """Certainty of the verdict, and what would decide it."""
         needed = None if self.comparison is None else self.comparison.seeds_needed
         if self.kind != "undecided" or needed is None:
             return self.p_value
@@ -233,7 +233,7 @@ class TableRow:
 
     @property
     def biased(self) -> Literal["failed", "short"] | None:
-        """Why its mean cannot be compared: what it lacks is not missing at random. None if it can.
+        """Reason why its mean cannot be compared: runs are not missing at random. None if it can.
 
         See :attr:`Verdict.kind`.
         """
@@ -288,7 +288,7 @@ class SweepTable:
 
     @cached_property
     def departures(self) -> tuple[str, ...]:
-        """How its runs depart from the profile: overridden fields, parts of datasets."""
+        """Departures of its runs from the profile: overridden fields, parts of datasets."""
         return self.sweep.departures(self.cells)
 
     @property
@@ -298,7 +298,7 @@ class SweepTable:
 
     @property
     def reservation(self) -> str:
-        """What must be said beside its numbers; empty if they may be compared with the paper's."""
+        """Caveats of the table; empty if its numbers may be compared with the paper's."""
         if self.comparable:
             return ""
         return "; ".join(("not comparable with the paper's numbers", *self.departures))
@@ -319,12 +319,12 @@ class SweepTable:
 
     @property
     def slips(self) -> tuple[str, ...]:
-        """Where the paper contradicts itself in the table that it reproduces."""
+        """Contradictions of the paper in the table that it reproduces."""
         return slips(self.layout.paper) if self.layout.paper else ()
 
     @property
     def omitted(self) -> str:
-        """What deviations and intervals leave out, in a sentence; empty if there are none."""
+        """Sources of variance that deviations and intervals leave out; empty if there are none."""
         if self.seeds < 2:
             return ""
         errors = [
@@ -365,7 +365,7 @@ class SweepTable:
 
     @property
     def unit(self) -> str:
-        """What is shown, such as ``accuracy, %``."""
+        """Displayed quantity, such as ``accuracy, %``."""
         target = self.layout.target
         if target is not None:
             reference = self.sweep.shown_label(target.axis, target.reference)
@@ -376,7 +376,7 @@ class SweepTable:
 
     @property
     def assumed(self) -> str:
-        """What simulated costs rest on, and caveats of its methods, in sentences; perhaps empty."""
+        """Basis of simulated costs, and caveats of its methods, in sentences; perhaps empty."""
         target, known = self.layout.target, set(method_names())
         costs = "" if target is None else "; ".join(assumed(self.cells, target.cost))
         names = dict.fromkeys(
@@ -401,7 +401,7 @@ class SweepTable:
 
     @property
     def power(self) -> str:
-        """What the table can decide, in a sentence; empty if it compares no rows."""
+        """Differences that the table can decide, in a sentence; empty if it compares no rows."""
         if not self._comparisons:
             return ""
         pairs = f"{self.pairs} pairs of rows" if self.pairs > 1 else "one pair of rows"

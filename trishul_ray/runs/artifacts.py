@@ -40,7 +40,7 @@ def write_artifacts(
     The folder is copied to that of the run, ``home``.
 
     Returns:
-        What the model is.
+        The kind of model.
     """
     with deterministic(experiment):
         _draw_figures(experiment, prepared, result, folder / "figures", coverage)

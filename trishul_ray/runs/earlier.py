@@ -1,4 +1,4 @@
-"""What earlier runs mean for a call: a finished run is read and mended, a shorter one extended."""
+"""Earlier runs of a call: a finished run is read and mended, a shorter one extended."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,7 +88,7 @@ def restore_files(
     says that they are not logged yet.
 
     Raises:
-        ArtifactsError: Those cannot be made.
+        ArtifactsError: The artifacts cannot be made.
     """
     listed, home = summary.files, run_folder.home
     damaged = summary.damaged_files(home)

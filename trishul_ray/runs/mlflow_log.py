@@ -1,4 +1,4 @@
-"""What a run logs to MLflow, and a finished run that is asked for in another place.
+"""Log of a run to MLflow, and of a finished run that is asked for in another place.
 
 A run is logged while it goes on. A finished one is never run again; where its result is asked for
 in another experiment or store (by a sweep, or with other fields ``tracking``), it is logged there
@@ -243,7 +243,7 @@ def mark_replaced(experiment: Experiment, attempt: str, *, by: str) -> list[str]
     It is out of every list and mean, and can be restored in MLflow, like all that is deleted there.
 
     Returns:
-        What the store did not accept.
+        The files that the store did not accept.
     """
     if not (experiment.tracking.mlflow and attempt):
         return []

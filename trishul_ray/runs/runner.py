@@ -66,10 +66,10 @@ from trishul_ray.tasks.build import unread_fields
 from trishul_ray.tracking.progress import RunProgress
 from trishul_ray.tracking.tracker import RunEnd, Status, Tracker
 
-#: What takes seconds to import and is needed when the rounds are over: it is imported after the
-#: first one, while this process waits for the others.
+#: Modules that take seconds to import and are needed when the rounds are over: they are imported
+#: after the first one, while this process waits for the others.
 LATE = ("trishul_ray.runs.artifacts", "trishul_ray.models.attention")
-#: What a run does: it yields a report after each round and returns the result.
+#: A run as a generator: it yields a report after each round and returns the result.
 RunSteps = Generator[RoundReport, None, "FinishedRun"]
 
 

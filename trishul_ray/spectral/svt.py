@@ -292,7 +292,7 @@ def _check(cores: Tensor, threshold: float | Tensor) -> None:
     if cores.dtype not in (torch.float32, torch.float64):
         raise InputError(f"cores of dtype {cores.dtype} must be float32 or float64")
     if isinstance(threshold, torch.Tensor):
-        # Their values are not looked at: the host would wait for a GPU.
+        # Values are not checked: that would synchronize with the GPU.
         if threshold.shape != cores.shape[:1]:
             raise InputError(
                 f"thresholds of shape {tuple(threshold.shape)} must be [{len(cores)}], one per core"

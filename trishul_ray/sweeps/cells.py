@@ -55,7 +55,7 @@ BEYOND = {RATES, "clock", "dynamic", "lambda_rules", "newer_methods", "privacy",
 BEYOND |= {"ablations", "personal", "quantized", "regimes", "uploads"}
 #: The axis whose labels are the values that a search has sampled.
 SAMPLE = "sample"
-#: How a table says that its runs were chosen by the scores that it shows.
+#: Caveat of a table whose runs were chosen by the scores that it shows.
 CHOSEN_ON_TEST = "chosen on the test rows"
 _PROFILES: tuple[Profile, ...] = ("paper", "small", "smoke")
 
@@ -104,7 +104,7 @@ class Sweep(SweepHead):
 
     @property
     def compared(self) -> Search | None:
-        """How its runs are compared with each other while they run; None if they are not."""
+        """Comparison of its runs with each other while they run; None if there is none."""
         if self.search is None and self.early_stopping is not None:
             return Search(on=self.early_stopping.on)
         return self.search
@@ -112,7 +112,7 @@ class Sweep(SweepHead):
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """How cells are run.
+    """Options of running cells.
 
     Attributes:
         retries: How often a cell that failed is tried again.
@@ -128,7 +128,7 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class CellRun:
-    """What a trial runs.
+    """Runs of a trial.
 
     Attributes:
         experiment: The run.
@@ -339,7 +339,7 @@ def _build(
 ) -> Sweep:
     seeds = overrides.get("seed")
     if seeds is not None and "seed" in file.axes and (isinstance(seeds, Items) or ".." in seeds):
-        # It says how often a sweep over seeds repeats its cells.
+        # `seed=0..4` on the command line replaces the sweep's axis of seeds.
         file = file.with_axis("seed", read_axis("seed", seeds))
         overrides = {field: value for field, value in overrides.items() if field != "seed"}
     cells = _expand(file, overrides)

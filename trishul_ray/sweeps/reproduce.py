@@ -40,7 +40,7 @@ _LONG = re.compile(r"\d+\.\d{5,}(e[-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Reproduced:
-    """What :func:`reproduce` found and ran.
+    """Result of :func:`reproduce`: found and new runs.
 
     Attributes:
         outcomes: Results of every sweep, with the cells that a search sampled.

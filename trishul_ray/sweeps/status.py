@@ -1,4 +1,4 @@
-"""Which cells of sweeps have a result that can be used: the store of results is the truth.
+"""Cells of sweeps that have a usable result: the store of results is the truth.
 
 A result is used if it is whole, is that of its experiment, and was made from the data and weights
 that are on this machine now. Times of files, their places, comments and tracking do not matter.
@@ -40,7 +40,7 @@ READERS = 16
 
 @dataclass(frozen=True)
 class CellState:
-    """What the store has of an experiment.
+    """State of an experiment in the store.
 
     Attributes:
         status: ``finished``: the result can be used; ``missing``: there is none; ``failed``: there
@@ -67,7 +67,7 @@ class CellState:
         return self.status == "stale"
 
 
-#: What the store has of a run that has never begun.
+#: State of a run that has never begun.
 NOT_RUN = CellState("missing", "not run yet")
 
 

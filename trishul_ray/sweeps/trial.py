@@ -42,7 +42,7 @@ BUSY = "busy"
 MEDIAN_ROUNDS, LONGEST_ROUNDS = 5.0, 2.0
 #: The metric that :data:`HEADLINE` is, by its own name.
 HEADLINE_NAME = "headline_name"
-#: What a trial reports after a round; the metrics, and values of the keys above.
+#: Report of a trial after a round: the metrics, and values of the keys above.
 TuneResult: TypeAlias = dict[str, Any]
 
 

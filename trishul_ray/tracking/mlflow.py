@@ -137,7 +137,7 @@ class MlflowTracker(Tracker):
         attempt = run.attempt
         if not attempt or not attempt.isascii() or "'" in attempt or "\\" in attempt:
             raise InputError(f"attempt={attempt!r}: use ASCII letters, digits, '-', '_', '.', ':'")
-        # The run of a sweep has found the server before: it is gone for a while, not misspelt.
+        # In a sweep the server was reachable before: treat this as an outage, not a wrong address.
         retrying = _retrying(0.0 if run.parent is None else self.patience)
         found = retrying(self._find_or_create, run)
         self.run_id = self._id = found.info.run_id
@@ -238,7 +238,7 @@ class MlflowTracker(Tracker):
         return rejected
 
     def _log_totals(self, results: RunEnd) -> None:
-        # Those that a process which was killed has logged are there already.
+        # Metrics that a killed process has logged are there already.
         new = {k: value for k, value in results.metrics.items() if self._values.get(k) != value}
         tags = [mlflow.entities.RunTag(*each) for each in public(results.tags).items()]
         self.client.log_batch(self._id, metrics=points_of(new, results.round), tags=tags)

@@ -53,7 +53,7 @@ _EXPERIMENT_TAGS = {
         }
     ),
 }
-#: What MLflow's page needs to know in its address: it opens as one of language model applications.
+#: Part of the address of MLflow's page, which otherwise shows language model applications.
 TRAINING = "workflowType=machine_learning"
 
 

@@ -110,7 +110,7 @@ class SweepRun(MlflowTracker):
         ``counts`` tells how many cells are in which state.
 
         Returns:
-            What the tracking store did not accept.
+            The files that the tracking store did not accept.
         """
         if status == "KILLED":
             self.patience = 0.0

@@ -68,7 +68,7 @@ def free_port(first: int = FIRST_PORT) -> int:
 def serve_ui(uri: str, port: int, ready: Callable[[str], None]) -> None:
     """Run ``mlflow ui`` for a SQLite store on localhost until it is interrupted.
 
-    ``ready`` is called with the address once it answers. What MLflow says is shown only if it does
+    ``ready`` is called with the address once it answers. MLflow's output is shown only if it does
     not start or ends by itself, which is a RunError. No process is left behind.
     """
     # Python and uvicorn would take mlflow.py or random.py in the working directory for a library.

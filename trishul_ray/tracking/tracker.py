@@ -57,8 +57,8 @@ class RunEnd:
         round: Its last round.
         metrics: Numbers of the whole run.
         tags: Further marks.
-        inputs: What it has read beside its data.
-        folder: A local folder with the files that it leaves.
+        inputs: Its inputs beside its data.
+        folder: A local folder with its output files.
     """
 
     round: int

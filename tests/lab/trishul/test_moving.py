@@ -221,7 +221,7 @@ def test_heads_that_must_be_orthogonal_leave_room_for_those_to_come(executor):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("privacy.noise=1", "privacy: method='trishul-moving' sends numbers beside the cores"),
+        ("privacy.noise=1", "privacy: method='trishul-moving' sends statistics"),
         ("downloads.codec=int8", "downloads: a codec sends all core heads in every round"),
     ],
 )

@@ -9,9 +9,9 @@ divided into a low rank L, what clients have in common, and a sparse S, what is 
 ``mean(L) + beta mean(S)``, by ``federation.weighting``. The remainder of M after the last iteration
 counts as L: beta = 1 is FedIT. The classification head is averaged, as is a single upload.
 
-Verified is the abstract alone (arXiv v1): robust PCA of the clients' LoRA updates, the mean of L,
-and a "scaled averaging" of S "to amplify client-specific knowledge", so beta > 1. The equations and
-the authors' code could not be had. That every A and B is divided by itself, and without weights, is
+Only the paper's abstract (arXiv v1) was available to check this against, not its equations or code:
+robust PCA of the clients' LoRA updates, the mean of L, and a "scaled averaging" of S "to amplify
+client-specific knowledge", so beta > 1. To divide every A and B by itself, without weights, is
 our reading; beta = 2 is our choice. ``method.beta=adaptive`` is from memory and not verified:
 ``beta = ||mean(M)|| / ||mean(S)||`` for each matrix. The solver is that of Candès et al.: "Robust
 Principal Component Analysis?", Journal of the ACM 2011, with its ``mu = P m / (4 ||M||_1)`` and

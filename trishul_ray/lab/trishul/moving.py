@@ -54,13 +54,13 @@ class MovingTrishul(Trishul):
         name = self.config.name
         if settings.is_set("privacy"):
             raise ValueError(
-                f"privacy: method={name!r} sends numbers beside the cores, which clipping would "
-                "take for changes; use method=trishul"
+                f"privacy: method={name!r} sends statistics that clipping does not cover; use "
+                "method=trishul"
             )
         if settings.is_set("downloads"):
             raise ValueError(
-                f"downloads: a codec sends all core heads in every round, and method={name!r} "
-                "those that move no more once; set only one"
+                f"downloads: a codec sends all core heads in every round, but method={name!r} "
+                "sends a retired head once; set only one"
             )
 
     def head_limits(self, site: Site, caps: dict[str, int]) -> list[int] | None:

@@ -48,7 +48,7 @@ class RuledConfig(TrishulConfig):
         "one of the core. entropy: the same, where the server moves log ρ of each core head toward "
         "a target for effective rank over rank. continuation: λη, where λ falls by a tenth a round "
         "to method.lam. Applied once a round: unknown: keep values above 2.858 medians (Gavish and "
-        "Donoho). Applied to the mean, with the noise told by how two or more clients differ: "
+        "Donoho). Applied to the mean, with the noise estimated from two or more clients: "
         "edge: optimal shrinkage; sure: the threshold of least estimated error",
     )
     level: float | None = Field(
