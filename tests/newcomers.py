@@ -21,7 +21,7 @@ def unloaded_after():
     base.method_classes(), tasks.task_classes(), codecs.codec_names()
     registries = base.METHODS, codecs.CODECS, cohorts.COHORTS
     tables = [tasks._REGISTRY, *(each.classes for each in registries)]
-    tables += [plugins._owners, plugins._providers, plugins._newest, plugins._loose]
+    tables += [plugins._owners, plugins._providers, plugins._newest, plugins._unpackaged]
     before = [dict(table) for table in tables]
     modules = set(sys.modules)
     try:

@@ -137,7 +137,7 @@ class Section(BaseModel):
                 raise PydanticCustomError("truth", "input should be a number, not true or false")
         return value
 
-    def refuse_unread(self, names: Iterable[str], condition: str) -> None:
+    def reject_unused(self, names: Iterable[str], condition: str) -> None:
         """Refuse fields that are not read under a condition, such as "with kind='none'".
 
         Raises:

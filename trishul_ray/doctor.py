@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trishul_ray.config import Places
-from trishul_ray.errors import InputError, RunError, first_of
+from trishul_ray.errors import InputError, RunError, join_limited
 from trishul_ray.federation.on_ray.slices import usable_cores
 from trishul_ray.files import (
     nearest_existing,
@@ -392,7 +392,7 @@ def check_mirror(hub: Path | None) -> Check:
     if not names:
         hint = "put repositories into <owner>/<name>/... as on the hub"
         return Check("mirror", "warn", f"{hub} is empty", hint)
-    return Check("mirror", "ok", f"{hub}: {first_of(names, 8)}")
+    return Check("mirror", "ok", f"{hub}: {join_limited(names, 8)}")
 
 
 def check_hub() -> Check:

@@ -73,10 +73,10 @@ def how_to_install(extra: str, requirement: str) -> str:
     return f"pip install '.[{extra}]' in a clone of the repository, or pip install '{requirement}'"
 
 
-def first_of(names: Sequence[str], most: int) -> str:
+def join_limited(names: Sequence[str], limit: int) -> str:
     """Return the first names, separated by commas, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def first_line(error: BaseException) -> str:

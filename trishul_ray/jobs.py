@@ -34,7 +34,7 @@ import yaml
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
-from trishul_ray.errors import InputError, RunError, first_of, one_line
+from trishul_ray.errors import InputError, RunError, join_limited, one_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import round_of
 from trishul_ray.federation.on_ray.ray_internals import (
@@ -388,7 +388,7 @@ def find_secrets(directory: Path, wanted: Sequence[str] = ()) -> list[str]:
     if unused:
         raise InputError(
             f"--ship {min(unused)}: is not among what may hold secrets and is left out: "
-            f"{first_of(left_out, 10) or 'nothing'}"
+            f"{join_limited(left_out, 10) or 'nothing'}"
         )
     return left_out
 

@@ -71,7 +71,7 @@ _newest: dict[str, str] = {}
 #: The plug-ins that define what a field names (``method=mine``), with those that they extend.
 _providers: dict[str, tuple[Plugin, ...]] = {}
 #: Classes by the same names that are registered neither by the package nor by a plug-in.
-_loose: dict[str, type] = {}
+_unpackaged: dict[str, type] = {}
 #: Why installed plug-ins could not be loaded, one line each; None before they are looked for.
 _faults: list[str] | None = None
 #: Whether files are refused; see :func:`none_run`.
@@ -134,7 +134,7 @@ def find_plugin(plugin: Plugin) -> Plugin:
     if plugin.source is not None:
         return _run(plugin, f"<plug-in {plugin.name}>")
     load_installed()
-    every = (*_owners.values(), *map(_of_class, _loose.values()))
+    every = (*_owners.values(), *map(_of_class, _unpackaged.values()))
     known = {each.content: each for each in every if each.name == plugin.name}
     found = known.get(plugin.content)
     if found is not None:
@@ -298,13 +298,13 @@ def claim(field: str, cls: type, registered: type | None, title: str) -> None:
     if ours or old.__qualname__ != cls.__qualname__:
         raise ValueError(f"{title} is taken by {old.__qualname__}")
     owner, before = _owner_of(cls.__module__), _providers.get(field)
-    if before and field not in _loose and (owner is None or owner.name != before[0].name):
+    if before and field not in _unpackaged and (owner is None or owner.name != before[0].name):
         raise ValueError(f"{field} is taken by plug-in {before[0].name}")
     modules = [base.__module__ for base in cls.__mro__]
     _providers[field] = tuple(dict.fromkeys(filter(None, map(_owner_of, modules))))
-    _loose.pop(field, None)
+    _unpackaged.pop(field, None)
     if owner is None and not _is_ours(cls.__module__):
-        _loose[field] = cls
+        _unpackaged[field] = cls
 
 
 class Registry(Generic[_T]):
@@ -400,7 +400,7 @@ class Registry(Generic[_T]):
 def used_by(fields: Iterable[str]) -> tuple[Plugin, ...]:
     """Return the plug-ins behind what fields such as ``method=mine`` name, by name."""
     found = {plugin for field in fields for plugin in _providers.get(field, ())}
-    found |= {_of_class(_loose[field]) for field in fields if field in _loose}
+    found |= {_of_class(_unpackaged[field]) for field in fields if field in _unpackaged}
     return tuple(sorted(found, key=lambda plugin: plugin.name))
 
 
@@ -412,12 +412,12 @@ def provided_by(plugin: Plugin) -> list[str]:
 def any_loaded() -> bool:
     """Return whether there is a plug-in, or a class of a script or notebook."""
     load_installed()
-    return bool(_owners or _loose)
+    return bool(_owners or _unpackaged)
 
 
-def loose(fields: Iterable[str]) -> list[str]:
+def unpackaged(fields: Iterable[str]) -> list[str]:
     """Return those of the fields that name a class of a script, notebook or other module."""
-    return [field for field in fields if field in _loose]
+    return [field for field in fields if field in _unpackaged]
 
 
 def note_dataset(name: str, plugin: Plugin) -> None:

@@ -14,7 +14,7 @@ from trishul_ray.cli.data import pretrain
 from trishul_ray.cli.output import Plugins, UsageError, err, print_field, print_line
 from trishul_ray.cli.run import load_arguments, run
 from trishul_ray.cli.sweeps import load_sweeps, report, split_arguments, sweep, table
-from trishul_ray.errors import InputError, RunError, StorageError, first_of
+from trishul_ray.errors import InputError, RunError, StorageError, join_limited
 from trishul_ray.plugins import none_run
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def submit(
             if left_out:
                 print_line(
                     f"{len(left_out)} not shipped, as they may hold secrets: "
-                    f"{first_of(left_out, 10)} (to ship one: --ship PATH)",
+                    f"{join_limited(left_out, 10)} (to ship one: --ship PATH)",
                     err,
                 )
             job = there.submit(words, place, working_dir, left_out)

@@ -29,7 +29,7 @@ import pyarrow as pa
 from PIL import Image, ImageOps
 
 from trishul_ray.data.columns import get_column, holds_images
-from trishul_ray.errors import CorruptFileError, first_of, one_line
+from trishul_ray.errors import CorruptFileError, join_limited, one_line
 
 # Python would print what Pillow logs on malformed files.
 logging.getLogger("PIL").addHandler(logging.NullHandler())
@@ -175,8 +175,8 @@ def decode_and_resize(
     if brightest < _DARK:
         raise CorruptFileError(
             f"{len(deep)} images of 16 bits have values of at most {brightest:,} of 65,535, such "
-            f"as {first_of(list(deep), 3)}: of 256 levels of gray, {brightest // 257 + 1} would be "
-            "left; scale them to 8 or to all 16 bits (12 bits: value * 16)"
+            f"as {join_limited(list(deep), 3)}: of 256 levels of gray, {brightest // 257 + 1} "
+            "would be left; scale them to 8 or to all 16 bits (12 bits: value * 16)"
         )
     side = shape[1]
     resized = sizes.total() - sizes[side, side]
@@ -305,7 +305,7 @@ def _broken_images(broken: Mapping[str, str], skippable: bool = True) -> Corrupt
     if len(broken) == 1:
         (found,) = broken.values()
     else:
-        found = f"{len(broken)} images cannot be read: {first_of(list(broken), MAX_NAMED)}"
+        found = f"{len(broken)} images cannot be read: {join_limited(list(broken), MAX_NAMED)}"
     if skippable:
         one_or_all = "it" if len(broken) == 1 else "them"
         advice += [f"remove {one_or_all}", "or set data.skip_broken=true"]

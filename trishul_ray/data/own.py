@@ -70,7 +70,7 @@ from trishul_ray.data.tables import (
     name_rows,
     read_table,
 )
-from trishul_ray.errors import CorruptFileError, InputError, first_of
+from trishul_ray.errors import CorruptFileError, InputError, join_limited
 from trishul_ray.files import remove_unused
 from trishul_ray.lazy import datasets, pq
 
@@ -252,7 +252,7 @@ def _untrained(classes: Sequence[str], train: Any, test: Any) -> str:
     lost = np.setdiff1d(np.arange(len(classes)), train)
     if not len(lost):
         return ""
-    named = first_of([repr(classes[k]) for k in lost], _MAX_CLASSES)
+    named = join_limited([repr(classes[k]) for k in lost], _MAX_CLASSES)
     return (
         f", without training rows: class{'es' * (len(lost) > 1)} {named} "
         f"({counts[lost].sum()} of {len(test)} test rows)"
@@ -628,7 +628,7 @@ class _ClassNames:
             for where, table in nameless:
                 if column in table.column_names and not is_text(table.column(column).type):
                     said = " and ".join(
-                        f"{w} ({first_of(found[w], _MAX_CLASSES)})"
+                        f"{w} ({join_limited(found[w], _MAX_CLASSES)})"
                         for w in (next(w for w in found if found[w] == one) for one in lists[:2])
                     )
                     raise InputError(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from trishul_ray.errors import InputError, first_of
+from trishul_ray.errors import InputError, join_limited
 from trishul_ray.rng import numpy_rng
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def _assign_natural_clients(
     found, inverse, sizes = np.unique(natural_clients, return_inverse=True, return_counts=True)
     if clients > len(sizes):
         lost = [repr(names[n]) for n in np.setdiff1d(np.arange(len(names)), found)]
-        why = f" (all rows of {first_of(lost, MAX_NAMED)} are test rows)" if lost else ""
+        why = f" (all rows of {join_limited(lost, MAX_NAMED)} are test rows)" if lost else ""
         raise InputError(
             f"federation.clients={clients}: the training rows have {len(sizes)} natural clients"
             f"{why}; {len(sizes)} or fewer are allowed"

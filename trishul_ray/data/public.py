@@ -32,7 +32,7 @@ from trishul_ray.data.dataset import (
 from trishul_ray.data.hub import HubRepo, class_names
 from trishul_ray.data.images import MODE_CHANNELS, decode_images, pixel_statistics
 from trishul_ray.data.tables import file_signature, read_table
-from trishul_ray.errors import CorruptFileError, InputError, first_of
+from trishul_ray.errors import CorruptFileError, InputError, join_limited
 
 #: Class names, or None if the source has none.
 ClassNames = tuple[str, ...] | None
@@ -357,6 +357,6 @@ def _check_order(found: Sequence[str], where: str, names: Sequence[str], named: 
     """
     if any(name in names and names.index(name) != k for k, name in enumerate(found)):
         raise CorruptFileError(
-            f"{where}: its labels are numbered by the class names {first_of(found, 10)}, but those "
-            f"of {named} by {first_of(names, 10)}: the copy is of another version"
+            f"{where}: its labels are numbered by the class names {join_limited(found, 10)}, but "
+            f"those of {named} by {join_limited(names, 10)}: the copy is of another version"
         )

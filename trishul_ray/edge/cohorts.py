@@ -167,7 +167,7 @@ class CohortConfig(Section):
             raise ValueError("cohort.late=partial needs cohort.deadline, in seconds")
         read = strategy_class(self.select).reads
         for strategy in COHORTS.classes.values():
-            self.refuse_unread(sorted(strategy.reads - read), f"with select={self.select!r}")
+            self.reject_unused(sorted(strategy.reads - read), f"with select={self.select!r}")
         return self
 
     @property

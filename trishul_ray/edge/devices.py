@@ -112,15 +112,15 @@ class DevicesConfig(Section):
         if not self.on:
             own = ("kind", "path_content", "windows_content")
             unread = [name for name in type(self).model_fields if name not in own]
-            self.refuse_unread(unread, "with kind='none': set devices.kind=lognormal or file")
+            self.reject_unused(unread, "with kind='none': set devices.kind=lognormal or file")
         for (name, value), readers in _READ_BY.items():
             if (now := getattr(self, name)) != value:
-                self.refuse_unread(readers, f"with {name}={now!r}, but with {name}={value!r}")
+                self.reject_unused(readers, f"with {name}={now!r}, but with {name}={value!r}")
         for place, name in (("path", "kind"), ("windows", "availability")):
             if getattr(self, name) == "file" and getattr(self, place) is None:
                 raise ValueError(f"devices.{name}=file needs devices.{place}, a Parquet file")
         if self.battery is None:
-            self.refuse_unread(["charging", "battery_low"], "without devices.battery")
+            self.reject_unused(["charging", "battery_low"], "without devices.battery")
         return self
 
 

@@ -48,7 +48,7 @@ class SumConfig(Section):
     @model_validator(mode="after")
     def _check_sum(self) -> "SumConfig":
         if self.sum == "float":
-            self.refuse_unread(["fraction_bits", "min_clients"], "with sum='float'")
+            self.reject_unused(["fraction_bits", "min_clients"], "with sum='float'")
         return self
 
 

@@ -54,7 +54,7 @@ class ServerConfig(SumConfig):
             "sgd": ["beta2", "tau"],
             "adagrad": ["momentum", "beta2"],
         }
-        self.refuse_unread(unread.get(self.optimizer, []), f"with optimizer={self.optimizer!r}")
+        self.reject_unused(unread.get(self.optimizer, []), f"with optimizer={self.optimizer!r}")
         return self
 
     @property

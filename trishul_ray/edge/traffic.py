@@ -44,7 +44,7 @@ class UploadsConfig(CodecFields):
         if self.error_feedback and self.codec == NONE:
             raise ValueError("error_feedback=true needs a codec, such as codec='topk'")
         if not self.error_feedback:
-            self.refuse_unread(["residual_rounds"], "without error_feedback=true")
+            self.reject_unused(["residual_rounds"], "without error_feedback=true")
         return self
 
 

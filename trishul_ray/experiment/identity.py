@@ -75,7 +75,7 @@ def _registered(experiment: "Experiment") -> list[str]:
 
 def _check_plugins(experiment: "Experiment") -> None:
     """Raise an InputError for a class of a script that cannot be told from others, or sent."""
-    own = plugins.loose(_registered(experiment))
+    own = plugins.unpackaged(_registered(experiment))
     if not own:
         return
     unknown = any(plugin.content == plugins.UNKNOWN for plugin in experiment.plugins)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from trishul_ray.errors import ArtifactsError, CorruptFileError, InputError, RunError, first_of
+from trishul_ray.errors import ArtifactsError, CorruptFileError, InputError, RunError, join_limited
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import local_sources
 from trishul_ray.experiment.yaml_files import parse_yaml
@@ -97,7 +97,7 @@ def restore_files(
         return summary
     faults = " and ".join(dict.fromkeys(damaged.values())) or "missing"
     wanted = list(damaged)
-    names = first_of(wanted, 3) or "figures and model"
+    names = join_limited(wanted, 3) or "figures and model"
     try:
         checkpoint = run_folder.checkpoints.newest()
         if checkpoint is None or not checkpoint.is_last(experiment.federation.rounds):

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from trishul_ray.errors import InputError, RunError, first_of
+from trishul_ray.errors import InputError, RunError, join_limited
 from trishul_ray.lazy import mlflow
 from trishul_ray.redaction import redact
 from trishul_ray.tracking.mlflow import ID_TAG
@@ -50,7 +50,7 @@ def page_of_run(uri: str, run: str) -> str:
     if not found:
         raise InputError(f"run {run!r} is not in {redact(uri)}")
     if len(ids := sorted({each.data.tags[ID_TAG] for each in found})) > 1:
-        raise InputError(f"run {run!r}: several begin so: {first_of(ids, 5)}")
+        raise InputError(f"run {run!r}: several begin so: {join_limited(ids, 5)}")
     info = found[0].info
     return f"/#/experiments/{info.experiment_id}/runs/{info.run_id}?{TRAINING}"
 

@@ -64,7 +64,7 @@ class CodecFields(Section):
             hint = did_you_mean(self.codec, known) + "".join(f"; {f}" for f in plugins.faults())
             raise ValueError(f"unknown codec {self.codec!r}; known: {', '.join(known)}{hint}")
         unread = (name for name in CodecFields.model_fields if name not in read)
-        self.refuse_unread(unread, f"with codec={self.codec!r}")
+        self.reject_unused(unread, f"with codec={self.codec!r}")
         return self
 
 

@@ -93,7 +93,7 @@ class PrivacyConfig(Section):
     def _check_fields(self) -> "PrivacyConfig":
         if not self.on:
             fields = type(self).model_fields
-            self.refuse_unread(fields, "without privacy.epsilon or privacy.noise")
+            self.reject_unused(fields, "without privacy.epsilon or privacy.noise")
         if self.epsilon is not None and self.noise is not None:
             raise ValueError(
                 f"privacy.epsilon={self.epsilon:g} and privacy.noise={self.noise:g} exclude each "
@@ -143,7 +143,7 @@ class PrivacyConfig(Section):
             raise ValueError("privacy.scope='core' needs privacy.denoise=shrink or hard")
         if not self.adaptive:
             adaptive = ["quantile", "clip_lr", "bit_noise"]
-            self.refuse_unread(adaptive, "without privacy.adaptive=true")
+            self.reject_unused(adaptive, "without privacy.adaptive=true")
         return self
 
     @property

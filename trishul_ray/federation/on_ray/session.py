@@ -20,7 +20,14 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trishul_ray.errors import InputError, RunError, first_line, first_of, last_words, stop_signals
+from trishul_ray.errors import (
+    InputError,
+    RunError,
+    first_line,
+    join_limited,
+    last_words,
+    stop_signals,
+)
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.fork_server import ForkServer
 from trishul_ray.federation.on_ray.nodes import possible_nodes, total_resources
@@ -236,8 +243,8 @@ def _temporary_folder() -> Iterator[str]:
         else:
             raise RunError(
                 "cannot start a local Ray: its sockets need a temporary folder that can be written "
-                f"and whose path has at most {room} bytes, and none of {first_of(places, 9)} is "
-                "one: set RAY_TMPDIR"
+                f"and whose path has at most {room} bytes, and none of {join_limited(places, 9)} "
+                "is one: set RAY_TMPDIR"
             )
         try:
             yield folder

@@ -44,7 +44,7 @@ class LimitedConfig(RavanConfig):
 
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
-        self.refuse_unread(("head_fraction", "selection"), f"with method={self.name!r}")
+        self.reject_unused(("head_fraction", "selection"), f"with method={self.name!r}")
         return self
 
 
@@ -132,9 +132,9 @@ class RankedConfig(TrishulConfig):
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:
         if self.limits == "ranks":
-            self.refuse_unread(("head_fraction", "selection"), "with limits='ranks'")
+            self.reject_unused(("head_fraction", "selection"), "with limits='ranks'")
         if self.differ_by == "block":
-            self.refuse_unread(("allocation",), "with ranks_by='block'")
+            self.reject_unused(("allocation",), "with ranks_by='block'")
         if self.differ_by == "none" and self.limits == "heads":
             raise ValueError("ranks_by='none' with limits='heads' is method=trishul")
         if self.differ_by == "head" and self.head_fraction != 1.0:

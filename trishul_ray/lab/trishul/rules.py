@@ -66,7 +66,7 @@ class RuledConfig(TrishulConfig):
             "prox_every": tuple(LEVELS),
         }
         unread = [name for name, rules in reads.items() if self.rule not in rules]
-        self.refuse_unread(unread, f"with rule={self.rule!r}")
+        self.reject_unused(unread, f"with rule={self.rule!r}")
         if self.level is not None and self.level >= 1 and self.rule in ("relative", "entropy"):
             raise ValueError(f"level={self.level:g} must be below 1 with rule={self.rule!r}")
         return self
