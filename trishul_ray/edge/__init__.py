@@ -1,4 +1,4 @@
-"""What stands between a client's round and the next global state; all of it is off by default.
+"""Stages between a client's round and the next global state; all of them are off by default.
 
 A worker passes what a client would upload through a chain of filters (codecs, clipping, fixed
 point), the server passes the mean through stages (noise, denoising, a server optimizer), and a

@@ -1,4 +1,4 @@
-"""When clients can be asked: windows of time on the simulated clock.
+"""Availability of clients: windows of time on the simulated clock.
 
 Two sources give windows: a generator, which draws from the seed for each day, and a file. Time 0 is
 midnight of day 0. A client that has begun a round may finish it after its window has ended.
@@ -72,7 +72,7 @@ class Windows:
 
 
 class Source(Protocol):
-    """What knows the windows of all clients."""
+    """Availability windows of all clients."""
 
     def between(self, first: float, last: float) -> Windows:
         """Return all windows that meet an interval."""
@@ -105,7 +105,7 @@ class Diurnal:
 
     def between(self, first: float, last: float) -> Windows:
         """Return all windows that meet an interval."""
-        # Those of a day start between a day and _SHIFT before it and _SHIFT after its end.
+        # Windows of a day start between a day and _SHIFT before it and _SHIFT after its end.
         earliest = math.floor((first - _LONGEST - DAY - _SHIFT) / DAY)
         latest = math.floor((last + DAY + _SHIFT) / DAY)
         days = [self._of_day(day) for day in range(earliest, latest + 1)]

@@ -1,4 +1,4 @@
-"""How long a client's round takes, who comes in time, and what energy it costs.
+"""Duration and energy of a client's round, and the clients that come in time.
 
 Everything follows from counted FLOPs, counted bytes and the devices, never from a measured time.
 With S local steps, a client's round takes::
@@ -19,7 +19,7 @@ import numpy as np
 #: Bits of a byte over bits of a megabit.
 _MEGABITS = 8 / 1e6
 
-#: What becomes of a client that is asked: it is kept, comes after the m that are, comes after the
+#: Outcome of a client that is asked: it is kept, comes after the m that are, comes after the
 #: deadline, is lost on the way, or comes in time to an attempt that is given up.
 Fate = Literal["kept", "surplus", "late", "lost", "abandoned"]
 
@@ -31,7 +31,7 @@ def _seconds(size: np.ndarray, megabits: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Times:
-    """What the length of the clients' rounds is made of, [k] each.
+    """Parts of the duration of the clients' rounds, [k] each.
 
     Attributes:
         latency: Seconds that are neither transfer nor computing, and cost no energy.
@@ -85,12 +85,12 @@ class Times:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who of the asked clients counts, before anyone has trained.
+    """Asked clients that count, before anyone has trained.
 
     Attributes:
-        clients: The asked ones, int64 [k], ascending.
-        times: Theirs, with the bytes that are expected.
-        fates: What becomes of each.
+        clients: Asked clients, int64 [k], ascending.
+        times: Their times, with the expected bytes.
+        fates: Outcome of each.
         lost_at: Seconds after which a client is lost, [k]; infinite for others.
         wanted: m.
         deadline: Seconds that the server waits if fewer come than are wanted; None to wait for all.
@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def kept(self) -> np.ndarray:
-        """Which clients are kept, [k] bool."""
+        """Accepted clients, [k] bool."""
         return np.array([fate == "kept" for fate in self.fates], dtype=bool)
 
     def with_bytes(self, down: np.ndarray, up: np.ndarray) -> "Plan":
@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """How long the round takes: until the last kept client is done, or the server gives up."""
+        """Duration of the round: until the last accepted client is done, or the server gives up."""
         kept, total = self.kept, self.times.total
         last = float(total[kept].max(initial=0.0))
         if kept.sum() >= self.wanted:

@@ -1,4 +1,4 @@
-"""Who is asked to take part in a round: strategies.
+"""Strategies that choose the clients of a round.
 
 A strategy is a class and its registration::
 
@@ -26,7 +26,7 @@ from trishul_ray.errors import did_you_mean
 
 @dataclass(frozen=True)
 class Past:
-    """What is recorded of the clients so far, [N] each.
+    """Records of the clients so far, [N] each.
 
     Attributes:
         asked: bool, whether it was ever asked.
@@ -62,7 +62,7 @@ def _floats() -> np.ndarray:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a strategy may read.
+    """Input of a strategy.
 
     Attributes:
         round: Number of the round, from 1.
@@ -96,7 +96,7 @@ class Situation:
 class Strategy:
     """Base class of cohort strategies."""
 
-    #: What it reads beside the past: nothing, the devices, or their batteries as well.
+    #: Its inputs beside the past: nothing, the devices, or their batteries as well.
     needs: ClassVar[Literal["nothing", "devices", "batteries"]] = "nothing"
     #: Fields of the section ``cohort`` that only it reads.
     reads: ClassVar[frozenset[str]] = frozenset()
@@ -116,7 +116,7 @@ cohort_names, strategy_class = COHORTS.names, COHORTS.__getitem__
 
 
 class CohortConfig(Section):
-    """Who is asked to take part in a round, and who of them counts."""
+    """Clients that are asked to take part in a round, and those of them that count."""
 
     select: str = Field(
         "uniform",

@@ -39,7 +39,7 @@ _READ_BY = {
 
 
 class DevicesConfig(Section):
-    """What the clients compute on; with it, a run has a simulated clock and counts energy."""
+    """Devices of the clients; with them, a run has a simulated clock and counts energy."""
 
     kind: Literal["none", "lognormal", "file"] = Field(
         "none",

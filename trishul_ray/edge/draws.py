@@ -1,4 +1,4 @@
-"""Who takes part, and how much of the budget each client trains: drawn from the seed alone."""
+"""Draws of cohorts and of each client's share of the budget, from the seed alone."""
 
 import math
 from functools import lru_cache

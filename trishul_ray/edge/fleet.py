@@ -40,7 +40,7 @@ CLOCK_NUMBERS = {
     *(f"kept_decile_{d}" for d in range(1, DECILES + 1)),
 }  # fmt: skip
 
-#: How often a round asks anew if too few clients come in time.
+#: Largest number of attempts of a round if too few clients come in time.
 MOST_ATTEMPTS = 100
 
 #: Least seconds until the server looks again at batteries that are low.
@@ -64,11 +64,11 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class ClockState:
-    """What is kept between rounds, a part of the checkpoint.
+    """State of the clock between rounds, a part of the checkpoint.
 
     Attributes:
         seconds: The clock.
-        past: What is recorded of clients.
+        past: Records of the clients.
         utilities: float64 [rounds], see ``Situation``.
         kept: int64 [10], kept clients so far by decile of speed.
         battery: float64 [N], joules left; empty without batteries.
@@ -91,10 +91,10 @@ class Asked:
     """A round after its clients are chosen, and before they train.
 
     Attributes:
-        clients: Those that train, ascending.
-        steps: How many local steps those make that do not make all.
-        state: What is kept, when the last attempt begins.
-        plans: Each attempt's; the last one counts. Empty without devices.
+        clients: Clients that train, ascending.
+        steps: Local steps of the clients that do not make all.
+        state: State when the last attempt begins.
+        plans: Plan of each attempt; the last one counts. Empty without devices.
         spent: Joules of the attempts before.
     """
 
@@ -106,19 +106,19 @@ class Asked:
 
     @property
     def missing(self) -> dict[int, Fate]:
-        """What became of the asked clients that do not train, by client, ascending."""
+        """Outcome of the asked clients that do not train, by client, ascending."""
         found = {
             client: fate
             for each in self.plans
             for client, fate in zip(each.clients.tolist(), each.fates, strict=True)
         }
         missing = sorted(found.keys() - set(self.clients))
-        # Who came in time in an attempt that was given up does not count either.
+        # Clients of an abandoned attempt count as abandoned.
         return {c: "abandoned" if found[c] == "kept" else found[c] for c in missing}
 
     @property
     def wasted(self) -> int:
-        """How often a client has received the broadcast and does not train with it."""
+        """Number of broadcasts that clients have received and do not train with."""
         return sum(len(each.clients) for each in self.plans) - len(self.clients)
 
 
@@ -132,7 +132,7 @@ class Fleet:
         seed: The experiment's.
         rows: int64 [N], training rows of all clients; empty if no strategy reads them.
         capacity: float64 [N], share of the budget that each client trains.
-        flops: Of a step; needed with devices.
+        flops: FLOPs of a step; needed with devices.
         least: Clients that a round needs, whatever ``federation.quorum`` is.
 
     Raises:
@@ -186,9 +186,9 @@ class Fleet:
 
         Args:
             number: The round, from 1.
-            state: What is kept.
-            traffic: What each client is expected to transfer.
-            chosen: Clients that something else has drawn; they are asked whoever they are.
+            state: State of the clock.
+            traffic: Expected traffic of each client.
+            chosen: Clients that another stage has drawn; they are asked whoever they are.
 
         Raises:
             FailsAgainError: Too few can ever be asked, or come in time.
@@ -236,8 +236,8 @@ class Fleet:
 
         Args:
             asked: The round.
-            down_bytes: What each of its clients has really received.
-            up_bytes: What each has really sent.
+            down_bytes: Bytes that each of its clients has received.
+            up_bytes: Bytes that each has sent.
             number: The round.
             loss: Mean training loss of each.
             squared: Mean squared training loss of each.

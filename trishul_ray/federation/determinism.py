@@ -37,7 +37,7 @@ _Setting = tuple[Callable[[], Any], Callable[[Any], object], Any]
 def set_environment() -> None:
     """Set the variables of :data:`ENVIRONMENT` that are not set. Call it before importing torch.
 
-    Those of :data:`WAITING` are set if the user has chosen no way of waiting.
+    The variables of :data:`WAITING` are set if the user has chosen no way of waiting.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

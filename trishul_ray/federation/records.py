@@ -1,4 +1,4 @@
-"""What is recorded of each round."""
+"""Records of rounds."""
 
 from dataclasses import dataclass, field
 
@@ -16,9 +16,9 @@ class RoundRecord:
         round: Number of the round; 0 is the untouched backbone, before which clients may have
             answered a survey.
         clients: The cohort, ascending.
-        refused: Why an upload was left out, by client.
-        missing: What became of clients that were asked and did not train, by client: they came
-            after those that are wanted (surplus), after the deadline (late), or were lost.
+        refused: Reason why an upload was left out, by client.
+        missing: Outcome of clients that were asked and did not train, by client: they came after
+            those that are wanted (surplus), after the deadline (late), or were lost.
         accepted_uploads: How many numbers each accepted client sent, by ascending client.
         train_loss: Mean over the cohort and its local steps.
         uploaded_parameters: Numbers that all clients sent.
@@ -26,13 +26,13 @@ class RoundRecord:
         uploaded_bytes: Bytes that they sent, if they were encoded; None: four for each number.
         downloaded_bytes: Bytes that all clients received, likewise.
         client_seconds: Mean time of a client's local steps.
-        diagnostics: What is measured of the uploads, by name; empty if the round is not diagnosed.
-        seconds: How long the round took.
+        diagnostics: Diagnostics of the uploads, by name; empty if the round is not diagnosed.
+        seconds: Duration of the round.
         scores: Metrics of the model after the round, by name; empty if it was not scored.
-        recall: Of the test rows of each class, None for a class without any.
-        per_client: The headline on each client's test rows; of the last scored round alone.
-        edge: What filters, stages and the clock report, by name.
-        personal: The headline of each client's own model on them, likewise.
+        recall: Recall of each class on the test rows, None for a class without any.
+        per_client: Headline on each client's test rows; of the last scored round alone.
+        edge: Numbers of stages, by name.
+        personal: Headline of each client's own model on them, likewise.
         participation: In how many rounds each client has counted, likewise; without those held out.
     """
 

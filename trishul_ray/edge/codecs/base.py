@@ -33,7 +33,7 @@ _ZLIB_LEVEL = 6
 
 
 class CodecFields(Section):
-    """Which codec is used, and the fields that codecs read."""
+    """Codec in use, and the fields that codecs read."""
 
     codec: str = in_id_if_set(NONE, "how numbers are sent: none (as they are), or a codec's name")
     rounding: Literal["nearest", "stochastic"] = in_id_if_set(

@@ -7,8 +7,8 @@ numbers, ``(r - k)^2`` fewer than X for every k < r; singular vectors are ``k (2
 which is less than r^2 only for k up to about r / 2.
 
 The rank is the smallest k whose remainder, the norm of the rows of R after the first k, is at most
-``tolerance ||X||_F``: rounding of float32. What X is, the change or the core itself, is chosen for
-each core by what is smaller; the receiver knows the core that was broadcast. (TRISHUL cuts the
+``tolerance ||X||_F``: rounding of float32. X is the change or the core itself, whichever is smaller
+for a core; the receiver knows the core that was broadcast. (TRISHUL cuts the
 core, or with ``method.prox_on=change`` its change. A trained scalar s makes ``s H`` minus the
 broadcast a matrix of full rank again: the latter needs ``method.scalars=fixed``.) A core of full
 rank is sent as it is, and so are other tensors.

@@ -1,7 +1,7 @@
-"""topk: the entries of largest magnitude, as they are, and where they stand.
+"""topk: the entries of largest magnitude, as they are, and their positions.
 
-Of n entries, ``ceil(density n)`` are sent, over the whole vector; of equal magnitudes the first.
-Where they stand is sent as a bitmap of n bits or as four bytes each, whichever is less.
+``ceil(density n)`` of n entries are sent, over the whole vector; the first of equal magnitudes.
+Positions are sent as a bitmap of n bits or as four bytes each, whichever is less.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TopK(Codec):
         limit, count = self._limit(values)
         magnitudes = np.abs(values)
         sent = magnitudes > limit
-        # Of equal ones the first, whatever the processor's way to partition.
+        # Break ties by index; argpartition differs between CPUs.
         equal = np.flatnonzero((magnitudes == limit) & (values != 0))
         sent[equal[: count - int(sent.sum())]] = True
         places = np.flatnonzero(sent).astype("<u4")

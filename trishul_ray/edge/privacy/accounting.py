@@ -1,4 +1,4 @@
-"""What noise is worth: (epsilon, delta) for each client, from the configuration alone.
+"""Privacy accounting: (epsilon, delta) of a run, for each client, from the configuration alone.
 
 A round adds noise of standard deviation z S to a sum in which each client has at most norm S. Three
 ways to draw its clients differ in what they hide:
@@ -79,7 +79,7 @@ def _divergences(noise: float, population: int, cohort: int) -> Any:
 
 @dataclass(frozen=True)
 class Guarantee:
-    """What a run promises each client, known before its first round.
+    """Guarantee of a run to each client, known before its first round.
 
     Attributes:
         sampling: How clients are drawn.
@@ -104,7 +104,7 @@ class Guarantee:
 
     @property
     def accountant(self) -> str:
-        """What it is accounted with, as a reader may look it up."""
+        """Name of the accounting method, as a reader may look it up."""
         return {
             "poisson": "PLD, Poisson sampling, add or remove one client",
             "fixed": "RDP, fixed size without replacement, replace one client",
@@ -113,7 +113,7 @@ class Guarantee:
 
     @property
     def cohorts(self) -> str:
-        """Whose cohorts it is accounted for."""
+        """The cohorts assumed by the accountant."""
         which = f"{self.cohort:,} of {self.population:,} clients"
         return {
             "poisson": f"Poisson cohorts of {which} on average",
@@ -150,7 +150,7 @@ def guarantee(
 
     Args:
         options: The section ``privacy``, which is on.
-        seed: Of the run, from which the participations are counted.
+        seed: Seed of the run, from which the participations are counted.
         clients: ``federation.clients``.
         cohort: ``federation.clients_per_round``.
         rounds: ``federation.rounds``.

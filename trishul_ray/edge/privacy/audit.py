@@ -73,7 +73,7 @@ def threshold_epsilon(shift: float, rate: float, rounds: int, delta: float) -> f
     multiplier 1 / shift; for more it is below that of their composition, which sees every round.
 
     Args:
-        shift: Of one participation, in standard deviations.
+        shift: Shift by one participation, in standard deviations.
         rate: The probability that a canary takes part in a round.
         rounds: Rounds so far.
         delta: δ.

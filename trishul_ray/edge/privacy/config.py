@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from trishul_ray.config import Section, not_in_id
 
-#: How a round's clients are drawn, which decides what its noise is worth.
+#: Draw of a round's clients, which decides the guarantee that its noise gives.
 Sampling = Literal["poisson", "fixed", "none"]
 
 #: The smallest noise multiplier that is tried, and that an accountant can compute with.
@@ -170,7 +170,7 @@ def refusal(
 
     Args:
         options: Its section ``privacy``, which is on.
-        clients: Those that may take part.
+        clients: Number of clients that may take part.
         cohort: ``federation.clients_per_round``.
         weighting: ``federation.weighting``.
         server: ``server.optimizer``.

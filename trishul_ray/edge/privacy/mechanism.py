@@ -33,7 +33,7 @@ from trishul_ray.edge.state import PrivacyState
 from trishul_ray.files import Json
 from trishul_ray.rng import numpy_rng
 
-#: What is in a run's files, and not covered by its epsilon.
+#: Content of a run's files that its epsilon does not cover.
 OUTSIDE = (
     "train_loss", "scores on validation rows and clients' own test rows", "per_client", "personal",
     "the spectra and other diagnostics of clients", "norms, coding errors and ranks of uploads",
@@ -43,9 +43,9 @@ OUTSIDE = (
 #: Clip norm of answers to a survey: far below the norm of any gradient, so that directions alone
 #: count, and no data are needed to choose it.
 SURVEY_NORM = 1e-6
-#: What a record has of an audit: the lower and the upper end of its interval.
+#: Numbers of an audit in a record: the lower and the upper end of its interval.
 LOW, HIGH = "privacy_audited_epsilon_low", "privacy_audited_epsilon_high"
-#: What every summary of a private run says.
+#: Note of every summary of a private run.
 SIMULATION = "simulation: noise is reproducible from the seed"
 
 
@@ -84,7 +84,7 @@ def reported(promised: Guarantee, simulated: tuple[int, int], last: Mapping[str,
 
 @dataclass(frozen=True)
 class Mechanism:
-    """What a round releases.
+    """Release of a round.
 
     Attributes:
         options: The section ``privacy``, which is on.

@@ -251,7 +251,7 @@ def open_driver(
                 yield inline
                 return
             slices = slices_for_run(experiment, workers.slices)
-            # What an autoscaler will add for this run counts, too.
+            # Nodes that an autoscaler will add for this run count, too.
             held = slices.actors * slices.cpus
             cores = max(ray.cluster_resources().get("CPU", 0.0), held)
             if warning := oversubscription_warning(slices.actors, threads, cores):

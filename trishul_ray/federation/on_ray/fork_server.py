@@ -34,7 +34,7 @@ import time
 from importlib import import_module
 from typing import Self
 
-#: What a coordinator and a client import when their first run begins.
+#: Modules that a coordinator and a client import when their first run begins.
 PRELOADED = (
     "trishul_ray.federation.server",
     "trishul_ray.federation.local",

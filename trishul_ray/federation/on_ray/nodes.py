@@ -10,7 +10,7 @@ import yaml
 from trishul_ray.errors import RunError, first_line
 from trishul_ray.federation.on_ray.ray_internals import draining_nodes, started_here
 
-#: Where `ray up` puts a cluster's configuration on its head node, and cluster/kuberay.yaml, too.
+#: File of a cluster's configuration on its head node, by `ray up` and cluster/kuberay.yaml.
 CLUSTER_FILE = "~/ray_bootstrap_config.yaml"
 #: A resource that only the head node has.
 HEAD = "node:__internal_head__"

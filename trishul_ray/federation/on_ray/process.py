@@ -1,4 +1,4 @@
-"""What a driver gives its actors with it on the way, and what they say of themselves.
+"""Settings that a driver gives its actors, and reports of their processes.
 
 Imports nothing heavy: a coordinator can request its clients before it imports torch.
 """

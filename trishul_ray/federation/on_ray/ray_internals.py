@@ -1,4 +1,4 @@
-"""All that is used of Ray beyond its public interface, each with its reason.
+"""Uses of Ray beyond its public interface, each with its reason.
 
 tests/federation/on_ray/test_ray_internals.py calls every function on a real Ray and fails, with its
 version, where a name is gone.
@@ -77,7 +77,7 @@ def nodes_since_start(client: Any) -> list[Json]:
     return nodes
 
 
-# What a job ships.
+# Files that a job ships.
 
 
 def matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
@@ -141,7 +141,7 @@ def has_gpu() -> bool:
     return any(manager.get_current_node_num_accelerators() > 0 for manager in managers)
 
 
-# How Ray starts.
+# Start of Ray.
 
 
 @contextmanager

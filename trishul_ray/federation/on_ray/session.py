@@ -50,7 +50,7 @@ from trishul_ray.federation.on_ray.slices import (
 )
 from trishul_ray.files import keep_logs, remove_abandoned, scratch_folder, temporary_folders
 
-#: Where Ray looks for a token, besides ~/.ray/auth_token.
+#: Variables in which Ray looks for a token, besides ~/.ray/auth_token.
 _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 #: Seconds in which a cluster must accept a connection.
