@@ -1,9 +1,11 @@
 """The Python interface: the same runs as the command's, from names, rows and modules."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -141,6 +143,32 @@ def test_the_model_predicts_as_the_exported_adapter_does(tiny):
     with torch.no_grad():
         torch.testing.assert_close(adapted(pixels).logits, logits, atol=1e-4, rtol=1e-4)
     assert result.classes == tuple("0123456789") and result.model_path is None
+
+
+def test_a_tuned_decoder_answers_and_what_was_cut_is_said(tiny, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": a}]}
+        for n, a in enumerate(["yes", "no", "so it is and so it will be"] * 6)
+    ]
+    lengths = {"kind": "instruction", "max_length": 60, "target_length": 12, "template": "turns"}
+    result = tiny(
+        rows,
+        model={"name": "llama-tiny", "init": "random"},
+        task=lengths,
+        partition={"kind": "iid"},
+        rounds=1,
+    )
+    stored = json.loads(next(tmp_path.glob("runs/*/result.json")).read_text())
+    found = [
+        re.findall(r"rows: (\d+) of (\d+) answers cut", line) for line in stored["data"]["cut"]
+    ]
+    assert np.array(found).astype(int).sum(axis=0).tolist() == [[6, 18]]
+    asked = ["say 1", "say 2"]
+    answers = result.predict(asked)
+    chats = [[{"role": "user", "content": text}] for text in asked]
+    assert result.predict({"messages": chats}) == answers and len(answers) == 2
+    settings = json.loads((Path(result.adapter_path) / "task.json").read_text())
+    assert settings["date"] and "Assistant" in settings["template"]
 
 
 def test_a_stopped_run_is_continued(tiny, tmp_path, cache, capsys):

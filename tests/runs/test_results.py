@@ -60,7 +60,7 @@ def summary_of(small):
         for name, values in accuracies.items():
             for record, value in zip(records, values, strict=True):
                 record.scores[name] = value
-        coverage = coverage_of(experiment, prepare_run(experiment).dataset)
+        coverage = coverage_of(experiment, prepare_run(experiment))
         result = replace(result, checkpoint=replace(result.checkpoint, records=records))
         return summarize(experiment, result, coverage, 1.0, None)
 

@@ -167,7 +167,7 @@ def datasets(
     held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)
     print_line(describe_partition(held, experiment))
     print_table(partition_table(held))
-    coverage = coverage_of(experiment, prepared.dataset).sentence
+    coverage = coverage_of(experiment, prepared).sentence
     print_field("data", coverage)
     if picture is not None:
         from trishul_ray.report.figures.clients import RowsData, draw_rows  # imports matplotlib

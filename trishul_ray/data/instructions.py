@@ -49,9 +49,7 @@ def find_layout(existing: Sequence[str]) -> dict[str, str] | None:
     return None
 
 
-def plain_messages(
-    values: pa.ChunkedArray, where: Sequence[str], column: str
-) -> pa.LargeStringArray:
+def plain_messages(values: Sequence[Any], where: Sequence[str], column: str) -> pa.LargeStringArray:
     """Return conversations as JSON texts [N]; null where the last answer is blank.
 
     Args:
@@ -63,7 +61,7 @@ def plain_messages(
         CorruptFileError: A row is no conversation that ends with an answer.
     """
     rows: list[str | None] = []
-    for value, row in zip(values.to_pylist(), where, strict=True):
+    for value, row in zip(values, where, strict=True):
         if value is None or value == "":
             rows.append(None)
             continue

@@ -569,7 +569,7 @@ def _with_plain_messages(
         for where, table in parts:
             place = table.column_names.index(column)
             rows = [at_row(where, row) for row in range(table.num_rows)]
-            texts = plain_messages(table.column(column), rows, column)
+            texts = plain_messages(table.column(column).to_pylist(), rows, column)
             found[split].append((where, table.set_column(place, column, texts)))
     return found
 

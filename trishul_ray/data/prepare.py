@@ -347,7 +347,7 @@ class Coverage:
 
     ``validation`` is the number of rows that are held out of the training rows and scored.
     ``revision`` is the commit of the hub's repository; None if unknown or not from the hub.
-    ``skipped`` names the broken images that were left out.
+    ``skipped`` names the broken images that were left out; ``cut`` says what was cut of rows.
     """
 
     dataset: str
@@ -357,6 +357,7 @@ class Coverage:
     test: RowCounts
     skipped: tuple[str, ...] = ()
     validation: int = 0
+    cut: tuple[str, ...] = ()
 
     @property
     def part(self) -> bool:
@@ -374,9 +375,9 @@ class Coverage:
         )
 
     def to_json(self) -> Json:
-        """Return all as plain JSON values; ``skipped`` and ``validation`` only if there are any."""
+        """Return all as plain JSON values; the last three fields only if there are any."""
         fields = asdict(self) | {"part": self.part, "sentence": self.sentence}
-        for name in ("skipped", "validation"):
+        for name in ("skipped", "validation", "cut"):
             if not fields[name]:
                 del fields[name]
         return fields
@@ -385,7 +386,8 @@ class Coverage:
     def from_json(cls, fields: Mapping[str, Any]) -> "Coverage":
         """Return what :meth:`to_json` was made from."""
         plain = {name: value for name, value in fields.items() if name not in ("part", "sentence")}
-        plain["skipped"] = tuple(plain.get("skipped", ()))
+        for name in ("skipped", "cut"):
+            plain[name] = tuple(plain.get(name, ()))
         return cls(**plain | {name: RowCounts(**plain[name]) for name in ("train", "test")})
 
 

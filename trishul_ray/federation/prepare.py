@@ -3,7 +3,7 @@
 The driver does this once; every worker gets the result.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -31,12 +31,14 @@ class Prepared:
         shards: the training rows of each client.
         sources: hashes of the data; see :class:`~trishul_ray.federation.messages.Blueprint`.
         passed: the backbone, if it was passed from Python.
+        cut: what encoding has cut of the rows of a split, a text each with its count.
     """
 
     dataset: PreparedDataset
     shards: Partition
     sources: dict[str, str] = field(default_factory=dict)
     passed: PassedModel | None = None
+    cut: tuple[str, ...] = ()
 
 
 def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None) -> Prepared:
@@ -53,7 +55,12 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
     passed = passed_model(experiment.model)
     if passed is not None:
         _check_passed(backbone, task, dataset)
-    return Prepared(dataset, shards, sources, passed)
+    cut = [
+        f"{name} rows: {remark}"
+        for name in ("train", "test")
+        for remark in task.remarks(dataset.split(name))
+    ]
+    return Prepared(dataset, shards, sources, passed, tuple(cut))
 
 
 def _check_passed(backbone: Backbone, task: Task, dataset: PreparedDataset) -> None:
@@ -163,6 +170,7 @@ def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partitio
     return Partition(rows[shards.permutation], shards.offsets)
 
 
-def coverage_of(experiment: Experiment, dataset: PreparedDataset) -> Coverage:
-    """Return how many rows of a dataset the experiment trains on and scores."""
-    return measure_coverage(dataset, experiment.data.train_limit, experiment.evaluation.limit)
+def coverage_of(experiment: Experiment, prepared: Prepared) -> Coverage:
+    """Return how many rows of its dataset the experiment trains on and scores, and what was cut."""
+    limits = experiment.data.train_limit, experiment.evaluation.limit
+    return replace(measure_coverage(prepared.dataset, *limits), cut=prepared.cut)

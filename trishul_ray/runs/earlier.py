@@ -182,7 +182,7 @@ def _make_artifacts(
         # Imports matplotlib and PEFT, which takes seconds.
         from trishul_ray.runs.artifacts import write_artifacts
 
-        coverage, home = coverage_of(experiment, prepared.dataset), run_folder.home
+        coverage, home = coverage_of(experiment, prepared), run_folder.home
         return write_artifacts(experiment, prepared, result, folder, coverage, home)
 
 

@@ -16,7 +16,8 @@ import torch
 from trishul_ray.data.columns import get_column, read_texts
 from trishul_ray.data.dataset import Column, DatasetInfo, Split, write_split
 from trishul_ray.data.images import NamedImage, resize_images
-from trishul_ray.data.own import encode_image, is_image, to_table
+from trishul_ray.data.instructions import plain_messages
+from trishul_ray.data.own import LABELLED, encode_image, is_image, to_table
 from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.files import scratch_folder
@@ -106,9 +107,15 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
             if info.kind == "image":
                 return {"pixels": _read_images(rows, info)}
             rows = {wanted[0]: rows}
+            if info.kind == "instruction" and "messages" in wanted:
+                rows = {
+                    "messages": [[{"role": "user", "content": text}] for text in rows["messages"]]
+                }
     if isinstance(rows, Mapping):
         rows = {name: list(values) for name, values in rows.items()}
     table = to_table(rows)
+    if info.kind == "instruction":
+        return _instructions(table, info, names)
     found = {c: names.get(c, c) for c in wanted}
     found = {c: name if name in table.column_names else c for c, name in found.items()}
     missing = [c for c in found.values() if c not in table.column_names]
@@ -121,6 +128,35 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
         values = get_column(table, found["image"], "predict").to_pylist()
         return {"pixels": _read_images(values, info)}
     return {c: read_texts(table, name, "predict") for c, name in found.items()}
+
+
+def _instructions(
+    table: pa.Table, info: DatasetInfo, names: Mapping[str, str]
+) -> dict[str, Column]:
+    """Return rows to answer as a dataset has them, with a dash for the answer.
+
+    A row needs an instruction; its input may be missing. A conversation ends with the user.
+    """
+    first = names.get(info.fields[0], info.fields[0])
+    first = first if first in table.column_names else info.fields[0]
+    if first not in table.column_names:
+        raise InputError(
+            f"predict: rows of dataset {info.name} have the columns {', '.join(info.fields)}; "
+            f"these have {', '.join(table.column_names)}"
+        )
+    dashes = pa.array(["-"] * len(table), pa.large_string())
+    if info.fields == ("messages",):
+        answer = {"role": "assistant", "content": "-"}
+        asked = [[*row, answer] for row in table.column(first).to_pylist()]
+        where = [f"predict, row {row}" for row in range(len(asked))]
+        return {"messages": plain_messages(asked, where, first)}
+    found: dict[str, Column] = {"instruction": read_texts(table, first, "predict")}
+    if "input" in info.fields:
+        name = names.get("input", "input")
+        blank = pa.array([""] * len(table), pa.large_string())
+        here = name in table.column_names
+        found["input"] = read_texts(table, name, "predict") if here else blank
+    return found | {"output": dashes}
 
 
 def _batch(images: Any, info: DatasetInfo) -> list[np.ndarray]:
@@ -169,11 +205,11 @@ def _encoded(run: TrainedRun, columns: Mapping[str, Column]) -> dict[str, np.nda
         return {**{k: np.asarray(v) for k, v in columns.items()}, "label": labels}
     if info.kind == "qa":
         columns = {**columns, "answers": pa.array(['["-"]'] * count, pa.large_string())}
-    else:
+    elif info.kind in LABELLED:
         columns = {**columns, "label": labels}
     with scratch_folder("predict") as scratch:
         file = Path(scratch) / "rows.arrow"
         write_split(file, columns, info)
         split = Split(file)
         encoded = {k: np.array(v) for k, v in task.encoder.encode(split, lambda done: None).items()}
-    return encoded if info.kind == "qa" else encoded | {"label": labels}
+    return encoded | {"label": labels} if info.kind in LABELLED else encoded

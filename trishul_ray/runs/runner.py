@@ -240,9 +240,11 @@ class _Run:
         """Run the rounds that are left, and write the results."""
         began = time.perf_counter()
         experiment, progress, info = self.experiment, self.progress, self.prepared.dataset.info
-        coverage = coverage_of(experiment, self.prepared.dataset)
+        coverage = coverage_of(experiment, self.prepared)
         if coverage.part or experiment.data.name in CUSTOM:
             progress.note(coverage.sentence)
+        for remark in coverage.cut:
+            progress.note(remark)
         unread = unread_fields(experiment.task, info, _backbone(experiment))
         tracker = tracker_of(experiment)
         sources, tags = self.prepared.sources, self.options.tags
