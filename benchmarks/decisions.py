@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from trishul_ray.errors import InputError
-from trishul_ray.report.paper import paper_value
+from trishul_ray.paper.numbers import paper_value
 from trishul_ray.report.statistics import ALPHA, compare_rows
 from trishul_ray.sweeps.cells import Sweep, find_sweeps
 

@@ -12,12 +12,12 @@ from trishul_ray.adapters.export import merge_trained
 from trishul_ray.errors import InputError, own_errors
 from trishul_ray.experiment import Experiment
 from trishul_ray.models.passed import as_passed
+from trishul_ray.paper.theory import Check, run_checks
 from trishul_ray.report.statistics import ScoreComparison, compare_scores
 from trishul_ray.report.summary import RunSummary, read_metrics, read_test_rows
 from trishul_ray.runs import prediction
 from trishul_ray.runs.export import TrainedRun, load_trained, name_classes
 from trishul_ray.storage import Store
-from trishul_ray.theory.checks import Check, run_checks
 
 
 class Result:

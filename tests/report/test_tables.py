@@ -13,9 +13,9 @@ from invented_outcomes import (
     vision,
 )
 
+from trishul_ray.paper.numbers import paper_value
 from trishul_ray.report.formats import to_latex, to_markdown
 from trishul_ray.report.outcomes import SweepOutcome, TableLayout
-from trishul_ray.report.paper import paper_value
 from trishul_ray.report.tables import TableCell, build_tables, make_slug
 from trishul_ray.sweeps.cells import find_sweeps
 

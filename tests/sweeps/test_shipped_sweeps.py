@@ -10,7 +10,7 @@ import pytest
 
 import trishul_ray
 from trishul_ray.methods.base import method_class
-from trishul_ray.report.paper import (
+from trishul_ray.paper.numbers import (
     figure_numbers,
     figure_value,
     paper_keys,
@@ -20,7 +20,7 @@ from trishul_ray.sweeps.cells import BEYOND, distinct, find_sweeps
 from trishul_ray.sweeps.reproduce import cell_name
 
 #: The paper's numbers: label by label, with ``metric`` and ``value``, by table.
-PAPER = json.loads((Path(trishul_ray.__file__).parent / "report" / "paper.json").read_text())
+PAPER = json.loads((Path(trishul_ray.__file__).parent / "paper" / "paper.json").read_text())
 #: Cells, and distinct runs, of each profile. The paper's protocol, with five seeds: 600 runs for
 #: vision (7 methods x 2 budgets and full fine-tuning, x 8 columns), as many for language, 175 for
 #: GLUE, and those of the ablations that no table before has: 30 without penalty, 90 with another

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from trishul_ray.data.dataset import Split
     from trishul_ray.data.partition import LabelCounts
     from trishul_ray.experiment import Experiment
+    from trishul_ray.paper.theory import Check
     from trishul_ray.report.summary import RunSummary
     from trishul_ray.tasks.base import Task
-    from trishul_ray.theory.checks import Check
 
 #: Clients that :func:`client_sentence` names.
 MAX_NAMED = 8

@@ -190,7 +190,7 @@ def theory(
     """
     from trishul_ray.api import load
     from trishul_ray.cli.listing import checks_table
-    from trishul_ray.theory.checks import stand_in_checks
+    from trishul_ray.paper.theory import stand_in_checks
 
     if run:
         checks = load(run, runs=runs).theory()

@@ -291,7 +291,7 @@ def claims(
     Runs nothing. Where runs are missing it says which command would make them. The page of the
     command `report` has the same, with every comparison.
     """
-    from trishul_ray.report import claims as decided
+    from trishul_ray.paper import claims as decided
     from trishul_ray.report import page
 
     names, overrides = split_arguments(arguments or [])

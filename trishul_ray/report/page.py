@@ -23,7 +23,8 @@ from trishul_ray.checksums import digest
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
 from trishul_ray.files import write_file
 from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.report.claims import VERDICTS, Finding, claims_csv, judge, why_unreadable
+from trishul_ray.paper.claims import VERDICTS, Finding, claims_csv, judge, why_unreadable
+from trishul_ray.paper.numbers import figure_numbers, slips
 from trishul_ray.report.formats import escape_markdown, to_csv, to_latex, to_markdown
 from trishul_ray.report.outcomes import (
     CellOutcome,
@@ -32,7 +33,6 @@ from trishul_ray.report.outcomes import (
     FigureLayout,
     SweepOutcome,
 )
-from trishul_ray.report.paper import figure_numbers, slips
 from trishul_ray.report.statistics import ALPHA, POWER
 from trishul_ray.report.summary import Hardware, RunSummary
 from trishul_ray.report.tables import SweepTable, build_tables, labels_text, make_slug

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.paper.numbers import paper_value, slips, table_number
 from trishul_ray.report.costs import COSTS, assumed, spent_outcomes
 from trishul_ray.report.outcomes import (
     SEED,
@@ -23,7 +24,6 @@ from trishul_ray.report.outcomes import (
     TableLayout,
     is_loss,
 )
-from trishul_ray.report.paper import paper_value, slips, table_number
 from trishul_ray.report.statistics import (
     ALPHA,
     MAX_SEEDS,

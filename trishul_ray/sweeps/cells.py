@@ -23,9 +23,9 @@ from trishul_ray.experiment.experiment import may_identify
 from trishul_ray.experiment.identity import check_found
 from trishul_ray.experiment.loading import resolve_experiment, set_field
 from trishul_ray.lazy import ray
+from trishul_ray.paper.numbers import figure_numbers, paper_keys
 from trishul_ray.report.figures import check_figure
 from trishul_ray.report.outcomes import FigureLayout, Labels, Profile, SweepHead, TableLayout
-from trishul_ray.report.paper import figure_numbers, paper_keys
 from trishul_ray.sweeps.sweep_file import (
     MAX_CELLS,
     EarlyStopping,

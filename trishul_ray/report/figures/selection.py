@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from trishul_ray.paper.numbers import figure_value
 from trishul_ray.report.outcomes import SEED, CellOutcome, FigureLayout, SweepOutcome
-from trishul_ray.report.paper import figure_value
 
 #: More names than these are counted instead of listed.
 MOST_NAMES = 6
@@ -105,7 +105,7 @@ class Selection:
         """Return what the paper prints of cells, by the labels they share; NaN if nothing.
 
         It is not asked where the cells may not be compared with it. Arguments as in
-        :func:`~trishul_ray.report.paper.figure_value`.
+        :func:`~trishul_ray.paper.numbers.figure_value`.
         """
         if self.figure.paper is None or not cells or not self.sweep.is_comparable(self.cells):
             return math.nan

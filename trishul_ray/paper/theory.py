@@ -16,6 +16,15 @@ from trishul_ray.errors import InputError
 from trishul_ray.files import Json
 from trishul_ray.lazy import torch
 from trishul_ray.methods.base import build_method, method_class, method_names
+from trishul_ray.paper.stand_in import (
+    Array,
+    Course,
+    LeastSquares,
+    Setting,
+    converge,
+    local_rounds,
+    nuclear,
+)
 from trishul_ray.report.summary import RunSummary, read_metrics
 from trishul_ray.rng import numpy_rng, torch_rng
 from trishul_ray.spectral.allocation import (
@@ -27,15 +36,6 @@ from trishul_ray.spectral.allocation import (
 )
 from trishul_ray.spectral.bases import BasisInit, draw_bases
 from trishul_ray.spectral.diagnostics import significant
-from trishul_ray.theory.stand_in import (
-    Array,
-    Course,
-    LeastSquares,
-    Setting,
-    converge,
-    local_rounds,
-    nuclear,
-)
 
 if TYPE_CHECKING:
     from trishul_ray.storage import Store

@@ -18,6 +18,26 @@ from trishul_ray.api import load
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.lab.trishul import slots
+from trishul_ray.paper.stand_in import (
+    SCALAR_MAX,
+    LeastSquares,
+    Setting,
+    converge,
+    local_rounds,
+    nuclear,
+    shrink,
+)
+from trishul_ray.paper.theory import (
+    LAM,
+    Check,
+    _variance_checks,
+    heads_checks,
+    nuclear_checks,
+    rounding_checks,
+    run_checks,
+    stationarity_checks,
+    upload_checks,
+)
 from trishul_ray.report.summary import RunSummary, read_metrics
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.spectral.allocation import (
@@ -29,26 +49,6 @@ from trishul_ray.spectral.allocation import (
 )
 from trishul_ray.spectral.svt import svt
 from trishul_ray.storage import Store
-from trishul_ray.theory.checks import (
-    LAM,
-    Check,
-    _variance_checks,
-    heads_checks,
-    nuclear_checks,
-    rounding_checks,
-    run_checks,
-    stationarity_checks,
-    upload_checks,
-)
-from trishul_ray.theory.stand_in import (
-    SCALAR_MAX,
-    LeastSquares,
-    Setting,
-    converge,
-    local_rounds,
-    nuclear,
-    shrink,
-)
 from trishul_ray.tracking.progress import RunProgress
 
 SCORES = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=4)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trishul_ray.report.paper import _paper, paper_keys, paper_value, slips, table_number
+from trishul_ray.paper.numbers import _paper, paper_keys, paper_value, slips, table_number
 
 POSITION = {
     "method": "TRISHUL",

@@ -14,7 +14,7 @@ from invented_outcomes import invent_run, product, random_of, square
 from rich.console import Console
 from scipy import stats
 
-from trishul_ray.report.claims import (
+from trishul_ray.paper.claims import (
     RATIOS,
     VERDICTS,
     Claim,
@@ -24,9 +24,9 @@ from trishul_ray.report.claims import (
     claims_table,
     judge,
 )
+from trishul_ray.paper.numbers import figure_numbers, paper_keys, paper_value
 from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.report.page import write_report
-from trishul_ray.report.paper import figure_numbers, paper_keys, paper_value
 from trishul_ray.report.statistics import estimate
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.storage import Store

@@ -17,7 +17,7 @@ _NO_LABEL = ("metric", "value", "budget_rank", "line")
 
 @cache
 def _paper() -> Json:
-    file = resources.files("trishul_ray") / "report" / "paper.json"
+    file = resources.files("trishul_ray") / "paper" / "paper.json"
     content: Json = json.loads(file.read_text(encoding="utf-8"))
     return content
 

@@ -36,6 +36,7 @@ from rich.text import Text as RichText
 
 from trishul_ray.config import Section
 from trishul_ray.errors import first_line, typed_line
+from trishul_ray.paper.numbers import figure_numbers, table_number
 from trishul_ray.report.formats import csv_text
 from trishul_ray.report.outcomes import (
     SEED,
@@ -46,7 +47,6 @@ from trishul_ray.report.outcomes import (
     Text,
     is_loss,
 )
-from trishul_ray.report.paper import figure_numbers, table_number
 from trishul_ray.report.statistics import complete_block, decimals_for, estimate, with_sign
 
 VerdictName = Literal["seen", "not seen", "reversed", "undecided", "no runs"]
@@ -147,7 +147,7 @@ class Claim(Section):
 @cache
 def claims() -> tuple[Claim, ...]:
     """Return the paper's claims, in its order of subjects."""
-    file = resources.files("trishul_ray") / "report" / "claims.yaml"
+    file = resources.files("trishul_ray") / "paper" / "claims.yaml"
     return tuple(Claim(**each) for each in yaml.safe_load(file.read_text(encoding="utf-8")))
 
 

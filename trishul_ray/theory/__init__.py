@@ -1,1 +1,0 @@
-"""The paper's bounds beside measured numbers."""
