@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from trishul_ray.errors import InputError
-from trishul_ray.paper.numbers import paper_value
+from trishul_ray.paper.numbers import PAPER
 from trishul_ray.report.statistics import ALPHA, compare_rows
 from trishul_ray.sweeps.cells import Sweep, find_sweeps
 
@@ -128,11 +128,12 @@ def truths_of(sweep: Sweep) -> list[tuple[str, Truth]]:
             shown = all(labels[axis] in only for axis, only in layout.where.items())
             if not shown or labels["seed"] != "0" or labels.get("method") == "Full-FT":
                 continue
-            value = paper_value(layout.paper or "tab:ablation_init", labels)
+            value = PAPER.table_value(layout.paper or "tab:ablation_init", labels)
             if value is None:
                 ravan = {"method": "RAVAN", "clients": "20", "budget": "lower"}
                 labels |= ravan | {"partition": "dirichlet(0.3)"}
-                value = paper_value("tab:vision", labels) or paper_value("tab:language", labels)
+                found_in = ("tab:vision", "tab:language")
+                value = next(filter(None, (PAPER.table_value(k, labels) for k in found_in)), None)
             *head, row = (cell.labels[axis] for axis in layout.rows)
             groups.setdefault(tuple(head), {}).setdefault(row, []).append(value or np.nan)
         found.append((layout.name, [np.array(list(rows.values())) for rows in groups.values()]))

@@ -50,8 +50,9 @@ MAY_IMPORT = {
     # Plug-ins: what the guides document, and nothing imports them.
     "lab": {"adapters", "config", "methods", "spectral", "stages"},
 }
-#: Content of the lab, as other parts would name it.
+#: Content of the lab and of the folder of the paper, as other parts would name it.
 EXTENSIONS = (
+    *("paper.json", "claims.yaml", "trishul claims", "trishul theory", "stand_in", "Finding"),
     *("lam_rule", "lam_level", "reallocat", "spare_heads", "private_heads", "private_core"),
     *("geometric", "ranks_by", "move_every", "MixedHeads", "raFLoRA", "fedplora", "Fed-PLoRA"),
     *("fedsa", "fedsvd", "fedrpca", "fedrot", "frlora", "rolora", "FedSA", "FedSVD", "FedRPCA"),
@@ -69,7 +70,11 @@ MAY_NOT_IMPORT = {
     "runs": {"cli", "contract", "doctor", "sweeps"},
     "sweeps": {"cli", "contract", "jobs"},
     "jobs": {"cli", "contract", "doctor"},
+    # A plug-in with commands of its own: what the guides document, and nothing imports it.
+    "paper": {"contract", "doctor", "federation", "jobs", "runs", "sweeps"},
 }
+#: Parts that are plug-ins of the others.
+PLUG_INS = {"lab", "paper"}
 #: Third parties that only some may import: beginnings of module names.
 ONLY = {
     "ray": ("federation.on_ray.", "sweeps.", "models.pretraining.", "cli.", "jobs."),
@@ -155,7 +160,7 @@ def test_a_part_imports_nothing_that_lies_above(part):
 def test_the_python_interface_stands_above_everything_but_commands():
     for path in FILES:
         part = module(path).split(".")[0]
-        if part not in {"", "api", "cli"}:
+        if part not in {"", "api", "cli", "paper"}:
             assert "api" not in parts(path) and (part in INTERFACE or "result" not in parts(path))
         if part in INTERFACE:
             assert not parts(path) & {"cli", "doctor"}, module(path)
@@ -169,11 +174,12 @@ def test_no_folder_imports_back():
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-def test_nothing_imports_the_lab_or_names_what_is_in_it():
-    files = [path for path in FILES if module(path).split(".")[0] != "lab"]
+def test_nothing_imports_the_lab_or_the_paper_or_names_what_is_in_them():
+    files = [path for path in FILES if module(path).split(".")[0] not in PLUG_INS]
     for path in files:
-        assert not {name.split(".")[0] for name in ours(path, ast.walk)} & {"lab"}, module(path)
-    texts = [*files, *ROOT.rglob("*.yaml"), *ROOT.rglob("*.html")]
+        assert not {name.split(".")[0] for name in ours(path, ast.walk)} & PLUG_INS, module(path)
+    others = [path for suffix in ("yaml", "html", "md") for path in ROOT.rglob(f"*.{suffix}")]
+    texts = [*files, *(path for path in others if path.relative_to(ROOT).parts[0] not in PLUG_INS)]
     named = {
         (path.name, word)
         for path in texts

@@ -96,6 +96,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def why_unreadable(error: Exception) -> str:
+    """Return in a line why files of runs cannot be used; a missing column has no sentence."""
+    return first_line(error) if isinstance(error, OSError | ValueError) else typed_line(error)
+
+
 def describe_os_error(error: OSError) -> str:
     """Return the reason of a failed system call and its file, in one line."""
     return f"{error.strerror or error}: {error.filename or 'storage'}"

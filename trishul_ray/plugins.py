@@ -74,6 +74,8 @@ _providers: dict[str, tuple[Plugin, ...]] = {}
 _unpackaged: dict[str, type] = {}
 #: Why installed plug-ins could not be loaded, one line each; None before they are looked for.
 _faults: list[str] | None = None
+#: Why commands of plug-ins could not be loaded, by their names.
+_command_faults: dict[str, str] = {}
 #: Whether files are refused; see :func:`none_run`.
 _refused = False
 
@@ -167,10 +169,26 @@ def load_installed() -> None:
             _faults.append(_fault(entry, error))
 
 
+def commands(taken: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """Return the commands that entry points of ``trishul_ray.plugins.command`` add, by name.
+
+    One that is faulty or has a taken name is left out (:func:`faults`).
+    """
+    found, taken = {}, frozenset(taken)
+    for name, entry in _named("command").items():
+        try:
+            if name in taken:
+                raise ValueError(f"the command {name!r} is taken")
+            found[name] = entry.load()
+        except Exception as error:
+            _command_faults[name] = _fault(entry, error)
+    return found
+
+
 def faults() -> list[str]:
     """Return why installed plug-ins could not be loaded, or cannot be known, one line each."""
     outdated = _outdated()
-    return [*(_faults or ()), *([outdated] if outdated else [])]
+    return [*(_faults or ()), *_command_faults.values(), *([outdated] if outdated else [])]
 
 
 @cache
@@ -378,6 +396,10 @@ class Registry(Generic[_T]):
                     _faults.append(str(error))
         return found
 
+    def plugins(self) -> tuple[Plugin, ...]:
+        """Return the plug-ins behind all classes, by name, without this package."""
+        return used_by(f"{self._field}={name}" for name in self.all())
+
     def __getitem__(self, name: str) -> type[_T]:
         """Return the class of a name.
 
@@ -399,6 +421,7 @@ class Registry(Generic[_T]):
 
 def used_by(fields: Iterable[str]) -> tuple[Plugin, ...]:
     """Return the plug-ins behind what fields such as ``method=mine`` name, by name."""
+    fields = list(fields)
     found = {plugin for field in fields for plugin in _providers.get(field, ())}
     found |= {_of_class(_unpackaged[field]) for field in fields if field in _unpackaged}
     return tuple(sorted(found, key=lambda plugin: plugin.name))

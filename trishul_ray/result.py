@@ -12,7 +12,6 @@ from trishul_ray.adapters.export import merge_trained
 from trishul_ray.errors import InputError, own_errors
 from trishul_ray.experiment import Experiment
 from trishul_ray.models.passed import as_passed
-from trishul_ray.paper.theory import Check, run_checks
 from trishul_ray.report.statistics import ScoreComparison, compare_scores
 from trishul_ray.report.summary import RunSummary, read_metrics, read_test_rows
 from trishul_ray.runs import prediction
@@ -121,10 +120,6 @@ class Result:
                 "dataset with the same evaluation.limit"
             )
         return compare_scores(first.to_numpy(), second.to_numpy())
-
-    def theory(self) -> list[Check]:
-        """Return the paper's bounds beside this run's numbers; empty without core heads."""
-        return run_checks(RunSummary.read(self._home), self._home)
 
     @property
     def adapter_path(self) -> str | None:

@@ -14,17 +14,10 @@ from invented_outcomes import invent_run, product, random_of, square
 from rich.console import Console
 from scipy import stats
 
-from trishul_ray.paper.claims import (
-    RATIOS,
-    VERDICTS,
-    Claim,
-    Part,
-    claims,
-    claims_csv,
-    claims_table,
-    judge,
-)
-from trishul_ray.paper.numbers import figure_numbers, paper_keys, paper_value
+from trishul_ray.paper.claims import VERDICTS, Claim, Part, all_claims, judge, measure_of
+from trishul_ray.paper.claims_section import claims_csv
+from trishul_ray.paper.commands import claims_table
+from trishul_ray.paper.numbers import PAPER
 from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.report.page import write_report
 from trishul_ray.report.statistics import estimate
@@ -76,14 +69,14 @@ def only(outcome, name="water-filling"):
 
 
 def test_every_claim_is_about_cells_that_the_papers_sweeps_have():
-    names = [claim.name for claim in claims()]
+    names = [claim.name for claim in all_claims()]
     assert len(names) == len(set(names)) >= 20
     wanted = {"exact-aggregation", "variance-lambda", "alignment", "entropy-and-rank", "between"}
     wanted |= {"water-filling", "lambda-peak", "gains", "overhead", "order"}
     assert wanted <= set(names)
-    for claim in claims():
+    for claim in all_claims():
         (found,) = find_sweeps([claim.sweep], "paper", [])
-        assert claim.paper is None or claim.paper in {*paper_keys(), *figure_numbers()}
+        assert claim.paper is None or claim.paper in {*PAPER.tables(), *PAPER.figures()}
         assert claim.by in found.axes
         assert bool(claim.pairs) != (claim.at_most is not None)
         for label in [*claim.labels, *(label for pair in claim.pairs for label in pair)]:
@@ -96,7 +89,7 @@ def test_every_claim_is_about_cells_that_the_papers_sweeps_have():
 
 @pytest.mark.parametrize("profile", ["paper", "small", "smoke"])
 def test_a_profile_without_runs_says_which_command_makes_them(profile, tmp_path):
-    names = list(dict.fromkeys(claim.sweep for claim in claims()))
+    names = list(dict.fromkeys(claim.sweep for claim in all_claims()))
     sweeps = find_sweeps(names, profile, [f"storage.runs={tmp_path}"])
     findings = judge(collect(sweeps, examine(distinct(sweeps))))
     assert {finding.claim.name for finding in findings} >= {"between", "lambda-peak", "gains"}
@@ -145,7 +138,7 @@ def test_the_papers_own_numbers_show_its_claims(name):
 
     def value(labels):
         where = {axis: label for axis, label in labels.items() if axis != "seed"}
-        number = paper_value(TABLES[name], where)
+        number = PAPER.table_value(TABLES[name], where)
         return None if number is None else number + 1e-3 * random_of(*labels.values()).normal()
 
     findings = [f for f in judge([sweep(name, axes, value)]) if "score" in f.claim.measures]
@@ -169,7 +162,7 @@ def test_the_interval_is_that_of_a_paired_t_test(differences):
 @settings(deadline=None, max_examples=40)
 @given(number=st.floats(-3, 3), half=st.floats(0.01, 2), wider=st.floats(1, 3))
 def test_a_claim_and_its_opposite_are_never_both_seen(number, half, wider):
-    claim = next(each for each in claims() if each.name == "water-filling")
+    claim = next(each for each in all_claims() if each.name == "water-filling")
     ends = ((number - half, number + half), (number - wider * half, number + wider * half))
     higher, lower = (
         Part("", "score", side, percent=True, number=number, interval=ends[0], strict=ends[1])
@@ -259,7 +252,7 @@ def test_one_part_of_several_fails_only_at_a_stricter_level():
     for of in (1, 4):
         low, _ = stats.t.interval(1 - 0.05 / of, 2, values.mean, values.deviation / math.sqrt(3))
         assert values.interval(of)[0] == pytest.approx(low)
-    claim = next(each for each in claims() if each.name == "lambda-peak")
+    claim = next(each for each in all_claims() if each.name == "lambda-peak")
     assert claim.least is not None
     part = Part("", "score", "higher", True, values.mean, values.interval(), values.interval(4), 3)
     assert part.verdict(claim) == "not seen" or part.strict[1] >= claim.least
@@ -322,7 +315,7 @@ def test_diagnostics_come_from_the_records(tmp_path):
     assert len(found["between"].parts) == 10
     # The scale of a seed does not matter to a ratio.
     assert found["variance"].parts[0].number == pytest.approx(-0.4, abs=2e-3)
-    assert found["variance"].parts[0].measure in RATIOS
+    assert measure_of(found["variance"].parts[0].measure).ratio
     assert found["variance"].parts[0].shown.startswith("−39.9 %")
 
 
@@ -435,6 +428,6 @@ def test_real_runs_are_judged(real):
 
 
 def test_names_of_a_claim_are_checked():
-    known = claims()[0].model_dump()
+    known = all_claims()[0].model_dump()
     with pytest.raises(ValueError, match="measure"):
         Claim(**{**known, "measures": {"score": "sideways"}})

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trishul_ray.paper.numbers import _paper, paper_keys, paper_value, slips, table_number
+from trishul_ray.paper.numbers import PAPER, records
 
 POSITION = {
     "method": "TRISHUL",
@@ -16,20 +16,21 @@ POSITION = {
 
 
 def test_numbers_of_the_paper():
-    assert paper_value("tab:vision", POSITION) == 79.41
-    assert paper_value("tab:glue", {"method": "TRISHUL", "task": "average"}) == 84.66
-    assert paper_value("tab:lambda_sensitivity", {"lambda": "1.0", "dataset": "svhn"}) == 88.63
-    assert paper_value("fig:overhead", {"method": "RAVAN", "model": "ViT-B/16"}) == 18.4
+    assert PAPER.table_value("tab:vision", POSITION) == 79.41
+    assert PAPER.table_value("tab:glue", {"method": "TRISHUL", "task": "average"}) == 84.66
+    where = {"lambda": "1.0", "dataset": "svhn"}
+    assert PAPER.table_value("tab:lambda_sensitivity", where) == 88.63
+    assert PAPER.table_value("fig:overhead", {"method": "RAVAN", "model": "ViT-B/16"}) == 18.4
 
 
 def test_axes_that_the_paper_does_not_have_do_not_matter():
-    assert paper_value("tab:vision", POSITION | {"seed": "0", "device": "cpu"}) == 79.41
+    assert PAPER.table_value("tab:vision", POSITION | {"seed": "0", "device": "cpu"}) == 79.41
 
 
 def test_full_fine_tuning_has_no_budget():
     position = POSITION | {"method": "Full-FT"}
-    assert paper_value("tab:vision", position) == 86.86
-    assert paper_value("tab:vision", position | {"budget": "higher"}) == 86.86
+    assert PAPER.table_value("tab:vision", position) == 86.86
+    assert PAPER.table_value("tab:vision", position | {"budget": "higher"}) == 86.86
 
 
 @pytest.mark.parametrize(
@@ -44,37 +45,37 @@ def test_full_fine_tuning_has_no_budget():
     ],
 )
 def test_nothing_is_guessed(key, labels):
-    assert paper_value(key, labels) is None
+    assert PAPER.table_value(key, labels) is None
 
 
 @given(st.data())
 def test_every_record_is_found_by_its_own_labels_alone(data):
-    key = data.draw(st.sampled_from(paper_keys()))
-    record = data.draw(st.sampled_from(_paper()["tables"][key]))
+    key = data.draw(st.sampled_from(list(PAPER.tables())))
+    record = data.draw(st.sampled_from(records()["tables"][key]))
     labels = {
         axis: label
         for axis, label in record.items()
         if axis not in ("metric", "value", "budget_rank") and label is not None
     }
-    assert paper_value(key, labels) == record["value"]
+    assert PAPER.table_value(key, labels) == record["value"]
     axis = data.draw(st.sampled_from(sorted(labels)))
-    assert paper_value(key, labels | {axis: "another"}) is None
+    assert PAPER.table_value(key, labels | {axis: "another"}) is None
 
 
 def test_tables_have_the_numbers_of_the_paper():
-    numbers = [table_number(key) for key in paper_keys() if key.startswith("tab:")]
+    numbers = [PAPER.tables()[key] for key in PAPER.tables() if key.startswith("tab:")]
     assert sorted(numbers) == list(range(2, 12))  # the first positions other work
-    assert table_number("fig:overhead") is None
+    assert PAPER.tables()["fig:overhead"] is None
 
 
 def test_slips_are_those_of_the_papers_own_numbers():
     tasks = ("mnli_mismatched", "mnli_matched", "qnli", "qqp", "sst2", "rte")
-    row = [paper_value("tab:glue", {"method": "TRISHUL", "task": task}) for task in tasks]
+    row = [PAPER.table_value("tab:glue", {"method": "TRISHUL", "task": task}) for task in tasks]
     assert f"{sum(row) / 6:.2f}" == "84.50"
-    assert "its six columns average 84.50" in slips("tab:glue")[0]
+    assert "its six columns average 84.50" in PAPER.slips("tab:glue")[0]
     position = {"budget": "higher", "dataset": "svhn", "clients": "50"}
     position["partition"] = "dirichlet(0.3)"
     for method, value in (("TRISHUL", 87.11), ("SCAFFOLD+LoRA", 87.23)):
-        assert paper_value("tab:vision", position | {"method": method}) == value
-        assert f"{method}'s {value}" in slips("tab:vision")[0]
-    assert slips("tab:lambda_sensitivity") == ()
+        assert PAPER.table_value("tab:vision", position | {"method": method}) == value
+        assert f"{method}'s {value}" in PAPER.slips("tab:vision")[0]
+    assert PAPER.slips("tab:lambda_sensitivity") == ()

@@ -4,7 +4,7 @@ import pytest
 from summaries import invented_summary
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.report.page import MOST_VALUES, SWITCHES, read_switches
+from trishul_ray.paper.switches import MOST_VALUES, SWITCHES, read_switches
 
 UNREAD = ["task.target_length", "task.template", "task.verbalizers"]
 

@@ -14,7 +14,6 @@ from rich.console import Console
 from safetensors.torch import load as load_tensors
 from tiny_run import TINY
 
-from trishul_ray.api import load
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.lab.trishul import slots
@@ -268,7 +267,8 @@ def runs(tmp_path_factory):
 
 def test_a_finished_run_is_checked_from_its_files(runs):
     folder, trishul, _ = runs
-    checks = load(trishul, runs=folder).theory()
+    home = Store.open(str(folder)).child(trishul)
+    checks = run_checks(RunSummary.read(home), home)
     found = {check.statement.split(" (")[0]: check for check in checks}
     assert len(checks) == 6
     assert found["variance of uploads"].holds and found["variance of uploads"].measured > 0

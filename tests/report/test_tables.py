@@ -13,9 +13,10 @@ from invented_outcomes import (
     vision,
 )
 
-from trishul_ray.paper.numbers import paper_value
+from trishul_ray.paper.numbers import PAPER
 from trishul_ray.report.formats import to_latex, to_markdown
 from trishul_ray.report.outcomes import SweepOutcome, TableLayout
+from trishul_ray.report.references import Reference
 from trishul_ray.report.tables import TableCell, build_tables, make_slug
 from trishul_ray.sweeps.cells import find_sweeps
 
@@ -124,7 +125,9 @@ def test_an_average_over_fewer_columns_is_not_the_best(monkeypatch):
         level=lambda x: level[x["dataset"]][x["method"]],
         left_out=lambda x: x["method"] == "b" and x["dataset"] == "hard",
     )  # fmt: skip
-    monkeypatch.setattr("trishul_ray.report.tables.paper_value", lambda key, labels: 75.0)
+    reference = Reference()
+    reference.table_value = lambda key, labels: 75.0
+    monkeypatch.setattr("trishul_ray.report.tables.of_table", lambda key: reference)
     (table,) = build(sweep)
     averages = [row.cells[-1] for row in table.rows]
     assert [round(cell.estimate.mean) for cell in averages] == [70, 80, 50]
@@ -248,12 +251,12 @@ def test_most_of_the_papers_comparisons_are_decided_with_three_seeds():
 
 def _papers(sweep, labels):
     """The paper's number of a cell; RAVAN's with other bases is taken to be the same."""
-    values = (paper_value(table.paper, labels) for table in sweep.tables if table.paper)
+    values = (PAPER.table_value(table.paper, labels) for table in sweep.tables if table.paper)
     known = next((value for value in values if value is not None), None)
     if known is None and labels.get("initialization", "").startswith("RAVAN"):
         ravan = dict(labels, method="RAVAN", clients="20", budget="lower")
         ravan["partition"] = "dirichlet(0.3)"
-        return paper_value("tab:vision", ravan) or paper_value("tab:language", ravan)
+        return PAPER.table_value("tab:vision", ravan) or PAPER.table_value("tab:language", ravan)
     return known
 
 

@@ -1,26 +1,18 @@
 """The sweeps of the paper's tables and figures, in each profile."""
 
 import functools
-import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-import trishul_ray
 from trishul_ray.methods.base import method_class
-from trishul_ray.paper.numbers import (
-    figure_numbers,
-    figure_value,
-    paper_keys,
-    paper_value,
-)
+from trishul_ray.paper.numbers import PAPER, records
 from trishul_ray.sweeps.cells import BEYOND, distinct, find_sweeps
 from trishul_ray.sweeps.reproduce import cell_name
 
 #: The paper's numbers: label by label, with ``metric`` and ``value``, by table.
-PAPER = json.loads((Path(trishul_ray.__file__).parent / "paper" / "paper.json").read_text())
+RECORDS = records()
 #: Cells, and distinct runs, of each profile. The paper's protocol, with five seeds: 600 runs for
 #: vision (7 methods x 2 budgets and full fine-tuning, x 8 columns), as many for language, 175 for
 #: GLUE, and those of the ablations that no table before has: 30 without penalty, 90 with another
@@ -130,11 +122,11 @@ def test_tables_figures_and_counts(profile):
     assert len(figures) == len(FIGURES) and set(figures) == FIGURES
     # Every figure of the paper that shows results, each once.
     keys = [figure.paper for sweep in found for figure in sweep.figures]
-    assert sorted(keys) == sorted(figure_numbers())
-    assert list(figure_numbers().values()) == list(range(5, 18))
+    assert sorted(keys) == sorted(PAPER.figures())
+    assert list(PAPER.figures().values()) == list(range(5, 18))
     tables = [table.paper for sweep in found for table in sweep.tables if table.paper]
     assert len(tables) == len(set(tables)) == 10
-    assert {*tables, "fig:overhead"} == {*paper_keys()}
+    assert {*tables, "fig:overhead"} == {*PAPER.tables()}
 
 
 #: Datasets that titles name, by how their names begin.
@@ -202,24 +194,24 @@ def test_each_record_of_the_paper_stands_at_one_position():
             cells = {tuple(c.labels.items())[:2]: [c] for c in sweep.cells}
             places = [("fig:overhead", cells, None)]
         for key, cells, table in places:
-            records = PAPER["tables"][key]
+            records = RECORDS["tables"][key]
             labels = list(cells)
             if table is not None and table.average:
                 rows = len(table.rows)
                 labels += sorted({(*each[:rows], ("task", "average")) for each in cells})
-            assert all(paper_value(key, dict(each)) is not None for each in labels), key
+            assert all(PAPER.table_value(key, dict(each)) is not None for each in labels), key
             for record in records:
                 assert len([each for each in labels if matches(record, each)]) == 1, record
             assert len(labels) == len(records)
             found.append(key)
-    assert sorted(found) == sorted(paper_keys())
+    assert sorted(found) == sorted(PAPER.tables())
 
 
 def test_labels_mean_what_the_paper_says():
     for sweep in sweeps("paper"):
         for key in {table.paper for table in sweep.tables if table.paper} or {"fig:overhead"}:
             table = next((table for table in sweep.tables if table.paper), None)
-            for record in PAPER["tables"][key]:
+            for record in RECORDS["tables"][key]:
                 for labels, cells in (positions(sweep, table) if table else {}).items():
                     if matches(record, labels):
                         check_meaning(record, cells)
@@ -237,7 +229,7 @@ def test_the_papers_numbers_stand_at_the_points_of_its_figures():
         for cell in sweep.cells
         for metric in ("accuracy", "seconds_per_round", "overhead", "principal_angle_similarity",
                        "fewest_heads", "most_heads")
-        if (value := figure_value(figure.paper, metric, cell.labels)) is not None
+        if (value := PAPER.figure_value(figure.paper, metric, cell.labels)) is not None
     }  # fmt: skip
     assert {value for key, _, value in found if key == "fig:alpha_diagnostics"} == {0.35, 0.15, 0.0}
     assert {value for key, _, value in found if key == "fig:waterfilling"} == {2.0, 6.0}
@@ -306,7 +298,10 @@ def test_other_profiles_have_labels_of_the_paper(profile):
     for sweep in sweeps(profile):
         for table in sweep.tables:
             for labels in positions(sweep, table) if table.paper else ():
-                assert paper_value(table.paper, dict(labels)) is not None, (sweep.name, labels)
+                assert PAPER.table_value(table.paper, dict(labels)) is not None, (
+                    sweep.name,
+                    labels,
+                )
 
 
 def test_smoke_needs_nothing_but_the_package():

@@ -18,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from trishul_ray import plugins
 from trishul_ray.cli import cluster, data, machine, run, sweeps
 from trishul_ray.cli.output import UsageError, wrapped
 from trishul_ray.errors import InputError, RunError, describe_os_error, stop_signals
@@ -59,13 +60,11 @@ for command in (
     run.run,
     run.export,
     run.compare,
-    run.theory,
     sweeps.table,
     sweeps.sweep,
     sweeps.rates,
     sweeps.plan,
     sweeps.report,
-    sweeps.claims,
     cluster.submit,
     cluster.status,
     cluster.stop,
@@ -78,6 +77,9 @@ for command in (
     machine.doctor,
 ):
     app.command()(command)
+_names = [each.callback.__name__ for each in app.registered_commands if each.callback]
+for name, added in plugins.commands(_names).items():
+    app.command(name)(added)
 
 #: Seconds within which a second signal is ignored: ``timeout`` and Slurm send two at once.
 _REPEATED_SIGNAL_SECONDS = 10.0

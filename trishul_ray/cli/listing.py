@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from trishul_ray.data.dataset import Split
     from trishul_ray.data.partition import LabelCounts
     from trishul_ray.experiment import Experiment
-    from trishul_ray.paper.theory import Check
     from trishul_ray.report.summary import RunSummary
     from trishul_ray.tasks.base import Task
 
@@ -99,34 +98,6 @@ def heads_table(blocks: Mapping[str, tuple[float, tuple[int, ...]]]) -> Table:
     for name, (norm, ranks) in blocks.items():
         shown = ", ".join(map(str, dict.fromkeys(ranks))) or "0"
         table.add_row(name, f"{norm:.4g}", str(len(ranks)), shown)
-    return table
-
-
-def checks_table(checks: "Sequence[Check]") -> Table:
-    """List statements of the paper, measured beside bound, and whether they hold."""
-    table = Table(
-        "statement",
-        "setting",
-        Column("measured", justify="right"),
-        "",
-        Column("bound", justify="right"),
-        Column("ratio", justify="right"),
-        "holds",
-        "note",
-    )
-    statement = ""
-    for check in checks:
-        table.add_row(
-            "" if check.statement == statement else check.statement,
-            check.setting,
-            f"{check.measured:.4g}",
-            check.relation,
-            f"{check.bound:.4g}",
-            f"{check.ratio:.3g}" if check.bound else "",
-            "yes" if check.holds else "no",
-            check.note,
-        )
-        statement = check.statement
     return table
 
 

@@ -173,35 +173,6 @@ def compare(
     print_field("p-value", f"{found.p_value:.2g}")
 
 
-def theory(
-    run: Annotated[
-        str, typer.Argument(metavar="[RUN]", help="Run id, or its folder; default: the stand-in.")
-    ] = "",
-    runs: Runs = "runs",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the stand-in's training.")] = 10000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the stand-in.")] = 0,
-    plugin: Plugins = None,
-) -> None:
-    """Print the paper's bounds beside measured numbers, and which of them hold.
-
-    They are about the variance of uploads, the allocation of heads, nuclear norms and convergence:
-    on federated least squares on the cores, in half a minute; with RUN, what the files of a
-    finished run tell. A bound that fails, fails; nothing is an error.
-    """
-    from trishul_ray.api import load
-    from trishul_ray.cli.listing import checks_table
-    from trishul_ray.paper.theory import stand_in_checks
-
-    if run:
-        checks = load(run, runs=runs).theory()
-        if not checks:
-            raise InputError(f"run {run!r} has no core heads: no theorem is about it")
-    else:
-        checks = stand_in_checks(seed, rounds)
-    print_table(checks_table(checks))
-    print_field("holds", f"{sum(check.holds for check in checks)} of {len(checks)}")
-
-
 def load_arguments(arguments: list[str] | None) -> "Experiment":
     """Load the experiment that ``[CONFIG.yaml] [key=value ...]`` describes."""
     from trishul_ray.experiment.loading import is_field, load_experiment

@@ -1,6 +1,5 @@
 """Commands on many runs: the paper's tables, and your own sweeps."""
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +18,7 @@ from trishul_ray.cli.output import (
     typed,
 )
 from trishul_ray.errors import InputError, RunError
-from trishul_ray.files import check_writable, scratch_folder, write_file
+from trishul_ray.files import check_writable, scratch_folder
 
 if TYPE_CHECKING:
     from trishul_ray.report.outcomes import SweepOutcome
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 Profile = Annotated[
     str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
 ]
-Runs = Annotated[
+RunsOption = Annotated[
     str | None, typer.Option(help="Folder or URI where runs are stored; short for storage.runs")
 ]
 Retries = Annotated[
@@ -201,7 +200,7 @@ def plan(
     price: Annotated[
         float | None, typer.Option(min=0, help="Price of a device for an hour.")
     ] = None,
-    runs: Runs = None,
+    runs: RunsOption = None,
     plugin: Plugins = None,
 ) -> None:
     """Show what sweeps would run, how long it takes and what it costs. Runs nothing.
@@ -234,7 +233,7 @@ def plan(
 def report(
     arguments: NamesOrFiles,
     profile: Profile = "paper",
-    runs: Runs = None,
+    runs: RunsOption = None,
     output: Annotated[
         str,
         typer.Option(
@@ -260,65 +259,14 @@ def report(
             f"{', '.join(searched)}: what a search by optuna samples depends on its results; "
             "the command `sweep` writes the report"
         )
-    outcomes = _read_outcomes(sweeps)
+    outcomes = read_outcomes(sweeps)
     place = _write_report(outcomes, output)
     states = {cell.id: cell.status for outcome in outcomes for cell in outcome.cells}
     print_field("runs", f"{[*states.values()].count('finished')} of {len(states)} finished")
     print_field("report", place)
 
 
-def claims(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE ...]",
-            help="The overrides that the tables were run with.",
-            show_default=False,
-        ),
-    ] = None,
-    profile: Profile = "paper",
-    runs: Runs = None,
-    output: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="Also write every comparison.")
-    ] = None,
-    plugin: Plugins = None,
-) -> None:
-    """Print what the paper claims beside what finished runs show: seen or not, with the numbers.
-
-    - `trishul claims --profile smoke`
-    - `trishul claims --profile small --csv claims.csv`
-
-    Runs nothing. Where runs are missing it says which command would make them. The page of the
-    command `report` has the same, with every comparison.
-    """
-    from trishul_ray.paper import claims as decided
-    from trishul_ray.report import page
-
-    names, overrides = split_arguments(arguments or [])
-    if names:
-        raise InputError(f"{names[0]!r} is no override: write FIELD=VALUE")
-    if output is not None:
-        check_writable(output.absolute().parent, "--csv")
-    needed = dict.fromkeys(claim.sweep for claim in decided.claims())
-    sweeps = load_sweeps([*needed, *overrides], profile, runs)
-    outcomes = _read_outcomes(sweeps)
-    findings = decided.judge(outcomes)
-    print_table(decided.claims_table(findings))
-    print_line(f"{profile}: {page.comparable(outcomes)}")
-    if departures := page.departures(outcomes):
-        print_line(f"departures: {'; '.join(departures)}")
-    missing = dict.fromkeys(finding.command for finding in findings if finding.command)
-    for command in missing:
-        place = f" {shlex.quote(f'storage.runs={runs}')}" if runs is not None else ""
-        print_field("missing", as_typed(command + place))
-    if output is not None:
-        write_file(output, decided.claims_csv(findings).encode())
-        print_field("written", output)
-
-
-def _read_outcomes(
-    sweeps: "Sequence[Sweep]",
-) -> "tuple[SweepOutcome, ...]":
+def read_outcomes(sweeps: "Sequence[Sweep]") -> "tuple[SweepOutcome, ...]":
     """Return what the store has of sweeps; nothing is run."""
     from trishul_ray.sweeps.cells import distinct
     from trishul_ray.sweeps.status import collect, examine

@@ -31,13 +31,10 @@ from typing import Literal, get_args
 import numpy as np
 import yaml
 from pydantic import Field
-from rich.table import Table
-from rich.text import Text as RichText
 
 from trishul_ray.config import Section
-from trishul_ray.errors import first_line, typed_line
-from trishul_ray.paper.numbers import figure_numbers, table_number
-from trishul_ray.report.formats import csv_text
+from trishul_ray.errors import why_unreadable
+from trishul_ray.paper.numbers import PAPER
 from trishul_ray.report.outcomes import (
     SEED,
     CellOutcome,
@@ -47,7 +44,7 @@ from trishul_ray.report.outcomes import (
     Text,
     is_loss,
 )
-from trishul_ray.report.statistics import complete_block, decimals_for, estimate, with_sign
+from trishul_ray.report.statistics import Array, complete_block, decimals_for, estimate, with_sign
 
 VerdictName = Literal["seen", "not seen", "reversed", "undecided", "no runs"]
 VERDICTS: tuple[VerdictName, ...] = get_args(VerdictName)
@@ -60,17 +57,41 @@ Signed = list[tuple[dict[str, str], float]]
 
 #: The metric that a cell is read by; a loss counts as lower where a claim says higher.
 SCORE = "score"
-#: Measured by round: how the rounds of a run become one number. Others are means over rounds.
-_OVER_ROUNDS: dict[str, Callable[[Sequence[float]], float]] = {
-    "aggregation_error": lambda errors: float(np.max(errors)),  # NaN if one is
-    "client_seconds": lambda seconds: float(np.median(seconds[1:] or seconds)),  # one warms up
-}
-#: Compared by their ratio: the scale is that of the machine, or of the learning rate.
-RATIOS = frozenset({"delta_aggregation_variance", "client_seconds"})
 #: Differences below this are rounding errors of the subtraction.
 _DECIMALS = 9
-#: Displayed names of measures that differ from their names.
-_SHOWN = {"delta_aggregation_variance": "variance", "client_seconds": "seconds of local steps"}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How a column of ``metrics.parquet`` becomes one number of a run.
+
+    Attributes:
+        shown: How it is called; None: by its name.
+        ratio: Whether runs are compared by their ratio: the scale is that of the machine, or of the
+            learning rate.
+        over_rounds: Makes the values of the rounds one.
+    """
+
+    shown: str | None = None
+    ratio: bool = False
+    over_rounds: Callable[[Sequence[float]], float] = lambda found: math.fsum(found) / len(found)
+
+
+#: Measures that are read in another way than the mean over rounds.
+MEASURES = {
+    "aggregation_error": Measure(over_rounds=lambda found: float(np.max(found))),  # NaN if one is
+    "delta_aggregation_variance": Measure("variance", ratio=True),
+    "client_seconds": Measure(
+        "seconds of local steps",
+        ratio=True,
+        over_rounds=lambda found: float(np.median(found[1:] or found)),  # the first warms up
+    ),
+}
+
+
+def measure_of(name: str) -> Measure:
+    """Return how a column is read and shown."""
+    return MEASURES.get(name, Measure())
 
 
 class Gain(Section):
@@ -140,14 +161,14 @@ class Claim(Section):
         if self.paper is None:
             return f"line {self.line}"
         if self.paper.startswith("fig:"):
-            return f"Figure {figure_numbers()[self.paper]}, line {self.line}"
-        return f"Table {table_number(self.paper)}, line {self.line}"
+            return f"Figure {PAPER.figures()[self.paper]}, line {self.line}"
+        return f"Table {PAPER.tables()[self.paper]}, line {self.line}"
 
 
 @cache
-def claims() -> tuple[Claim, ...]:
+def all_claims() -> tuple[Claim, ...]:
     """Return the paper's claims, in its order of subjects."""
-    file = resources.files("trishul_ray") / "paper" / "claims.yaml"
+    file = resources.files("trishul_ray.paper") / "claims.yaml"
     return tuple(Claim(**each) for each in yaml.safe_load(file.read_text(encoding="utf-8")))
 
 
@@ -159,8 +180,8 @@ class Part:
         text: Subject of the comparison.
         measure: Name of the measured quantity.
         side: On which side of 0 the claim puts the number.
-        number: Mean over seeds, in points, as a share (:data:`RATIOS`) or in units of the measure;
-            None where runs are missing.
+        number: Mean over seeds, in points, as a share (:attr:`Measure.ratio`) or in units of the
+            measure; None where runs are missing.
         interval: 95 % interval of the number; None for one seed.
         strict: The same at a level of 5 % over the number of parts of the claim.
         values: How many values the number is made of: runs, or differences between some.
@@ -207,7 +228,7 @@ class Part:
         if self.measure == "aggregation_error":
             return f"{value:.2g}"
         numbers = [number for number in (self.number, *(self.interval or ())) if number is not None]
-        if self.measure in RATIOS:
+        if measure_of(self.measure).ratio:
             return f"{with_sign(100 * value, decimals_for([100 * n for n in numbers], 1))} %"
         return with_sign(value, decimals_for(numbers, 2 if self.percent else 4))
 
@@ -314,11 +335,6 @@ class Finding:
         return " ".join(filter(None, (self.setting, departs)))
 
 
-def why_unreadable(error: Exception) -> str:
-    """Return in a line why files of runs cannot be used; a missing column has no sentence."""
-    return first_line(error) if isinstance(error, OSError | ValueError) else typed_line(error)
-
-
 def judge(sweeps: Sequence[SweepOutcome]) -> tuple[Finding, ...]:
     """Decide the claims whose sweeps are given, in the order of the claims.
 
@@ -326,7 +342,7 @@ def judge(sweeps: Sequence[SweepOutcome]) -> tuple[Finding, ...]:
     """
     return tuple(
         finding
-        for claim in claims()
+        for claim in all_claims()
         for sweep in sweeps
         if sweep.name == claim.sweep and sweep.profile != "custom"
         for finding in _findings(claim, sweep)
@@ -395,6 +411,23 @@ def _has(cell: CellOutcome, labels: Mapping[str, str]) -> bool:
     return all(cell.labels.get(axis) == label for axis, label in labels.items())
 
 
+#: Cells of each column and seed that a part compares, each with its sign.
+Compared = dict[tuple[tuple[str, ...], str], list[tuple[float, CellOutcome]]]
+
+
+def _compared(cells: Sequence[CellOutcome], signed: Signed) -> Compared:
+    """Return the cells of a comparison by column and seed, where the sweep leaves none out."""
+    apart = {SEED, *signed[0][0]}
+    found: Compared = {}
+    for cell in cells:
+        for labels, sign in signed:
+            if _has(cell, labels):
+                column = cell.labels_of([axis for axis in cell.labels if axis not in apart])
+                place = column, cell.labels.get(SEED, "")
+                found.setdefault(place, []).append((sign, cell))
+    return {place: terms for place, terms in found.items() if len(terms) == len(signed)}
+
+
 def _compare(
     sweep: SweepOutcome,
     cells: Sequence[CellOutcome],
@@ -404,65 +437,61 @@ def _compare(
 ) -> Part:
     """Return a part: the sum of signed cells by seed, averaged over complete columns."""
     measure, side = measured
-    apart = {SEED, *signed[0][0]}
-    sums: dict[tuple[str, ...], dict[str, list[float]]] = {}
-    metric = measure
-    states: dict[tuple[tuple[str, ...], str], set[str]] = {}
-    for cell in cells:
-        sign = next((sign for labels, sign in signed if _has(cell, labels)), None)
-        if sign is not None:
-            column = cell.labels_of([axis for axis in cell.labels if axis not in apart])
-            terms = sums.setdefault(column, {}).setdefault(cell.labels.get(SEED, ""), [])
-            terms.append(sign * _measured(cell, measure))
-            if cell.status == "finished":
-                run = (column, cell.labels.get(SEED, ""))
-                states.setdefault(run, set()).add(cell.result.state_sha256)
-            metric = cell.metric if measure == SCORE else measure
-    seeds = sweep.axes.get(SEED, ("",))
-    # A column of which the sweep leaves a cell out has too few terms, and compares nothing.
-    values = np.array(
-        [
-            [
-                math.fsum(t) if len(t := found.get(seed, [])) == len(signed) else math.nan
-                for seed in seeds
-            ]
-            for found in sums.values()
-        ]
-    ).T  # [seeds, columns]
-    if measure == SCORE and is_loss(metric):
-        side = "lower" if side == "higher" else "higher"
-    name = _SHOWN.get(metric, metric.removeprefix("delta_").replace("_", " "))
-    percent = measure == SCORE and not is_loss(metric)
-    part = Part(f"{name}: {_text(sweep, signed)}", metric, side, percent)
-    place = complete_block(np.isfinite(values))
-    found = (
-        estimate(np.round(values[np.ix_(*place)].mean(axis=1), _DECIMALS))
-        if place[1].size
-        else None
+    compared = _compared(cells, signed)
+    metric = (
+        next((t[-1][1].metric for t in compared.values()), SCORE) if measure == SCORE else measure
     )
-    if found is None:
+    part = _empty_part(sweep, measure, metric, side, signed)
+    values = _values(compared, measure, sweep.axes.get(SEED, ("",)))  # [seeds, columns]
+    seeds, columns = complete_block(np.isfinite(values))
+    means = values[np.ix_(seeds, columns)].mean(axis=1) if columns.size else []
+    if (found := estimate(np.round(means, _DECIMALS))) is None:
         return part
     # Equal numbers of all seeds show no spread; where the runs are the same, there is none.
-    same = found.mean == 0 and all(len(each) == 1 for each in states.values())
+    same = found.mean == 0 and all(map(_are_one_run, compared.values()))
     spread = same or (found.deviation or 0.0) > 10.0**-_DECIMALS
-    by_run = (terms for column in sums.values() for terms in column.values())
-    planned = sum(len(terms) == len(signed) for terms in by_run)
+    scale = math.expm1 if measure_of(measure).ratio else float
 
-    def ends(interval: Interval | None) -> Interval | None:
-        if interval is None or measure not in RATIOS:
-            return interval
-        return math.expm1(interval[0]), math.expm1(interval[1])
+    def ends(count: int) -> Interval | None:
+        interval = found.interval(count) if spread else None
+        return None if interval is None else (scale(interval[0]), scale(interval[1]))
 
     return replace(
         part,
-        number=math.expm1(found.mean) if measure in RATIOS else found.mean,
-        interval=ends(found.interval()) if spread else None,
-        strict=ends(found.interval(parts)) if spread else None,
+        number=scale(found.mean),
+        interval=ends(1),
+        strict=ends(parts),
         seeds=found.count,
-        columns=len(place[1]),
-        values=found.count * len(place[1]),
-        planned=planned,
+        columns=len(columns),
+        values=found.count * len(columns),
+        planned=len(compared),
     )
+
+
+def _empty_part(sweep: SweepOutcome, measure: str, metric: str, side: Side, signed: Signed) -> Part:
+    """Return a part without a number; of a loss, the other side is better."""
+    loss = measure == SCORE and is_loss(metric)
+    if loss:
+        side = "lower" if side == "higher" else "higher"
+    name = measure_of(metric).shown or metric.removeprefix("delta_").replace("_", " ")
+    percent = measure == SCORE and not loss
+    return Part(f"{name}: {_text(sweep, signed)}", metric, side, percent)
+
+
+def _values(compared: Compared, measure: str, seeds: Sequence[str]) -> Array:
+    """Return the signed sums [seeds, columns] of what is measured; NaN where a run is missing."""
+    columns = list(dict.fromkeys(column for column, _ in compared))
+    values = np.full((len(seeds), len(columns)), math.nan)
+    for (column, seed), terms in compared.items():
+        place = seeds.index(seed), columns.index(column)
+        values[place] = math.fsum(sign * _measured(cell, measure) for sign, cell in terms)
+    return values
+
+
+def _are_one_run(terms: Sequence[tuple[float, CellOutcome]]) -> bool:
+    """Return whether all finished cells have ended in the same state."""
+    states = {cell.result.state_sha256 for _, cell in terms if cell.status == "finished"}
+    return len(states) <= 1
 
 
 def _text(sweep: SweepOutcome, signed: Signed) -> str:
@@ -475,48 +504,16 @@ def _text(sweep: SweepOutcome, signed: Signed) -> str:
     return text if len(parts) == 2 else f"({text}) − ({' − '.join(parts[2:])})"
 
 
-def _measured(cell: CellOutcome, measure: str) -> float:
+def _measured(cell: CellOutcome, name: str) -> float:
     """Return what is measured of a run, its logarithm for a ratio; NaN if it is not known."""
     if cell.status != "finished":
         return math.nan
-    if measure == SCORE:
+    if name == SCORE:
         value = math.nan if cell.value is None else cell.value
         return value if is_loss(cell.metric) else 100 * value
-    found = [float(row[measure]) for row in cell.records if measure in row]
-    if not found:
-        return math.nan
-    over = _OVER_ROUNDS.get(measure)
-    value = math.fsum(found) / len(found) if over is None else over(found)
-    if measure in RATIOS:
+    measure = measure_of(name)
+    found = [float(row[name]) for row in cell.records if name in row]
+    value = measure.over_rounds(found) if found else math.nan
+    if measure.ratio:
         return math.log(value) if value > 0 else math.nan
     return value
-
-
-def claims_table(findings: Sequence[Finding]) -> Table:
-    """Return the claims for the terminal, with the number of the decisive part of each."""
-    table = Table("claim", "paper", "on", "number", "verdict")
-    last = None
-    for finding in findings:
-        claim = finding.claim
-        head = ("", "") if claim is last else (claim.title, claim.place)
-        row = (*head, finding.label, finding.summary, finding.told)
-        table.add_row(*map(RichText, row))
-        last = claim
-    return table
-
-
-def claims_csv(findings: Sequence[Finding]) -> str:
-    """Return the claims as CSV: a row for each part."""
-    head = ("claim", "says", "paper", "line", "profile", "sweep", "on", "verdict", "part")
-    rows: list[list[object]] = []
-    rows.append([*head, "part_verdict", "number", "low", "high", "seeds", "columns", "differs"])
-    for finding in findings:
-        claim = finding.claim
-        first = [claim.name, claim.says, claim.paper or "", claim.line, finding.profile]
-        first += [claim.sweep, finding.label, finding.told]
-        for part, verdict in zip(finding.parts, finding.told_parts, strict=True):
-            number = "" if part.number is None else repr(part.number)
-            low, high = map(repr, part.interval) if part.interval else ("", "")
-            last = (part.seeds, part.columns, finding.differs)
-            rows.append([*first, part.text, verdict, number, low, high, *last])
-    return csv_text(rows)

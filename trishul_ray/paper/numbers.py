@@ -10,59 +10,56 @@ from importlib import resources
 from typing import Any
 
 from trishul_ray.files import Json
+from trishul_ray.report.references import REFERENCES, Reference
 
 #: Keys of a record that say nothing about the position of its value in the table.
 _NO_LABEL = ("metric", "value", "budget_rank", "line")
 
 
 @cache
-def _paper() -> Json:
-    file = resources.files("trishul_ray") / "paper" / "paper.json"
+def records() -> Json:
+    """Return the content of ``paper.json``."""
+    file = resources.files("trishul_ray.paper") / "paper.json"
     content: Json = json.loads(file.read_text(encoding="utf-8"))
     return content
 
 
-def table_number(key: str) -> int | None:
-    """Return the number of a table of the paper, by key; None if it has none."""
-    number: int | None = _paper()["table_numbers"].get(key)
-    return number
+@REFERENCES.register("trishul")
+class Paper(Reference):
+    """The printed numbers, by keys such as ``tab:vision`` and ``fig:lambda``.
 
-
-def slips(key: str) -> tuple[str, ...]:
-    """Return where the paper contradicts itself on a table or figure, a sentence or two each."""
-    return tuple(slip["text"] for slip in _paper()["slips"] if slip["of"] == key)
-
-
-def paper_keys() -> tuple[str, ...]:
-    """Return the keys of the paper's tables, such as ``tab:vision``, in the paper's order."""
-    return tuple(_paper()["tables"])
-
-
-def paper_value(key: str, labels: Mapping[str, str]) -> float | None:
-    """Return the number that the paper prints at a position of a table, by its key.
-
-    A record matches if it has the same label for every axis that both have. The average column of
-    ``tab:glue`` has the label ``average`` on the axis ``task``. Accuracy and F1 are in percent;
-    None if no record matches, or several.
+    A record matches labels if it has the same one for every axis that both have. No number is
+    returned if no record matches, or several.
     """
-    return _only(_paper()["tables"].get(key, ()), labels)
+
+    def tables(self) -> dict[str, int | None]:
+        """Return the keys of tables, and of ``fig:overhead``, whose times stand in its text."""
+        return {key: records()["table_numbers"].get(key) for key in records()["tables"]}
+
+    def figures(self) -> dict[str, int]:
+        """Return the keys of figures, each with its number."""
+        return {key: figure["number"] for key, figure in records()["figures"].items()}
+
+    def table_value(self, key: str, labels: Mapping[str, str]) -> float | None:
+        """Return a number of a table; accuracy and F1 are in percent.
+
+        The average column of ``tab:glue`` has the label ``average`` on the axis ``task``.
+        """
+        return _only(records()["tables"].get(key, ()), labels)
+
+    def figure_value(self, key: str, metric: str, labels: Mapping[str, str]) -> float | None:
+        """Return a number that the paper prints for a figure, in its text or in a table."""
+        figure, tables = records()["figures"][key], records()["tables"]
+        found = [*figure["records"], *tables.get(figure["values_of"], ())]
+        return _only([record for record in found if record["metric"] == metric], labels)
+
+    def slips(self, key: str) -> tuple[str, ...]:
+        """Return where the paper contradicts itself on a table or figure."""
+        return tuple(slip["text"] for slip in records()["slips"] if slip["of"] == key)
 
 
-def figure_numbers() -> dict[str, int]:
-    """Return the paper's numbers of its figures by key, such as ``fig:lambda``, in its order."""
-    return {key: figure["number"] for key, figure in _paper()["figures"].items()}
-
-
-def figure_value(key: str, metric: str, labels: Mapping[str, str]) -> float | None:
-    """Return a number that the paper prints for a figure, in its text or in a table.
-
-    A metric is ``accuracy``, ``seconds_per_round``, ``overhead``, ``principal_angle_similarity``,
-    ``fewest_heads`` or ``most_heads``; accuracy and overhead are in percent. None if no record
-    matches, or several.
-    """
-    figure, tables = _paper()["figures"][key], _paper()["tables"]
-    records = [*figure["records"], *tables.get(figure["values_of"], ())]
-    return _only([record for record in records if record["metric"] == metric], labels)
+#: The one instance that the claims and the tests use.
+PAPER = Paper()
 
 
 def _only(records: Iterable[Mapping[str, Any]], labels: Mapping[str, str]) -> float | None:

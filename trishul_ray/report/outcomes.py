@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -28,6 +28,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 Profile = Literal["paper", "small", "smoke", "custom"]
 #: Whether a cell has a result that can be used; see ``CellState``.
 CellStatus = Literal["finished", "missing", "stopped", "failed", "stale", "corrupt"]
+STATUSES: tuple[CellStatus, ...] = get_args(CellStatus)
 
 
 def is_name(text: str) -> bool:

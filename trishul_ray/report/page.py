@@ -14,30 +14,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
 from trishul_ray.checksums import digest
-from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
+from trishul_ray.errors import why_unreadable
 from trishul_ray.files import write_file
-from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.paper.claims import VERDICTS, Finding, claims_csv, judge, why_unreadable
-from trishul_ray.paper.numbers import figure_numbers, slips
-from trishul_ray.report.formats import escape_markdown, to_csv, to_latex, to_markdown
+from trishul_ray.report.formats import to_csv, to_latex, to_markdown
 from trishul_ray.report.outcomes import (
+    STATUSES,
     CellOutcome,
     CellStatus,
     DrawnFigure,
     FigureLayout,
     SweepOutcome,
 )
+from trishul_ray.report.references import REFERENCES, of_figure
+from trishul_ray.report.sections import SECTIONS, PageSection, render
 from trishul_ray.report.statistics import ALPHA, POWER
 from trishul_ray.report.summary import Hardware, RunSummary
 from trishul_ray.report.tables import SweepTable, build_tables, labels_text, make_slug
 from trishul_ray.stages import stage_names
-from trishul_ray.tracking.progress import format_duration
 from trishul_ray.version import EDGE_NUMERICS, NUMERICS, __version__
 
 #: Draws a figure from the finished cells; None if there is nothing to draw.
@@ -53,65 +50,6 @@ COMPARABLE = {
     "custom": "A sweep of your own: compare what differs in the axes of a table alone, and no "
     "number with the paper's.",
 }
-#: Open questions by the field that decides them.
-SWITCHES = {
-    "optimizer.name": "Equations step along the plain gradient, the protocol says Adam: which?",
-    "optimizer.lr_source": "Where do the learning rates come from? The paper says both: tuned by "
-    "method and budget, and fixed across methods; `trishul rates` tunes them.",
-    "optimizer.schedule": "Does the learning rate decay?",
-    "model.name": "Which checkpoint is the backbone?",
-    "model.dropout": "Does the backbone's dropout act in training?",
-    "model.train_head": "Is the classification head trained and averaged?",
-    "model.precision": "In which precision does the frozen backbone compute?",
-    "federation.weighting": "Do clients weigh the same, or by their rows? The equations disagree.",
-    "partition.variant": "How does a Dirichlet partition draw its proportions?",
-    "partition.min_size": "What is the smallest number of rows of a client?",
-    "federation.compute": "Which shares of the budget can clients train?",
-    "adapter.matching": "Do methods match the budget on each matrix, or use the published ranks?",
-    "adapter.init": "How are the frozen bases drawn?",
-    "adapter.sigma": "Which scale have bases that are not normalized?",
-    "adapter.alpha": "What is LoRA's α? (the update is α/r B A)",
-    "adapter.overflow": "What if more heads are allocated than can be orthogonal? (auto: "
-    "water-filling may exceed that number; gradient and curvature allocations are capped at it, "
-    "since their scores may give one block all heads)",
-    "method.scalars": "Are the scalars of heads trained?",
-    "method.scalar_max": "What bounds the scalars (s_max)?",
-    "method.selection": "Which heads does a limited client train?",
-    "method.head_fraction": "Which share of its heads does a client train?",
-    "method.lam": "How strong is the nuclear norm (λ)?",
-    "method.prox_on": "Does the prox shrink the whole core, or its change of the round?",
-    "method.prox_every": "After how many local steps does the prox follow?",
-    "method.allocation": "What are heads allocated by?",
-    "method.block_scores": "Whose weights score a block?",
-    "method.option": "What is SCAFFOLD's control variate? (auto: the mean raw gradient)",
-    "method.server_lr": "Which step does SCAFFOLD's server take?",
-    "method.unsent": "What becomes of HetLoRA's components that no client of a round sends?",
-    "method.init_clients": "How many clients send Fed-SB's first gradient?",
-    "method.init_batches": "On how many mini-batches is Fed-SB's first gradient?",
-    "method.init_lr": "Which signed step do Fed-SB's bases come from?",
-    "task.kind": "Is text classified by a head, an answer or words? (auto: by the backbone's kind)",
-    "task.template": "Which prompt is a text read in?",
-    "task.verbalizers": "Which words stand for the classes?",
-    "task.target_length": "How many tokens may a generated answer have?",
-    "evaluation.limit": "How many test rows are scored?",
-    "evaluation.top_k": "How many directions has the principal-angle similarity?",
-}
-#: Open questions that no field decides: question, answer, and the dataset that they concern.
-FIXED = (
-    ("Which round is reported?", "the last", None),
-    ("What is the mean F1 of MRQA over?", "questions, not its six sub-datasets", "mrqa"),
-)
-#: Conditions under which a field decides something: another field of its section, and its values.
-_APPLIES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "adapter.sigma": ("init", lambda init: init == "rv_random_normal"),
-    "partition.variant": ("kind", lambda kind: kind == "dirichlet"),
-    "partition.min_size": ("kind", lambda kind: kind == "dirichlet"),
-}
-#: Displayed text of absent values, if it is not just "default".
-_ABSENT = {"evaluation.limit": "all", "adapter.sigma": "1/√width", "adapter.alpha": "r"}
-#: More values than these are counted instead of listed.
-MOST_VALUES = 6
-_STATUSES: tuple[CellStatus, ...] = get_args(CellStatus)
 #: Variables of ``report.css`` for the colours of a figure that are those of type and paper.
 _OF_PAGE = {
     "#000000": "--ink", "#222222": "--ink", "#555555": "--muted", "#b0b0b0": "--line",
@@ -120,19 +58,6 @@ _OF_PAGE = {
 _FIGURE_COLOUR = re.compile(r"\b(fill|stroke): (#[0-9a-f]{6})")
 #: File of a report that says what it was made from.
 _MADE_FROM = "made-from.json"
-
-
-@dataclass(frozen=True)
-class Switch:
-    """A choice, and how many runs made it in which way, the most frequent first.
-
-    ``field`` is empty if no field decides; ``others`` is the number of further values.
-    """
-
-    field: str
-    question: str
-    values: tuple[tuple[str, int], ...]
-    others: int
 
 
 @dataclass(frozen=True)
@@ -154,7 +79,7 @@ class Drawing:
     def number(self) -> str:
         """Number and label of the figure of the paper that it reproduces; empty if none."""
         key = self.layout.paper
-        return f"Figure {figure_numbers()[key]} of the paper ({key})" if key else ""
+        return f"Figure {of_figure(key).figures()[key]} of the paper ({key})" if key else ""
 
 
 @dataclass(frozen=True)
@@ -184,15 +109,19 @@ class SweepPart:
             if run.status not in ("finished", "missing", "stopped"):
                 found.setdefault((run.status, run.reason), []).append(run)
         groups = [(status, reason, runs) for (status, reason), runs in found.items()]
-        return sorted(groups, key=lambda group: _STATUSES.index(group[0]))
+        return sorted(groups, key=lambda group: STATUSES.index(group[0]))
 
 
 @dataclass(frozen=True)
 class Page:
-    """Content of the templates."""
+    """Content of the templates.
+
+    Attributes:
+        sections: Sections of plug-ins that have something to show: name, section, its HTML.
+    """
 
     parts: tuple[SweepPart, ...]
-    claims: tuple[Finding, ...] = ()
+    sections: tuple[tuple[str, PageSection, Markup], ...] = ()
 
     @property
     def title(self) -> str:
@@ -223,34 +152,9 @@ class Page:
         return Counter(run.status for _, run in self.runs)
 
     @cached_property
-    def summaries(self) -> "list[RunSummary]":
+    def summaries(self) -> list[RunSummary]:
         """The results of all finished runs."""
         return [run.result for _, run in self.runs if run.status == "finished"]
-
-    @property
-    def reproduces(self) -> bool:
-        """Whether some sweep is one of the paper's, and not all a user's own."""
-        return any(part.sweep.profile != "custom" for part in self.parts)
-
-    @property
-    def verdicts(self) -> Counter[str]:
-        """Number of claims by verdict; each dataset counts.
-
-        Claims about seconds are left out, as are those of the profile smoke, which is not judged.
-        """
-        counted = (each for each in self.claims if not each.timed and each.profile != "smoke")
-        return Counter(finding.verdict for finding in counted)
-
-    @property
-    def slips(self) -> tuple[str, ...]:
-        """Contradictions of the paper on the times of a round, which no table shows."""
-        overhead = any(part.sweep.name == "overhead" for part in self.parts)
-        return slips("fig:overhead") if overhead else ()
-
-    @property
-    def switches(self) -> tuple[Switch, ...]:
-        """Choices of the runs that the paper leaves open."""
-        return read_switches(self.summaries)
 
     @property
     def hardware(self) -> list[tuple[str, int]]:
@@ -331,7 +235,7 @@ def write_report(
     """Write the report on sweeps into a folder, and return the path of its HTML page.
 
     The folder gets ``report.html``, which needs no other file, ``report.md``, ``tables/`` (CSV and
-    LaTeX; the paper's claims as CSV) and ``figures/`` (SVG, PDF, and what they show as CSV). A
+    LaTeX; files of sections) and ``figures/`` (SVG, PDF, and what they show as CSV). A
     report that was made from the same results by the same code, which ``made-from.json`` says,
     stays as it is. Any number of cells may be missing. ``tables`` are made if they are not given
     and the report is not there already.
@@ -344,25 +248,9 @@ def write_report(
 
         figures = draw
     tables = build_tables(outcomes) if tables is None else tables
-    page = Page(tuple(_parts(outcomes, tables, figures)), judge(outcomes))
-    templates = Environment(
-        loader=PackageLoader("trishul_ray.report"),
-        autoescape=select_autoescape(("html",)),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    templates.filters |= {"duration": format_duration, "markdown": escape_markdown}
-    templates.globals |= {
-        "ALPHA": ALPHA,
-        "POWER": POWER,
-        "comparable": comparable,
-        "labels_text": labels_text,
-        "statuses": _STATUSES,
-        "verdicts": VERDICTS,
-        "to_markdown": to_markdown,
-    }
+    sections = [(name, section(outcomes)) for name, section in SECTIONS.all().items()]
+    shown = tuple((name, each, html) for name, each in sections if (html := each.html()))
+    page = Page(tuple(_parts(outcomes, tables, figures)), shown)
     files: dict[str, str | bytes] = {}
     for part in page.parts:
         for slug, table in part.tables:
@@ -372,15 +260,22 @@ def write_report(
             if image := drawing.image:
                 for kind, content in (("svg", image.svg), ("csv", image.csv), ("pdf", image.pdf)):
                     files[f"figures/{drawing.slug}.{kind}"] = content
-    if page.claims:
-        files["tables/claims.csv"] = claims_csv(page.claims)
+    for _, section, _ in page.sections:
+        files |= section.files()
+    shown_by = {
+        "ALPHA": ALPHA,
+        "POWER": POWER,
+        "comparable": comparable,
+        "labels_text": labels_text,
+        "to_markdown": to_markdown,
+    }
     for name in ("report.md", "report.html"):
-        files[name] = templates.get_template(name).render(page=page)
+        files[name] = render("trishul_ray.report", name, page=page, **shown_by)
     for name, content in files.items():
         _write(folder / name, content)
     # Try again to read a broken drawing, since its files may be back.
     broken = any(drawing.broken for part in page.parts for drawing in part.drawings)
-    broken |= any(finding.problem for finding in page.claims)
+    broken |= not all(section.complete for _, section in sections)
     if made_from is not None and not broken:
         hashes = {name: digest(folder / name) for name in files}
         _write(folder / _MADE_FROM, json.dumps({"made_from": made_from, "files": hashes}, indent=1))
@@ -393,9 +288,10 @@ def _made_from(outcomes: Sequence[SweepOutcome]) -> str:
     The checksum of a result stands for its files.
     """
     # Without what Python compiles, which comes and goes beside the code.
-    files = [f for f in Path(__file__).parent.rglob("*.*") if "__pycache__" not in f.parts]
+    files = [f for f in Path(__file__).parents[1].rglob("*.*") if "__pycache__" not in f.parts]
     code = [digest(file) for file in sorted(files) if file.is_file()]
-    shown: list[object] = [__version__, code]
+    added = [plugin.content for each in (REFERENCES, SECTIONS) for plugin in each.plugins()]
+    shown: list[object] = [__version__, code, added]
     for sweep in outcomes:
         shown.append(replace(sweep, cells=()))
         for cell in sweep.cells:
@@ -476,61 +372,3 @@ def _machine(hardware: Hardware) -> str:
 
 def _write(path: Path, content: str | bytes) -> None:
     write_file(path, content.encode() if isinstance(content, str) else content)
-
-
-def read_switches(summaries: "Sequence[RunSummary]") -> tuple[Switch, ...]:
-    """Return how runs set each of :data:`SWITCHES`.
-
-    Fields that a run's method or task does not read do not count.
-    """
-    found = []
-    for field, question in SWITCHES.items():
-        counts = Counter(v for s in summaries if (v := _value(s, field)) is not None)
-        values = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        if values:
-            others = max(0, len(values) - MOST_VALUES)
-            found.append(Switch(field, question, tuple(values[:MOST_VALUES]), others))
-    for question, answer, dataset in FIXED:
-        runs = sum(dataset in (None, s.identity["data"]["name"]) for s in summaries)
-        if runs:
-            found.append(Switch("", question, ((answer, runs),), 0))
-    return tuple(found)
-
-
-def _value(summary: RunSummary, field: str) -> str | None:
-    """Return how a run set a field, as text; None if it does not apply."""
-    section, _, name = field.partition(".")
-    # The source of a rate cannot change a number: it is not part of the identity.
-    fields = (summary.config if name == "lr_source" else summary.identity).get(section, {})
-    other, applies = _APPLIES.get(field, (name, lambda _: True))
-    unread = name not in fields or field in summary.unread_fields
-    if unread or not applies(fields.get(other)):
-        return None
-    value = fields[name]
-    if field == "federation.compute":
-        return _shares(value, fields.get("compute_shares"))
-    if value is None and field == "adapter.init":
-        return _default_init(summary.identity["method"]["name"])
-    if value is None:
-        return _ABSENT.get(field, "default")
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list):
-        return ", ".join(value)
-    return f"{value:g}" if isinstance(value, float) else str(value).replace("\n", "\\n")
-
-
-def _shares(profile: str, custom: Sequence[float] | None) -> str:
-    """Return a profile of capacities with the proportions that it stands for."""
-    if profile == "full":
-        return profile
-    proportions = COMPUTE_PROFILES[profile] if custom is None else custom
-    levels = zip(COMPUTE_LEVELS, proportions, strict=False)
-    return f"{profile} ({', '.join(f'{share:.0%} train {level:g}' for level, share in levels)})"
-
-
-def _default_init(method: str) -> str:
-    default = (
-        getattr(method_class(method), "default_init", None) if method in method_names() else ""
-    )
-    return f"{default} (the default of {method})" if default else f"the default of {method}"

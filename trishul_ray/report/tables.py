@@ -15,7 +15,6 @@ from typing import Literal
 import numpy as np
 
 from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.paper.numbers import paper_value, slips, table_number
 from trishul_ray.report.costs import COSTS, assumed, spent_outcomes
 from trishul_ray.report.outcomes import (
     SEED,
@@ -24,6 +23,7 @@ from trishul_ray.report.outcomes import (
     TableLayout,
     is_loss,
 )
+from trishul_ray.report.references import Reference, of_table
 from trishul_ray.report.statistics import (
     ALPHA,
     MAX_SEEDS,
@@ -314,13 +314,13 @@ class SweepTable:
     @property
     def paper_table(self) -> str:
         """Number and label of the table of the paper that it reproduces; empty if none."""
-        number = table_number(self.layout.paper) if self.layout.paper else None
+        number = of_table(self.layout.paper).tables().get(self.layout.paper or "")
         return f"Table {number} of the paper ({self.layout.paper})" if number else ""
 
     @property
     def slips(self) -> tuple[str, ...]:
-        """Contradictions of the paper in the table that it reproduces."""
-        return slips(self.layout.paper) if self.layout.paper else ()
+        """Where the paper contradicts itself in the table that it reproduces."""
+        return tuple(of_table(self.layout.paper).slips(self.layout.paper or ""))
 
     @property
     def omitted(self) -> str:
@@ -521,7 +521,7 @@ def _build(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
     cells: Sequence[CellOutcome] = sweep.within(layout.where)
     if (target := layout.target) is not None:
         cells = spent_outcomes(cells, target)
-    comparable = sweep.is_comparable(cells)
+    comparable, reference = sweep.is_comparable(cells), of_table(layout.paper)
     by_place: dict[tuple[tuple[str, ...], tuple[str, ...]], list[CellOutcome]] = {}
     for cell in cells:
         place = cell.labels_of(layout.rows), cell.labels_of(layout.columns)
@@ -533,11 +533,11 @@ def _build(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
         runs = by_place.get((row, column), [])
         labels = dict(zip(layout.rows + layout.columns, row + column, strict=True))
         labels |= {axis: only[0] for axis, only in layout.where.items() if len(only) == 1}
-        return _with_paper(_cell(runs), comparable, layout.paper, labels)
+        return _with_paper(_cell(runs), comparable, reference, layout.paper, labels)
 
     def average(row: tuple[str, ...], found: Sequence[TableCell]) -> TableCell:
         labels = dict(zip(layout.rows, row, strict=True)) | dict.fromkeys(layout.columns, AVERAGE)
-        return _with_paper(_mean(found), comparable, layout.paper, labels)
+        return _with_paper(_mean(found), comparable, reference, layout.paper, labels)
 
     groups = []
     for head, members in itertools.groupby(rows, key=lambda row: row[:-1]):
@@ -612,12 +612,16 @@ def _mean_of(values: Sequence[float | None], factor: float = 1.0) -> float | Non
 
 
 def _with_paper(
-    cell: TableCell, comparable: bool, key: str | None, labels: Mapping[str, str]
+    cell: TableCell,
+    comparable: bool,
+    reference: Reference,
+    key: str | None,
+    labels: Mapping[str, str],
 ) -> TableCell:
     """Add the paper's number, and the difference from it where the two may be compared."""
     if key is None or not cell.planned or not cell.percent:  # the paper prints no loss
         return cell
-    value = paper_value(key, labels)
+    value = reference.table_value(key, labels)
     if value is None or cell.estimate is None or cell.left_out or not comparable:
         return replace(cell, paper=value)
     return replace(cell, paper=value, difference=cell.estimate.mean - value)

@@ -23,9 +23,9 @@ from trishul_ray.experiment.experiment import may_identify
 from trishul_ray.experiment.identity import check_found
 from trishul_ray.experiment.loading import resolve_experiment, set_field
 from trishul_ray.lazy import ray
-from trishul_ray.paper.numbers import figure_numbers, paper_keys
 from trishul_ray.report.figures import check_figure
 from trishul_ray.report.outcomes import FigureLayout, Labels, Profile, SweepHead, TableLayout
+from trishul_ray.report.references import figure_keys, table_keys
 from trishul_ray.sweeps.sweep_file import (
     MAX_CELLS,
     EarlyStopping,
@@ -227,7 +227,7 @@ def find_sweeps(
 
 def _position(sweep: Sweep) -> int:
     """Return the position of a sweep's first table in the paper."""
-    keys = paper_keys()
+    keys = table_keys()
     return min(
         (keys.index(table.paper) for table in sweep.tables if table.paper), default=len(keys)
     )
@@ -606,7 +606,7 @@ def _checked_tables(
             file.fail(f"{what} needs rows or columns, such as {example}", *loc)
         if table.average and not table.columns:
             file.fail(f"{what}: average needs columns", *loc, "average")
-        _check_shown(file, "table", number, table, paper_keys(), cells)
+        _check_shown(file, "table", number, table, table_keys(), cells)
         if (target := table.target) is not None:
             reference: Labels = {target.axis: (target.reference,)}
             file.check_labels(reference, f"{what}: target", *loc, "target")
@@ -618,7 +618,7 @@ def _checked_tables(
 
 def _check_figures(file: SweepFile, cells: Sequence[Cell]) -> None:
     for number, figure in enumerate(file.figures):
-        _check_shown(file, "figure", number, figure, tuple(figure_numbers()), cells)
+        _check_shown(file, "figure", number, figure, figure_keys(), cells)
         try:
             check_figure(figure, tuple(file.axes))
         except InputError as error:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from trishul_ray.paper.numbers import figure_value
 from trishul_ray.report.outcomes import SEED, CellOutcome, FigureLayout, SweepOutcome
+from trishul_ray.report.references import of_figure
 
 #: More names than these are counted instead of listed.
 MOST_NAMES = 6
@@ -105,12 +105,12 @@ class Selection:
         """Return what the paper prints of cells, by the labels they share; NaN if nothing.
 
         It is not asked where the cells may not be compared with it. Arguments as in
-        :func:`~trishul_ray.paper.numbers.figure_value`.
+        :func:`~trishul_ray.report.references.Reference.figure_value`.
         """
         if self.figure.paper is None or not cells or not self.sweep.is_comparable(self.cells):
             return math.nan
         shared = set.intersection(*(set(cell.labels.items()) for cell in cells))
-        value = figure_value(self.figure.paper, metric, dict(shared))
+        value = of_figure(self.figure.paper).figure_value(self.figure.paper, metric, dict(shared))
         return math.nan if value is None else value
 
     @cached_property

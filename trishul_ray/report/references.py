@@ -1,0 +1,76 @@
+"""Printed numbers of publications, which stand beside those of runs in tables and figures.
+
+A plug-in registers the numbers of a publication. A table or figure of a sweep names the one that it
+reproduces by a key (``paper: tab:vision``).
+"""
+
+from collections.abc import Mapping, Sequence
+
+from trishul_ray.plugins import Registry
+
+
+class Reference:
+    """The printed numbers of a publication, by keys of its tables and figures.
+
+    Subclass it, and register the class by a name of your own. Keys of two references must differ.
+    """
+
+    def tables(self) -> Mapping[str, int | None]:
+        """Return the keys of tables in the order of the publication, each with its number.
+
+        None for one that the publication does not print as a table.
+        """
+        return {}
+
+    def figures(self) -> Mapping[str, int]:
+        """Return the keys of figures in the order of the publication, each with its number."""
+        return {}
+
+    def table_value(self, key: str, labels: Mapping[str, str]) -> float | None:
+        """Return the number that a table prints at the labels of a position; None if none.
+
+        Shares are in percent. A column of means over all others has the label ``average`` on each
+        axis of columns.
+        """
+        return None
+
+    def figure_value(self, key: str, metric: str, labels: Mapping[str, str]) -> float | None:
+        """Return the number that is printed of a figure; None if none. Shares are in percent.
+
+        A metric is that of runs, such as ``accuracy``, or ``seconds_per_round``, ``overhead``,
+        ``principal_angle_similarity``, ``fewest_heads`` or ``most_heads``.
+        """
+        return None
+
+    def slips(self, key: str) -> Sequence[str]:
+        """Return where the publication contradicts itself on a table or figure, in sentences."""
+        return ()
+
+
+#: The references that plug-ins have registered.
+REFERENCES = Registry[Reference]("reference", "reference")
+
+
+def references() -> list[Reference]:
+    """Return all references."""
+    return [reference() for reference in REFERENCES.all().values()]
+
+
+def table_keys() -> tuple[str, ...]:
+    """Return the keys of all tables that a sweep may name."""
+    return tuple(key for reference in references() for key in reference.tables())
+
+
+def figure_keys() -> tuple[str, ...]:
+    """Return the keys of all figures that a sweep may name."""
+    return tuple(key for reference in references() for key in reference.figures())
+
+
+def of_table(key: str | None) -> Reference:
+    """Return the reference that has a table; one without numbers if none has."""
+    return next((each for each in references() if key in each.tables()), Reference())
+
+
+def of_figure(key: str | None) -> Reference:
+    """Return the reference that has a figure; one without numbers if none has."""
+    return next((each for each in references() if key in each.figures()), Reference())
