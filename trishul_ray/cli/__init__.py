@@ -120,6 +120,8 @@ def _usage(error: Any) -> str:
     from trishul_ray.experiment.loading import is_field
 
     message: str = error.format_message()
+    if message.startswith("No such command"):
+        return "; ".join([message, *plugins.faults()])
     option = getattr(error, "option_name", None) or ""
     name = option.lstrip("-").replace("-", "_")
     if option and not hasattr(error, "param_hint"):
