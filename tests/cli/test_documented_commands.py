@@ -51,7 +51,7 @@ def documented_commands():
             found += [(page.stem, line) for line in block.replace("\\\n", " ").splitlines()]
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
         found += [(page.stem, line) for line in re.findall(r"`([^`]*trishul [^`]+)`", prose)]
-    for command in APP.commands.values():
+    for command in (APP.get_command(None, name) for name in APP.list_commands(None)):
         texts = [command.help or "", *(getattr(p, "help", "") or "" for p in command.params)]
         found += [("--help", line) for line in re.findall(r"`(trishul [^`]+)`", "\n".join(texts))]
     for where, line in found:
@@ -89,7 +89,7 @@ def test_a_documented_command_works(where, words, places, called, tmp_path, monk
     if "mine.py" in words:
         (tmp_path / "mine.py").touch()
         monkeypatch.chdir(tmp_path)
-    command = APP.commands[words[0]]
+    command = APP.get_command(None, words[0])
     context = command.make_context(words[0], list(words[1:]))
     if words[0] == "pretrain":
         get_builtin(context.params["name"], context.params["dataset"])

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from trishul_ray import plugins
 from trishul_ray.cli import cluster, data, machine, run, sweeps
@@ -27,13 +28,41 @@ from trishul_ray.version import NUMERICS, __version__
 
 __all__ = ["app", "main"]
 
+_OPTIONS: dict[str, Any] = {
+    "rich_markup_mode": "markdown",
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+
+
+class Commands(TyperGroup):
+    """The commands of this package, and those of plug-ins, which are imported if others are."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        self._add_those_of_plugins()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by its name; None if there is none."""
+        if cmd_name not in self.commands:
+            self._add_those_of_plugins()
+        return super().get_command(ctx, cmd_name)
+
+    def _add_those_of_plugins(self) -> None:
+        builtin = [each.callback.__name__ for each in app.registered_commands if each.callback]
+        for name, command in plugins.commands(builtin).items():
+            made = typer.Typer(add_completion=False, **_OPTIONS)
+            made.command(name)(command)
+            self.commands[name] = typer.main.get_command(made)
+
+
 # Commands import torch and the rest of the package only when they are called.
 app = typer.Typer(
     name="trishul",
+    cls=Commands,
     no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    **_OPTIONS,
     help="Simulate federated parameter-efficient fine-tuning on Ray.",
 )
 
@@ -77,10 +106,6 @@ for command in (
     machine.doctor,
 ):
     app.command()(command)
-_names = [each.callback.__name__ for each in app.registered_commands if each.callback]
-for name, added in plugins.commands(_names).items():
-    app.command(name)(added)
-
 #: Seconds within which a second signal is ignored: ``timeout`` and Slurm send two at once.
 _REPEATED_SIGNAL_SECONDS = 10.0
 
