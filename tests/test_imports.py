@@ -52,7 +52,7 @@ MAY_IMPORT = {
 }
 #: Content of the lab and of the folder of the paper, as other parts would name it.
 EXTENSIONS = (
-    *("paper.json", "claims.yaml", "trishul claims", "trishul theory", "stand_in", "Finding"),
+    *("paper.json", "claims.yaml", "trishul claims", "trishul theory", "stand_in", "all_claims"),
     *("lam_rule", "lam_level", "reallocat", "spare_heads", "private_heads", "private_core"),
     *("geometric", "ranks_by", "move_every", "MixedHeads", "raFLoRA", "fedplora", "Fed-PLoRA"),
     *("fedsa", "fedsvd", "fedrpca", "fedrot", "frlora", "rolora", "FedSA", "FedSVD", "FedRPCA"),
