@@ -14,7 +14,7 @@ from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.report.sections import SECTIONS, PageSection, render
 from trishul_ray.report.summary import RunSummary
 
-#: What is open, by the field that decides it.
+#: Open questions by the field that decides them.
 SWITCHES = {
     "optimizer.name": "Equations step along the plain gradient, the protocol says Adam: which?",
     "optimizer.lr_source": "Where do the learning rates come from? The paper says both: tuned by "
@@ -57,18 +57,18 @@ SWITCHES = {
     "evaluation.limit": "How many test rows are scored?",
     "evaluation.top_k": "How many directions has the principal-angle similarity?",
 }
-#: What is open and no field decides: the question, the answer, and the dataset that it concerns.
+#: Open questions that no field decides: question, answer, and the dataset that they concern.
 FIXED = (
     ("Which round is reported?", "the last", None),
     ("What is the mean F1 of MRQA over?", "questions, not its six sub-datasets", "mrqa"),
 )
-#: Where a field decides something: another field of its section, and that one's values.
+#: Conditions under which a field decides something: another field of its section, and its values.
 _APPLIES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "adapter.sigma": ("init", lambda init: init == "rv_random_normal"),
     "partition.variant": ("kind", lambda kind: kind == "dirichlet"),
     "partition.min_size": ("kind", lambda kind: kind == "dirichlet"),
 }
-#: How the absence of a value is displayed, where it is not just "default".
+#: Displayed text of absent values, if it is not just "default".
 _ABSENT = {"evaluation.limit": "all", "adapter.sigma": "1/√width", "adapter.alpha": "r"}
 #: More values than these are counted instead of listed.
 MOST_VALUES = 6
