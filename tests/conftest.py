@@ -58,6 +58,7 @@ def vit_folder(tmp_path_factory):
     """``vit_folder(width=768)`` -> a folder to name as ``model.name`` for digits; no weights."""
     from transformers import ViTConfig
 
+    @functools.cache
     def make(width=32, layers=2, dropout=0.0):
         folder = tmp_path_factory.mktemp("vit")
         ViTConfig(
@@ -82,20 +83,32 @@ def dropout_backbone(vit_folder):
     return vit_folder(dropout=0.2)
 
 
+@pytest.fixture(scope="session")
+def small_vit(vit_folder):
+    """The folder of a ViT of the width of vit-digits with half of its blocks."""
+    return vit_folder(width=64)
+
+
+@pytest.fixture(scope="session")
+def small_backbone():
+    """Overrides of :func:`small`; a folder whose tests start no commands has its own."""
+    return []
+
+
 @pytest.fixture
-def small(cache, tmp_path):
+def small(cache, tmp_path, small_backbone):
     """``small("method=ravan", ...)`` -> an experiment whose runs lie in this test's folder."""
     from trishul_ray.experiment.loading import load_experiment
 
     def make(*overrides):
         places = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
-        return load_experiment(None, [*SMALL, *places, *overrides])
+        return load_experiment(None, [*SMALL, *small_backbone, *places, *overrides])
 
     return make
 
 
 @pytest.fixture(scope="session")
-def executor(cache):
+def executor(cache, small_vit):
     """``executor("method=ravan", ...)`` -> an inline executor with its experiment, without Ray."""
     from trishul_ray.experiment.loading import load_experiment
     from trishul_ray.federation.inline import InlineExecutor
@@ -104,6 +117,7 @@ def executor(cache):
     @functools.cache
     def make(*overrides):
         here = ["federation.rounds=2", "resources.backend=inline", f"storage.cache={cache}"]
+        here.append(f"model.name={small_vit}")
         experiment = load_experiment(None, [*SMALL, *here, *overrides])
         return InlineExecutor(experiment, prepare_run(experiment))
 

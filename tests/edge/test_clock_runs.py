@@ -19,6 +19,8 @@ from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.runs.runner import central_twin
 
 ON = "devices.kind=lognormal"
+#: A backbone of more patches, whose layers cost most, so that some clients miss a deadline.
+DIGITS = "model=vit-digits"
 #: Every policy at once: some clients are lost, some make fewer steps, the clock waits for nights.
 ALL = [
     ON, "devices.speed=8e6", "devices.network_jitter=0.5", "devices.availability=diurnal",
@@ -77,8 +79,8 @@ def test_twice_the_speed_halves_the_seconds_of_computing(edge_run):
 
 def test_what_full_fine_tuning_costs_is_three_times_the_forward_pass(edge_run):
     """A frozen backbone costs two; the adapters come on top."""
-    full = edge_run("method=fullft", ON, "federation.rounds=1").blueprint.flops
-    lora = edge_run("method=fedit", ON, "federation.rounds=1").blueprint.flops
+    full = edge_run("method=fullft", DIGITS, ON, "federation.rounds=1").blueprint.flops
+    lora = edge_run("method=fedit", DIGITS, ON, "federation.rounds=1").blueprint.flops
     assert full.backbone == lora.backbone > 0
     assert full.adapter / full.backbone == pytest.approx(0.5, rel=0.01)
     assert 0 < lora.adapter < full.adapter
@@ -103,8 +105,8 @@ def test_limited_clients_are_faster(edge_run):
 
 
 def test_a_shorter_runs_clock_begins_a_longer_ones(edge_run):
-    short = edge_run("method=ffalora", *ALL, "federation.rounds=2")
-    long = edge_run("method=ffalora", *ALL, "federation.rounds=5")
+    short = edge_run("method=ffalora", DIGITS, *ALL, "federation.rounds=2")
+    long = edge_run("method=ffalora", DIGITS, *ALL, "federation.rounds=5")
     pairs = list(zip(short.checkpoint.records[1:], long.checkpoint.records[1:], strict=False))
     assert len(pairs) == 2
     for one, other in pairs:

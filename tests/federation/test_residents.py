@@ -111,10 +111,14 @@ def options_of(name):
     return [f"method={name}", "federation.local_steps=1", *limits]
 
 
-def test_every_method_after_every_method(make):
+#: One method of each kind of adapter, of what it trains and of what it does to frozen weights.
+KINDS = ["fedit", "ffalora", "flora", "fedsb", "fullft", "scaffold", "trishul"]
+
+
+def test_every_kind_of_method_after_every_kind_and_every_method_between_others(make):
     fresh = {name: outcome(make(*options_of(name))) for name in PUBLISHED}
     residents = Residents()
-    for name in every_pair(PUBLISHED):
+    for name in [*every_pair(KINDS), *PUBLISHED, *reversed(PUBLISHED)]:
         assert outcome(make(*options_of(name)), residents) == fresh[name], name
     assert len(residents._kept) == 1
 

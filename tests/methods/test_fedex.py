@@ -6,11 +6,12 @@ from trishul_ray.federation.checkpoint import state_digest
 
 
 def test_fedex_counts_its_residual(executor, tmp_path):
-    dense = run(executor("method=fedex"), tmp_path)
+    inline = executor("method=fedex")
+    dense = run(inline, tmp_path)
     factors = run(executor("method=fedex", "method.ship=factors"), tmp_path)
     lora = dense.blueprint.parameters["adapter"]
     head = dense.blueprint.parameters["head"]
-    widths = 8 * 64 * 64
+    widths = len(inline.bench.model.specs) * 64 * 64
     cohort = 3
     assert [r.downloaded_parameters for r in dense.checkpoint.records[1:]] == [
         cohort * (lora + head),

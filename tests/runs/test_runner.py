@@ -48,6 +48,11 @@ def drain(steps):
             return reports, end.value
 
 
+def numbers_alone(experiment, progress=None):
+    """The result of a run without figures and model."""
+    return drain(run_steps(experiment, progress or quiet(), extras=False))[1]
+
+
 def test_steps_are_the_rounds_and_end_with_the_result(tiny):
     experiment, twin = tiny(), tiny(runs="twin")
     reports, finished = drain(run_steps(experiment, quiet()))
@@ -190,7 +195,7 @@ def numbers(finished):
     ],
 )
 def test_a_run_with_more_rounds_extends_a_shorter_one(tiny, shorter, more, expected):
-    run_experiment(tiny(*more, f"federation.rounds={shorter}"), quiet())
+    numbers_alone(tiny(*more, f"federation.rounds={shorter}"))
     longer = [*more, "federation.rounds=3"]
     console = Console(file=io.StringIO(), width=300)
     reports, extended = drain(run_steps(tiny(*longer), RunProgress(3, console), extras=False))
@@ -204,8 +209,8 @@ def test_a_run_with_more_rounds_extends_a_shorter_one(tiny, shorter, more, expec
 
 def test_the_numbers_of_a_run_do_not_depend_on_which_rounds_are_scored(tiny):
     runs = {
-        every: run_experiment(
-            tiny("federation.rounds=3", f"evaluation.every={every}", runs=str(every)), quiet()
+        every: numbers_alone(
+            tiny("federation.rounds=3", f"evaluation.every={every}", runs=str(every))
         )
         for every in (1, 2, 0)
     }
@@ -222,15 +227,15 @@ def test_the_numbers_of_a_run_do_not_depend_on_which_rounds_are_scored(tiny):
 
 def test_a_result_serves_where_fewer_rounds_are_scored_and_not_where_more_are(tiny):
     few, all_ = (tiny("federation.rounds=3", f"evaluation.every={every}") for every in (0, 1))
-    first = run_experiment(few, quiet())
+    first = numbers_alone(few)
     console = Console(file=io.StringIO(), width=200)
-    second = run_experiment(all_, RunProgress(3, console))
+    second = numbers_alone(all_, RunProgress(3, console))
     assert not second.repeated and second.summary.scored_rounds == [0, 1, 2, 3]
     said = "no score of round 1 and 1 more, which evaluation.every=1 asks for: the run starts over"
     assert said in console.file.getvalue()
     assert second.summary.state_sha256 == first.summary.state_sha256
     assert second.summary.attempt != first.summary.attempt  # another run in MLflow
-    again = run_experiment(few, quiet())
+    again = numbers_alone(few)
     assert again.repeated and again.summary.scored_rounds == [0, 1, 2, 3]
 
 
@@ -388,7 +393,7 @@ def test_photos_for_a_backbone_of_few_pixels_are_noted(tiny, tmp_path):
     for model, warned in (("vit-digits", True), ("vit-tiny", False)):
         screen = io.StringIO()
         experiment = tiny(*photos, f"model={model}", "partition.kind=iid", "budget=4")
-        finished = run_experiment(experiment, RunProgress(2, Console(file=screen, width=400)))
+        finished = numbers_alone(experiment, RunProgress(2, Console(file=screen, width=400)))
         assert ("vit-digits takes images of 8x8 pixels" in screen.getvalue()) == warned
         assert ("100x100, are scaled down" in screen.getvalue()) == warned
         data = finished.summary.data

@@ -83,20 +83,23 @@ def test_another_user_is_given_no_worker(fork_server, worker, monkeypatch):
 @pytest.mark.parametrize("before", [True, False], ids=["ended before", "ends"])
 def test_a_worker_ends_with_its_raylet(fork_server, tmp_path, before):
     script = tmp_path / "waits.py"
-    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(120)")
+    script.write_text(
+        "import os, time; print(os.getpid(), flush=True); time.sleep(90); print('it outlived')"
+    )
     raylet = subprocess.Popen(["sleep", "120"])
-    if before:
-        raylet.kill()
-        raylet.wait()
     words = [*shlex.split(fork_server.py_executable), str(script)]
-    environment = os.environ | {"RAY_RAYLET_PID": str(raylet.pid)}
+    # A number that no process has: that of one that has ended is soon another's.
+    number = 2**22 + 1 if before else raylet.pid
+    environment = os.environ | {"RAY_RAYLET_PID": str(number)}
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE) as started:
         if not before:
             worker = psutil.Process(int(started.stdout.readline()))
             assert worker.ppid() == fork_server.pid
             raylet.kill()
             raylet.wait()
-        started.stdout.read()  # until the worker has closed it
+        assert b"outlived" not in started.stdout.read()  # until the worker has closed it
+    raylet.kill()
+    raylet.wait()
 
 
 def test_the_server_ends_with_the_process_that_started_it():

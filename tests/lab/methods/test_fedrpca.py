@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from method_runs import Recording, run, same_run, server_of
 from pydantic import ValidationError
@@ -43,6 +43,7 @@ def by_svd(rows):
     return sparse
 
 
+@settings(max_examples=25)
 @given(seeds, st.sampled_from([(2, 30), (5, 200), (7, 7), (9, 4)]), st.sampled_from([0.0, 0.3, 1]))
 def test_the_division_is_that_of_full_decompositions(generator, shape, noise):
     rows = normal(generator, shape[0], 1) * normal(generator, shape[1])
@@ -55,6 +56,7 @@ def test_the_division_is_that_of_full_decompositions(generator, shape, noise):
     torch.testing.assert_close(shrunk(rows, threshold), expected, atol=1e-9, rtol=1e-9)
 
 
+@settings(max_examples=25)
 @given(seeds)
 def test_few_large_entries_are_told_from_what_is_common(generator):
     clients, size, each = 20, 80, 2

@@ -351,6 +351,14 @@ def test_principal_factors_are_the_leading_singular_components(shape, rank):
         assert (norms[kept:] == 0).all()
 
 
+@pytest.mark.parametrize("method", ["frlora", "fedsvd"])
+def test_a_rank_may_exceed_the_width_of_a_matrix(method, executor, tmp_path):
+    """The factors then have directions that stay zero."""
+    inline = executor(f"method={method}", "adapter.rank=80", "federation.rounds=1")
+    assert all(min(spec.d_out, spec.d_in) < 80 for spec in inline.bench.model.specs)
+    assert np.isfinite(run(inline, tmp_path).checkpoint.state.shared).all()
+
+
 @pytest.mark.parametrize("exact", ["false", "true"])
 def test_frlora_folds_what_principal_components_move_by(executor, tmp_path, exact):
     options = [f"method.exact={exact}", "adapter.alpha=8", "budget=4", "federation.rounds=3"]

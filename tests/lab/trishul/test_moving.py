@@ -13,6 +13,7 @@ from trishul_ray.methods.base import Round
 #: Six rounds in which heads certainly move: of gradients that differ much, from equal numbers.
 MOVING = (
     "method=trishul-moving",
+    "model=vit-digits",  # of four blocks, which exchange heads
     "method.move_every=1",
     "method.allocation=uniform",
     "federation.rounds=6",
@@ -114,7 +115,7 @@ def test_traffic_leaves_out_what_is_zero_or_known(executor, tmp_path, eager):
     """Up: active heads. Down: these, and a retired core once for each client that lacks it."""
     options = (*MOVING, "method.scalars=fixed")
     server = run(executor(*options), tmp_path)
-    still = run(executor("method.allocation=uniform", *options[3:]), tmp_path)
+    still = run(executor("method.allocation=uniform", options[1], *options[4:]), tmp_path)
     layout, n = server.blueprint.layout, len(server.checkpoint.state.extra["status"])
     sizes = slots.sizes(layout)
     status = torch.from_numpy(server.checkpoint.state.extra["status"])

@@ -88,6 +88,7 @@ def test_what_it_needs_is_said():
 
 @pytest.mark.parametrize("words", [("budget=4",), ("budget=2", "adapter.overflow=independent")])
 def test_ranks_are_by_the_score_of_a_block_within_the_budget(executor, words):
+    words = ("model=vit-digits", *words)
     bench = executor("method=trishul-ranks", "method.ranks_by=block", *words).bench
     number = {block: i for i, block in enumerate(bench.site.blocks())}
     layers = {layer.name: layer for layer in bench.site.layers}

@@ -1,5 +1,7 @@
 """Rules for the threshold of the prox (``method=trishul-rules``), in runs."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -13,15 +15,35 @@ from trishul_ray.rng import torch_rng
 
 ENTROPY = ("method=trishul-rules", "method.rule=entropy")
 RULES = ("relative", "entropy", "continuation", "unknown", "edge", "sure")
+#: One on the client, one with numbers of the server, one on the server.
+CHANGED = ("unknown", "entropy", "edge")
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("more", [(), ("method.prox_on=change", "method.head_fraction=0.5")])
-def test_every_rule_runs_acts_and_resumes_to_the_same_bytes(rule, more, executor, tmp_path):
-    options = ("federation.local_steps=8", "federation.rounds=3", *more)
+@pytest.fixture(scope="module")
+def without_prox(executor, tmp_path_factory):
+    """``without_prox(*options)`` -> the shared numbers of a run whose prox is off."""
+
+    @cache
+    def made(*options):
+        inline = executor("method.lam=0", *options)
+        return run(inline, tmp_path_factory.mktemp("plain")).checkpoint.state.shared
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("rule", "more"),
+    [
+        *((rule, ()) for rule in RULES),
+        *((rule, ("method.prox_on=change", "method.head_fraction=0.5")) for rule in CHANGED),
+    ],
+)
+def test_every_rule_runs_acts_and_resumes_to_the_same_bytes(
+    rule, more, executor, without_prox, tmp_path
+):
+    options = ("federation.local_steps=4", "federation.rounds=2", *more)
     whole, _ = resumed(executor("method=trishul-rules", f"method.rule={rule}", *options), tmp_path)
-    without = run(executor("method.lam=0", *options), tmp_path).checkpoint
-    assert not np.array_equal(without.state.shared, whole.state.shared)
+    assert not np.array_equal(without_prox(*options), whole.state.shared)
     for record in whole.records[1:]:
         assert record.diagnostics["svt_threshold"] > 0
         assert 0 < record.diagnostics["svt_energy_removed"] < 1
