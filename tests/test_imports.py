@@ -1,18 +1,15 @@
 """Imports go one way, from the algebra and the methods to the commands."""
 
 import ast
-import importlib
 import subprocess
 import sys
-import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import trishul_ray
-from trishul_ray import plugins
-from trishul_ray.methods.base import METHODS, method_class
+from trishul_ray.methods.base import method_class
 
 ROOT = Path(trishul_ray.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -187,34 +184,6 @@ def test_nothing_imports_the_lab_or_the_paper_or_names_what_is_in_them():
         if word in path.read_text(encoding="utf-8")
     }
     assert not named
-
-
-def test_entry_points_name_what_the_lab_registers():
-    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
-    declared = project["entry-points"][f"{plugins.GROUP}.method"]
-    for name, where in declared.items():
-        assert importlib.import_module(where) and method_class(name).__module__ == where
-    for path in of_part("lab"):
-        importlib.import_module(f"trishul_ray.{module(path)}")
-    registered = {n for n, cls in METHODS.classes.items() if "trishul_ray.lab." in cls.__module__}
-    assert registered == declared.keys()
-
-
-@pytest.mark.skipif(bool(plugins.faults()), reason="; ".join(plugins.faults()))
-def test_a_run_imports_only_what_it_names_of_the_lab():
-    script = (
-        "import sys\n"
-        "from trishul_ray.experiment.loading import load_experiment\n"
-        "for method in ('trishul', 'trishul-private'):\n"
-        "    load_experiment(None, [f'method={method}', 'rounds=3']).id\n"
-        "    parts = (name.rpartition('trishul_ray.lab.') for name in sys.modules)\n"
-        "    print(method, *sorted(end for _, found, end in parts if found and '.' in end))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT.parent, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["trishul", "trishul-private trishul.private"]
 
 
 def test_no_circle_among_files():

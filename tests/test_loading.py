@@ -321,13 +321,14 @@ def test_the_source_names_everything_borrowed():
     )
 
 
-def test_a_backbone_may_have_rates_of_its_own_on_a_dataset():
+def test_a_backbone_may_have_rates_of_its_own_on_a_dataset(register_newcomer):
     words = ["dataset=cifar100", "model=trishul/vit-s14-photos", "budget=8"]
     options = load_experiment(None, [*words, "method=scaffold"]).optimizer
     source = "chosen on validation rows (Dirichlet 0.3, rank 8) of cifar100"
     assert (options.lr, options.lr_source) == (1e-3, source)
-    borrowed = load_experiment(None, [*words, "method=fedsa"]).optimizer.lr_source
-    assert borrowed == f"{source}; borrowed from fedit, for fedsa"
+    register_newcomer(rates_like="fedit")
+    borrowed = load_experiment(None, [*words, "method=newcomer"]).optimizer.lr_source
+    assert borrowed == f"{source}; borrowed from fedit, for newcomer"
 
 
 def test_the_source_without_a_look_up(register_newcomer):

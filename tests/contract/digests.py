@@ -19,10 +19,12 @@ import os
 import sys
 import tempfile
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
@@ -134,9 +136,21 @@ CONFIGURATIONS = {
 }
 
 
+@cache
+def known(name):
+    """Return whether this installation has the method and the sections of a configuration."""
+    if importlib.util.find_spec("trishul_ray.lab") is None:  # a copy of the core alone
+        try:
+            experiment_of(name)
+        except InputError:
+            return False
+    return True
+
+
 def usable(name):
     """Return whether this installation can run a configuration."""
-    return name != "quantized" or importlib.util.find_spec("bitsandbytes") is not None
+    library = name != "quantized" or importlib.util.find_spec("bitsandbytes") is not None
+    return library and known(name)
 
 
 def experiment_of(name, *more):

@@ -12,6 +12,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.methods.base import method_class
 from trishul_ray.rng import torch_rng
+from trishul_ray.spectral.svt import singular_values
 
 ENTROPY = ("method=trishul-rules", "method.rule=entropy")
 RULES = ("relative", "entropy", "continuation", "unknown", "edge", "sure")
@@ -153,3 +154,25 @@ def test_the_rule_by_sums_composes_with_codecs_and_server_optimizers(executor, t
     plain = run(executor(*ENTROPY), tmp_path)
     shares = [s.checkpoint.state.extra["log_share"] for s in (ring, plain)]
     np.testing.assert_allclose(*shares, atol=1e-3)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_spectra_before_and_after_are_recorded_wherever_a_rule_shrinks(small, inline_result, rule):
+    words = ["method=trishul-rules", f"method.rule={rule}", "resources.backend=inline"]
+    final = inline_result(small(*words, "evaluation.every=9"))
+    found = final.checkpoint.spectra
+    before, after, tau = (found[name] for name in ("before", "after", "threshold"))
+    assert before.shape == after.shape == found["uploaded"].shape
+    assert len(tau) == (1 if rule == "continuation" else len(before))
+    assert (tau > 0).all() and (after >= 0).all() and (after < before).any()
+    removed = np.minimum(before, tau[:, None])
+    if rule == "edge":  # shrunk by less
+        assert (before - after <= removed * (1 + 1e-9)).all()
+    elif rule == "unknown":  # hard
+        np.testing.assert_allclose(after, np.where(before > tau[:, None], before, 0))
+    else:
+        np.testing.assert_allclose(before - after, removed, rtol=1e-9, atol=1e-15)
+    if rule in ("edge", "sure"):  # of the mean, which the server has shrunk
+        state, layout = torch.from_numpy(final.checkpoint.state.shared), final.blueprint.layout
+        (bank,) = layout.core_banks(torch.nn.functional.pad(state, (0, layout.size - len(state))))
+        np.testing.assert_allclose(singular_values(bank), after, atol=1e-6 * after.max())
