@@ -1,8 +1,11 @@
 """Runs of methods without Ray, for the tests of methods."""
 
+import copy
+
 import numpy as np
 import torch
 
+from trishul_ray.adapters.quantized import dequantize_layers
 from trishul_ray.contract.methods import untimed
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.local import train_client
@@ -11,6 +14,7 @@ from trishul_ray.federation.reduce import Reducer, finish, partial_sum
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import global_model
 from trishul_ray.methods.base import LocalRun, State, method_class, method_names
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.rng import torch_rng
 from trishul_ray.storage import Store
 
@@ -105,3 +109,24 @@ def local_run(bench, vector):
     )
     bench.method.start(run, vector)
     return run
+
+
+def resident(experiment):
+    backbone = Backbone.of(experiment.model, experiment.storage.places)
+    return backbone.load_resident("image-classification", 10, seed=experiment.seed).model
+
+
+def assert_that_of_the_dequantized_backbone(small, inline_result, tmp_path, kind, words):
+    """Compare a run on a quantized backbone, bit for bit, with that on the dequantized one."""
+    shared = [*words, "federation.rounds=2", "federation.local_steps=2", "adapter.path=factored"]
+    run = small(f"model.quantize={kind}", *shared)
+    dense = resident(run)
+    before = copy.deepcopy(dense)
+    dequantize_layers(dense)
+    dense.save_pretrained(tmp_path / "dense")
+    twin = small(*shared, "model.init=pretrained", f"model.name={tmp_path / 'dense'}")
+    ours, theirs = inline_result(run), inline_result(twin)
+    assert ours.checkpoint.state.shared.tobytes() == theirs.checkpoint.state.shared.tobytes()
+    assert untimed(ours.checkpoint.records) == untimed(theirs.checkpoint.records)
+    for name, stored in resident(run).named_buffers():
+        assert torch.equal(stored, before.get_buffer(name)), name

@@ -1,21 +1,18 @@
 """Runs on quantized backbones: they are runs on the dequantized ones, and folds stay outside."""
 
-import copy
-
 import pytest
 import torch
+from method_runs import assert_that_of_the_dequantized_backbone
 from torch import nn
 
 import trishul_ray
-from trishul_ray.adapters.quantized import QuantizedLinear, dequantize_layers
-from trishul_ray.contract.methods import untimed
+from trishul_ray.adapters.quantized import QuantizedLinear
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.local import weight_gradients
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.workbench import build_model_bench, build_workbench
-from trishul_ray.models.backbone import Backbone
 
 ROUNDS = ["federation.rounds=2", "federation.local_steps=2"]
 KINDS = ("nf4", "int8")
@@ -29,11 +26,6 @@ WAYS = {
     "dense gradients": ["method=fedsb"],
     "measured gradients": ["method=trishul", "method.allocation=gradient"],
 }
-
-
-def resident(experiment):
-    backbone = Backbone.of(experiment.model, experiment.storage.places)
-    return backbone.load_resident("image-classification", 10, seed=experiment.seed).model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,23 +50,8 @@ def test_gradients_by_hooks_are_those_of_autograd(dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_is_that_on_the_dequantized_backbone(way, kind, small, inline_result, tmp_path):
-    is_that_on_the_dequantized_backbone(small, inline_result, tmp_path, kind, WAYS[way])
-
-
-def is_that_on_the_dequantized_backbone(small, inline_result, tmp_path, kind, words):
     """Bit for bit: no method ever writes to a quantized weight, or reads another one."""
-    shared = [*words, *ROUNDS, "adapter.path=factored"]
-    run = small(f"model.quantize={kind}", *shared)
-    dense = resident(run)
-    before = copy.deepcopy(dense)
-    dequantize_layers(dense)
-    dense.save_pretrained(tmp_path / "dense")
-    twin = small(*shared, "model.init=pretrained", f"model.name={tmp_path / 'dense'}")
-    ours, theirs = inline_result(run), inline_result(twin)
-    assert ours.checkpoint.state.shared.tobytes() == theirs.checkpoint.state.shared.tobytes()
-    assert untimed(ours.checkpoint.records) == untimed(theirs.checkpoint.records)
-    for name, stored in resident(run).named_buffers():
-        assert torch.equal(stored, before.get_buffer(name)), name
+    assert_that_of_the_dequantized_backbone(small, inline_result, tmp_path, kind, WAYS[way])
 
 
 def test_bytes_are_equal_twice_and_differ_from_those_without(small, tmp_path):

@@ -7,7 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from method_runs import Recording, run, same_run, server_of, weights_of
+from method_runs import (
+    Recording,
+    assert_that_of_the_dequantized_backbone,
+    run,
+    same_run,
+    server_of,
+    weights_of,
+)
 
 from trishul_ray.adapters.lora import principal_factors
 from trishul_ray.adapters.model import Trained
@@ -410,3 +417,11 @@ def test_exact_frlora_reads_the_factors_of_all(executor, tmp_path):
     head = plain.blueprint.parameters["head"]
     read = [[r.downloaded_parameters for r in s.checkpoint.records[1:]] for s in (plain, exact)]
     assert read == [[3 * whole] * 2, [3 * whole, 3 * (head + 3 * (whole - head))]]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_frlora_takes_principal_components_of_a_quantized_backbone(
+    kind, small, inline_result, tmp_path
+):
+    words = ["method=frlora"]
+    assert_that_of_the_dequantized_backbone(small, inline_result, tmp_path, kind, words)
