@@ -1,6 +1,5 @@
 """Methods and a task that were written by the guides alone, as plug-ins for the tests."""
 
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,16 +19,13 @@ def unloaded_after():
     # The built-in ones are registered before.
     base.method_classes(), tasks.task_classes(), codecs.codec_names()
     registries = base.METHODS, codecs.CODECS, cohorts.COHORTS
-    tables = [tasks._REGISTRY, *(each.classes for each in registries)]
-    tables += [plugins._owners, plugins._providers, plugins._newest, plugins._unpackaged]
-    before = [dict(table) for table in tables]
-    modules = set(sys.modules)
+    before = [{*registry.classes} for registry in registries]
+    kinds, modules = dict(tasks.task_classes()), plugins.loaded()
     try:
         yield
     finally:
-        for table, old in zip(tables, before, strict=True):
-            table.clear()
-            table.update(old)
-        for name in set(sys.modules) - modules:
-            if name.startswith("trishul_plugin_"):
-                del sys.modules[name]
+        plugins.unload(modules)
+        for registry, names in zip(registries, before, strict=True):
+            registry.forget(registry.classes.keys() - names)
+        tasks._REGISTRY.clear()
+        tasks._REGISTRY.update(kinds)

@@ -178,8 +178,7 @@ def test_a_run_names_its_plugin_and_does_not_bring_it(mine, called, cache, tmp_p
     text = f"open({str(tmp_path / 'ran')!r}, 'w')"
     (tmp_path / "evil.py").write_text(text)
     with unloaded_after():
-        for table in (plugins._owners, plugins._newest):
-            table.clear()
+        plugins.unload()
         for evil in ({**noted, "source": text}, str(tmp_path / "evil.py")):
             with pytest.raises(InputError, match="plug-in"):
                 build_experiment(experiment.to_dict() | {"plugins": [evil]})

@@ -68,10 +68,10 @@ class Plugin:
 _owners: dict[str, Plugin] = {}
 #: The module of a file that was run last, by the name of the plug-in.
 _newest: dict[str, str] = {}
-#: The plug-ins that define what a field names (``method=mine``), with those that they extend.
-_providers: dict[str, tuple[Plugin, ...]] = {}
-#: Classes by the same names that are registered neither by the package nor by a plug-in.
-_unpackaged: dict[str, type] = {}
+#: The classes that fields name (``method=mine``), of this package and of others.
+_classes: dict[str, type] = {}
+#: The plug-ins of datasets, by the fields that name these (``data.name=mine``).
+_datasets: dict[str, Plugin] = {}
 #: Why installed plug-ins could not be loaded, one line each; None before they are looked for.
 _faults: list[str] | None = None
 #: Why commands of plug-ins could not be loaded, by their names.
@@ -136,7 +136,10 @@ def find_plugin(plugin: Plugin) -> Plugin:
     if plugin.source is not None:
         return _run(plugin, f"<plug-in {plugin.name}>")
     load_installed()
-    every = (*_owners.values(), *map(_of_class, _unpackaged.values()))
+    every = (
+        *_owners.values(),
+        *(_of_class(cls) for cls in _classes.values() if _is_unpackaged(cls)),
+    )
     known = {each.content: each for each in every if each.name == plugin.name}
     found = known.get(plugin.content)
     if found is not None:
@@ -315,14 +318,23 @@ def claim(field: str, cls: type, registered: type | None, title: str) -> None:
     ours = old.__module__ != cls.__module__ and _is_ours(old.__module__)
     if ours or old.__qualname__ != cls.__qualname__:
         raise ValueError(f"{title} is taken by {old.__qualname__}")
-    owner, before = _owner_of(cls.__module__), _providers.get(field)
-    if before and field not in _unpackaged and (owner is None or owner.name != before[0].name):
+    owner, prior = _owner_of(cls.__module__), _classes.get(field)
+    before = () if prior is None or _is_unpackaged(prior) else _plugins_of(prior)
+    if before and (owner is None or owner.name != before[0].name):
         raise ValueError(f"{field} is taken by plug-in {before[0].name}")
-    modules = [base.__module__ for base in cls.__mro__]
-    _providers[field] = tuple(dict.fromkeys(filter(None, map(_owner_of, modules))))
-    _unpackaged.pop(field, None)
-    if owner is None and not _is_ours(cls.__module__):
-        _unpackaged[field] = cls
+    _classes[field] = cls
+
+
+def _plugins_of(cls: type) -> tuple[Plugin, ...]:
+    """Return the plug-ins that define a class and those that it extends."""
+    modules = (base.__module__ for base in cls.__mro__)
+    found = tuple(dict.fromkeys(filter(None, map(_owner_of, modules))))
+    return (_of_class(cls), *found) if _is_unpackaged(cls) else found
+
+
+def _is_unpackaged(cls: type) -> bool:
+    """Return whether a class is of a script, a notebook or another module that is no plug-in."""
+    return not _is_ours(cls.__module__) and _owner_of(cls.__module__) is None
 
 
 class Registry(Generic[_T]):
@@ -377,6 +389,12 @@ class Registry(Generic[_T]):
 
         return added
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget the classes of some names: tests unload what they have loaded."""
+        for name in names:
+            del self.classes[name]
+            _classes.pop(f"{self._field}={name}", None)
+
     def _load(self) -> None:
         load_installed() if self._package is None else load_all(self._package)
 
@@ -421,31 +439,55 @@ class Registry(Generic[_T]):
 
 def used_by(fields: Iterable[str]) -> tuple[Plugin, ...]:
     """Return the plug-ins behind what fields such as ``method=mine`` name, by name."""
-    fields = list(fields)
-    found = {plugin for field in fields for plugin in _providers.get(field, ())}
-    found |= {_of_class(_unpackaged[field]) for field in fields if field in _unpackaged}
+    found: set[Plugin] = set()
+    for field in fields:
+        if field in _datasets:
+            found.add(_datasets[field])
+        elif field in _classes:
+            found.update(_plugins_of(_classes[field]))
     return tuple(sorted(found, key=lambda plugin: plugin.name))
 
 
 def provided_by(plugin: Plugin) -> list[str]:
     """Return the fields that name what a plug-in defines, such as ``method=mine``, sorted."""
-    return sorted(field for field, owners in _providers.items() if owners[:1] == (plugin,))
+    classes = (field for field, cls in _classes.items() if _owner_of(cls.__module__) == plugin)
+    return sorted([*classes, *(field for field, owner in _datasets.items() if owner == plugin)])
 
 
 def any_loaded() -> bool:
     """Return whether there is a plug-in, or a class of a script or notebook."""
     load_installed()
-    return bool(_owners or _unpackaged)
+    return bool(_owners) or any(map(_is_unpackaged, _classes.values()))
 
 
 def unpackaged(fields: Iterable[str]) -> list[str]:
     """Return those of the fields that name a class of a script, notebook or other module."""
-    return [field for field in fields if field in _unpackaged]
+    return [field for field in fields if field in _classes and _is_unpackaged(_classes[field])]
 
 
 def note_dataset(name: str, plugin: Plugin) -> None:
     """Note which plug-in defines a dataset."""
-    _providers[f"data.name={name}"] = (plugin,)
+    _datasets[f"data.name={name}"] = plugin
+
+
+def unload(kept: Iterable[str] = ()) -> None:
+    """Forget all plug-ins but those of some modules (:func:`loaded`): tests do so."""
+    gone = {module: _owners.pop(module) for module in {*_owners} - {*kept}}
+    for module, plugin in gone.items():
+        if _newest.get(plugin.name) == module:
+            del _newest[plugin.name]
+        if module.startswith(_PREFIX):
+            sys.modules.pop(module, None)
+    for field, cls in list(_classes.items()):
+        if {cls.__module__, cls.__module__.partition(".")[0]} & gone.keys():
+            del _classes[field]
+    for field in [f for f, plugin in _datasets.items() if plugin in gone.values()]:
+        del _datasets[field]
+
+
+def loaded() -> frozenset[str]:
+    """Return the names of the modules that are plug-ins."""
+    return frozenset(_owners)
 
 
 def named(cls: type) -> str:
