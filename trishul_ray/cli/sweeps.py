@@ -283,7 +283,8 @@ def load_sweeps(arguments: Sequence[str], profile: str, runs: str | None) -> "li
     Raises:
         InputError: There is no name, or a sweep cannot be loaded.
     """
-    from trishul_ray.sweeps.cells import find_sweeps, load_sweep, with_random_samples
+    from trishul_ray.sweeps.cells import find_sweeps, load_sweep
+    from trishul_ray.sweeps.samples import with_random_samples
 
     names, overrides = split_arguments(arguments)
     overrides += [f"storage.runs={runs}"] if runs is not None else []

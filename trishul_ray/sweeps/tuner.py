@@ -37,7 +37,8 @@ from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.report.outcomes import CellStatus
 from trishul_ray.storage import Store
-from trishul_ray.sweeps.cells import CellRun, FindRun, Sweep, TuneOptions, sampling_space
+from trishul_ray.sweeps.cells import CellRun, FindRun, Sweep, TuneOptions
+from trishul_ray.sweeps.samples import sampling_space
 from trishul_ray.sweeps.status import record_failure
 from trishul_ray.sweeps.sweep_file import Search
 from trishul_ray.sweeps.trial import (
