@@ -21,7 +21,7 @@ _MEGABITS = 8 / 1e6
 
 #: Outcome of a client that is asked: it is kept, comes after the m that are, comes after the
 #: deadline, is lost on the way, or comes in time to an attempt that is given up.
-Fate = Literal["kept", "surplus", "late", "lost", "abandoned"]
+ClientOutcome = Literal["kept", "surplus", "late", "lost", "abandoned"]
 
 
 def _seconds(size: np.ndarray, megabits: np.ndarray) -> np.ndarray:
@@ -98,7 +98,7 @@ class Plan:
 
     clients: np.ndarray
     times: Times
-    fates: tuple[Fate, ...]
+    fates: tuple[ClientOutcome, ...]
     lost_at: np.ndarray
     wanted: int
     deadline: float | None
@@ -172,7 +172,7 @@ def plan(
         in_time = possible >= 1
     came = np.flatnonzero(in_time & (lost == 0))
     first = came[np.lexsort((clients[came], times.total[came]))]
-    fates: list[Fate] = ["late"] * len(clients)
+    fates: list[ClientOutcome] = ["late"] * len(clients)
     for index in np.flatnonzero(lost).tolist():
         fates[index] = "lost"
     for place, index in enumerate(first.tolist()):

@@ -16,7 +16,7 @@ import numpy as np
 
 from trishul_ray.config import FederationConfig, Section
 from trishul_ray.edge.availability import DAY, MOST_DAYS, next_time, source_of
-from trishul_ray.edge.clock import Fate, Plan, Times, jain, plan
+from trishul_ray.edge.clock import ClientOutcome, Plan, Times, jain, plan
 from trishul_ray.edge.cohorts import (
     COHORTS,
     CohortConfig,
@@ -105,7 +105,7 @@ class Asked:
     spent: float = 0.0
 
     @property
-    def missing(self) -> dict[int, Fate]:
+    def missing(self) -> dict[int, ClientOutcome]:
         """Outcome of the asked clients that do not train, by client, ascending."""
         found = {
             client: fate
