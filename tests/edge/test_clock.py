@@ -59,7 +59,7 @@ def test_without_policies_the_first_count_and_the_round_lasts_until_they_are_don
     clients = clients_of(times)
     found = plan(clients, times, wanted=wanted)
     order = sorted(range(len(clients)), key=lambda i: (times.total[i], clients[i]))
-    assert set(np.flatnonzero(found.kept)) == set(order[:wanted])
+    assert set(np.flatnonzero(found.accepted)) == set(order[:wanted])
     assert found.seconds == max(times.total[i] for i in order[:wanted])
 
 
@@ -70,21 +70,21 @@ def test_who_comes_after_the_deadline_is_late_and_the_server_waits_until_then(
     found = plan(clients_of(times), times, wanted=wanted, deadline=deadline)
     late = np.array([fate == "late" for fate in found.fates])
     np.testing.assert_array_equal(late, times.total > deadline)
-    full = found.kept.sum() == wanted
-    assert found.seconds == (times.total[found.kept].max() if full else deadline)
+    full = found.accepted.sum() == wanted
+    assert found.seconds == (times.total[found.accepted].max() if full else deadline)
 
 
 @given(times=many_times(), deadline=positive)
 def test_partial_work_ends_in_time_and_one_step_more_would_not(times, deadline):
     count = len(times.step)
     found = plan(clients_of(times), times, wanted=count, deadline=deadline, partial=True)
-    kept, new = found.kept, found.times
+    accepted, new = found.accepted, found.times
     slack = 1e-9 * deadline
-    assert (new.total[kept] <= deadline + slack).all()
+    assert (new.total[accepted] <= deadline + slack).all()
     longer = replace(new, steps=new.steps + 1).total
-    assert (longer[kept & (new.steps < times.steps)] > deadline - slack).all()
+    assert (longer[accepted & (new.steps < times.steps)] > deadline - slack).all()
     one = replace(times, steps=np.ones_like(times.steps)).total
-    assert (one[~kept] > deadline - slack).all()
+    assert (one[~accepted] > deadline - slack).all()
     # Nobody who is in time anyway makes fewer steps.
     np.testing.assert_array_equal(new.steps[times.total <= deadline - slack], times.steps[0])
 
@@ -94,7 +94,7 @@ def test_lost_clients_never_count_and_cost_what_they_did_until_then(times, data)
     count = len(times.step)
     lost = np.array(data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)))
     found = plan(clients_of(times), times, wanted=count, lost=lost)
-    np.testing.assert_array_equal(found.kept, lost == 0)
+    np.testing.assert_array_equal(found.accepted, lost == 0)
     power = np.full(count, 3.0)
     down, compute, up = 2 * times.download, power * times.compute, 2 * times.upload
     expected = down + np.where(lost != 1, compute, 0) + np.where(lost == 0, up, 0)
@@ -108,7 +108,7 @@ def test_nobody_spends_more_than_for_a_whole_round(times, wanted):
     found = plan(clients_of(times), times, wanted=wanted)
     joules = found.joules(power, 2.0)
     assert (joules <= whole * (1 + 1e-12)).all()
-    np.testing.assert_array_equal(joules[found.kept], whole[found.kept])
+    np.testing.assert_array_equal(joules[found.accepted], whole[found.accepted])
 
 
 @given(values=st.lists(st.floats(0.001, 1e6), min_size=1, max_size=20), scale=positive)

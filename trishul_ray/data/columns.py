@@ -385,11 +385,11 @@ class CleanTables:
 
     Attributes:
         tables: their names and rows; what a row lacks is filled with any value of its type.
-        kept: whether a row lacks nothing, bool [N] of each table.
+        retained: whether a row lacks nothing, bool [N] of each table.
     """
 
     tables: NamedTables
-    kept: Sequence[np.ndarray]
+    retained: Sequence[np.ndarray]
 
 
 def clean(
@@ -408,15 +408,15 @@ def clean(
     composed: Counter[str] = Counter()
     found, skipped = {}, []
     for split, tables in _with_like_names(splits, columns).items():
-        cleaned, kept = [], []
+        cleaned, retained = [], []
         for where, whole in tables:
             table, lacking = _clean_table(whole, where, columns, stripped, composed)
             faults |= {(where, name): rows for name, rows in lacking.items()}
             missing = np.logical_or.reduce([np.zeros(whole.num_rows, bool), *lacking.values()])
             skipped += [at_row(where, row) for row in np.flatnonzero(missing).tolist()]
             cleaned.append((where, table))
-            kept.append(~missing)
-        found[split] = CleanTables(cleaned, kept)
+            retained.append(~missing)
+        found[split] = CleanTables(cleaned, retained)
     if faults and not skip_broken:
         raise CorruptFileError(_describe(faults, columns))
     notes = [

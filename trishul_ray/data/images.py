@@ -127,13 +127,13 @@ class ResizedImages:
 
     Attributes:
         pixels: the images of every split, uint8 [N, C, H, W].
-        kept: where they were in the split's list, int64 [N], ascending.
+        retained: where they were in the split's list, int64 [N], ascending.
         skipped: names of the images that cannot be read.
         note: how many were scaled, resized, cropped or skipped, for ``info.source``; empty if none.
     """
 
     pixels: dict[str, np.ndarray]
-    kept: dict[str, np.ndarray]
+    retained: dict[str, np.ndarray]
     skipped: tuple[str, ...]
     note: str
 
@@ -167,7 +167,7 @@ def decode_and_resize(
         if sum(map(len, pixels.values())) == sizes.total():
             break
         # The header of a broken image may have been readable: its size must not count.
-    kept = {
+    retained = {
         split: np.array([n for n, (_, where) in enumerate(images) if where not in broken], int)
         for split, images in splits.items()
     }
@@ -187,7 +187,7 @@ def decode_and_resize(
         note += f", {resized} of {sizes.total()} images resized and cropped to {side}x{side}"
     if broken:
         note += f", {len(broken)} broken image{'s' * (len(broken) > 1)} skipped"
-    return ResizedImages(pixels, kept, tuple(broken), note)
+    return ResizedImages(pixels, retained, tuple(broken), note)
 
 
 def _common_shape(

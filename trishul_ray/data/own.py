@@ -170,7 +170,7 @@ class CustomDataset:
         splits: dict[str, Columns] = {}
         for split, parts in cleaned.items():
             read = [_read_columns(mapping, t, where, classes) for where, t in parts.tables]
-            splits[split] = take_rows(join(read), np.flatnonzero(np.concatenate(parts.kept)))
+            splits[split] = take_rows(join(read), np.flatnonzero(np.concatenate(parts.retained)))
             progress(f"{self.name} {split}", 1.0)
         if mapping.kind == "image":
             column = mapping.columns["image"]
@@ -205,7 +205,7 @@ class CustomDataset:
 
         resized = decode_and_resize(images, report, skip_broken=self.skip_broken)
         for split, pixels in resized.pixels.items():
-            splits[split] = take_rows(splits[split], resized.kept[split]) | {"pixels": pixels}
+            splits[split] = take_rows(splits[split], resized.retained[split]) | {"pixels": pixels}
         return resized.note, resized.skipped
 
     def _finish(
@@ -676,8 +676,8 @@ def _read_columns(
 def _list_images(split: CleanTables, column: str, folder: Path | None) -> list[NamedImage]:
     """Return the images of a split, encoded or as paths of their files."""
     images: list[NamedImage] = []
-    for (where, table), kept in zip(split.tables, split.kept, strict=True):
-        values = get_column(table.filter(pa.array(kept)), column, where)
+    for (where, table), retained in zip(split.tables, split.retained, strict=True):
+        values = get_column(table.filter(pa.array(retained)), column, where)
         kind = values.type
         is_path = folder is not None and is_text(kind)
         if not (
@@ -689,7 +689,7 @@ def _list_images(split: CleanTables, column: str, folder: Path | None) -> list[N
             raise CorruptFileError(
                 f"{where}: column {column!r} is {kind}, not images (bytes, or paths of files)"
             )
-        for row, value in zip(np.flatnonzero(kept).tolist(), values.to_pylist(), strict=True):
+        for row, value in zip(np.flatnonzero(retained).tolist(), values.to_pylist(), strict=True):
             image = value["bytes"] if holds_images(kind) else value
             if image is None:
                 raise CorruptFileError(f"{at_row(where, row)}: the image has no bytes")

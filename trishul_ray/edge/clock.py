@@ -104,23 +104,23 @@ class Plan:
     deadline: float | None
 
     @property
-    def kept(self) -> np.ndarray:
+    def accepted(self) -> np.ndarray:
         """Accepted clients, [k] bool."""
         return np.array([fate == "kept" for fate in self.fates], dtype=bool)
 
     def with_bytes(self, down: np.ndarray, up: np.ndarray) -> "Plan":
-        """Return the plan with the bytes that the kept clients have really transferred."""
-        kept, times = self.kept, self.times
+        """Return the plan with the bytes that the accepted clients have really transferred."""
+        accepted, times = self.accepted, self.times
         down_bytes, up_bytes = times.down_bytes.copy(), times.up_bytes.copy()
-        down_bytes[kept], up_bytes[kept] = down, up
+        down_bytes[accepted], up_bytes[accepted] = down, up
         return replace(self, times=replace(times, down_bytes=down_bytes, up_bytes=up_bytes))
 
     @property
     def seconds(self) -> float:
         """Duration of the round: until the last accepted client is done, or the server gives up."""
-        kept, total = self.kept, self.times.total
-        last = float(total[kept].max(initial=0.0))
-        if kept.sum() >= self.wanted:
+        accepted, total = self.accepted, self.times.total
+        last = float(total[accepted].max(initial=0.0))
+        if accepted.sum() >= self.wanted:
             return last
         if self.deadline is not None:
             return max(last, self.deadline)
@@ -129,8 +129,8 @@ class Plan:
         return max(last, float(lost.max(initial=0.0)))
 
     def joules(self, power: np.ndarray, radio: float) -> np.ndarray:
-        """Return the energy of each client, [k]: who is not kept stops with the round."""
-        stop = np.where(self.kept, math.inf, np.minimum(self.lost_at, self.seconds))
+        """Return the energy of each client, [k]; others than accepted ones stop with the round."""
+        stop = np.where(self.accepted, math.inf, np.minimum(self.lost_at, self.seconds))
         return self.times.joules(power, radio, stop)
 
 

@@ -205,10 +205,10 @@ class Fleet:
                 return Asked(clients.tolist(), state=state)
             wanted = self.wanted if chosen is None else len(clients)
             plans.append(self._plan(path, clients, wanted, state, traffic))
-            kept = plans[-1].kept
+            accepted = plans[-1].accepted
             needed = max(math.ceil(exact_share(wanted, quorum)), self.least)
-            if chosen is not None or kept.sum() >= needed:
-                steps, found = plans[-1].times.steps[kept].tolist(), clients[kept].tolist()
+            if chosen is not None or accepted.sum() >= needed:
+                steps, found = plans[-1].times.steps[accepted].tolist(), clients[accepted].tolist()
                 fewer = {c: s for c, s in zip(found, steps, strict=True) if s < self.steps}
                 return Asked(found, fewer, state, tuple(plans), spent)
             joules = self._joules(plans[-1])

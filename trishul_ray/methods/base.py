@@ -432,8 +432,8 @@ class Method:
         self.unpack(run.layout, run.vector, run.broadcast.shared)
         if self.personal:
             views = run.layout.views(run.vector)
-            for name, kept in run.client_state.items():
-                views[name].copy_(kept)
+            for name, own in run.client_state.items():
+                views[name].copy_(own)
 
     def before_step(self, run: LocalRun) -> None:
         """Correct ``run.grad`` in place before the optimizer reads it (default: do nothing)."""
@@ -469,11 +469,11 @@ class Method:
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Return what the client sends after ``steps`` steps, and what it keeps."""
-        kept: Tensors = {}
+        memory: Tensors = {}
         if self.personal:
             sent, views = self.wire(run.layout), run.layout.views(run.vector)
-            kept = {name: view.clone() for name, view in views.items() if name not in sent}
-        return State(self.pack(run.layout, run.vector)), kept
+            memory = {name: view.clone() for name, view in views.items() if name not in sent}
+        return State(self.pack(run.layout, run.vector)), memory
 
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
         """Return the length of ``shared`` and, by name, of each tensor in an upload's ``extra``.

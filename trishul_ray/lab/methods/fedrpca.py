@@ -136,5 +136,5 @@ def shrunk(rows: Tensor, threshold: float) -> Tensor:
     """
     squares, vectors = torch.linalg.eigh(rows @ rows.mT)  # [m], [m, m]
     gains = 1 - threshold / squares.clamp(min=0).sqrt().clamp(min=threshold)
-    kept: Tensor = (vectors * gains) @ (vectors.mT @ rows)
-    return kept
+    product: Tensor = (vectors * gains) @ (vectors.mT @ rows)
+    return product

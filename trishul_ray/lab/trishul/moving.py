@@ -103,10 +103,10 @@ class MovingTrishul(Trishul):
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Send how far each trained core head has moved."""
-        sent, kept = super().upload(run, steps)
+        sent, memory = super().upload(run, steps)
         new, old = (self.named_tensors(run.layout, x.shared) for x in (sent, run.broadcast))
         moved = slots.squared_changes(new, old, run.layout)
-        return statistics.with_statistic(sent, run, "moved", moved), kept
+        return statistics.with_statistic(sent, run, "moved", moved), memory
 
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
         """Add the two numbers of each core head that are sent beside its core."""

@@ -51,10 +51,10 @@ class Private(Ravan):
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Keep the private heads."""
-        sent, kept = super().upload(run, steps)
+        sent, memory = super().upload(run, steps)
         views = run.layout.views(run.vector)
         private = [entry.name for entry in run.layout.entries if entry.kind == "adapter"]
-        return sent, kept | {name: views[name].clone() for name in private}
+        return sent, memory | {name: views[name].clone() for name in private}
 
 
 @register("ravan-private")

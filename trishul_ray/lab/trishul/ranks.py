@@ -72,10 +72,10 @@ class Limited(Ravan):
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Send which share of each core was trained."""
-        sent, kept = super().upload(run, steps)
+        sent, memory = super().upload(run, steps)
         if self.limits_ranks:
             sent = replace(sent, extra=sent.extra | {"level": level_of(run.capacity)})
-        return sent, kept
+        return sent, memory
 
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
         """Add the client's level."""

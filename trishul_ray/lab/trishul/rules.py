@@ -152,12 +152,12 @@ class RuledTrishul(Trishul):
             lam = max(self.config.lam, self.config.number * DECAY ** (run.round - 1))
             return Threshold(lam * run.summed_rate(step, since)) if lam else None
         share = stack.share if isinstance(stack, SharedStack) else None
-        kept = 1.0 - (self.config.number if share is None else share)
-        return Threshold(1.0 - kept**since, relative=True)
+        remaining = 1.0 - (self.config.number if share is None else share)
+        return Threshold(1.0 - remaining**since, relative=True)
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
         """Send what TRISHUL sends and, with ``entropy``, the rank share of each trained core."""
-        sent, kept = super().upload(run, steps)
+        sent, memory = super().upload(run, steps)
         if self.config.rule == "entropy":
             shares = rank_shares(run.layout, run.vector)
             sent = statistics.with_statistic(sent, run, "rank", shares)
@@ -165,7 +165,7 @@ class RuledTrishul(Trishul):
             run.metrics = {k: v for k, v in run.metrics.items() if not k.startswith("svt_")}
         elif run.spectra:
             run.metrics["svt_threshold"] = float(run.spectra["threshold"].mean())
-        return sent, kept
+        return sent, memory
 
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
         """Add the two numbers of each core head that ``entropy`` sends beside its core."""

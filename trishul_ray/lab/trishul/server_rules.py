@@ -86,8 +86,8 @@ def denoised(
         _, sigma = client_noise(torch.stack([cores[number] for cores in sent]), shares)
         origin = origins[number].double() if on_change else torch.zeros_like(bank).double()
         shrunk, found = denoise(bank.double() - origin, sigma, rule)
-        kept = torch.where(sigma[:, None, None] > 0, origin + shrunk, bank.double())
-        parts.append(kept.float().flatten())
+        denoised = torch.where(sigma[:, None, None] > 0, origin + shrunk, bank.double())
+        parts.append(denoised.float().flatten())
         stats.append(found)
     rest = sum(len(part) for part in parts)
     return torch.cat([*parts, mean[rest:]]), stats
