@@ -1,4 +1,4 @@
-"""What the benchmarks share: summaries, goals, and dated result files for people and programs."""
+"""Summaries, goals, and dated result files of the benchmarks, for people and programs."""
 
 import argparse
 import datetime

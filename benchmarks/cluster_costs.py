@@ -1,4 +1,4 @@
-"""What the tables cost on a cluster, by the cost model; writes docs/what-a-cluster-costs.md.
+"""Cost of the tables on a cluster, by the cost model; writes docs/what-a-cluster-costs.md.
 
     python benchmarks/cluster_costs.py          # write the numbers into the page
     python benchmarks/cluster_costs.py --check  # exit with 1 if the page has others

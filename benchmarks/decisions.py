@@ -1,4 +1,4 @@
-"""What the verdicts of tables are worth: wrong decisions on simulated pages, and their power.
+"""Verdicts of tables: wrong decisions on simulated pages, and their power.
 
     python benchmarks/decisions.py [options]
 

@@ -1,4 +1,4 @@
-"""What the sections of the edge cost: codecs by themselves, and whole rounds with and without.
+"""Cost of sections: codecs by themselves, and whole rounds with and without each section.
 
     python benchmarks/edge.py [PART ...] [options]
 
@@ -111,9 +111,9 @@ def codecs(options: argparse.Namespace) -> Section:
 
 
 def rounds(options: argparse.Namespace) -> Section:
-    """What each section adds to a round of one local step, as a share of a round of many.
+    """Cost of each section in a round of one local step, as a share of a round of many.
 
-    What sections cost does not depend on local steps, and a short round hides less of it.
+    The cost does not depend on local steps, and a short round hides less of it.
     """
     asked = {k: v for k, v in SECTIONS.items() if any(part in k for part in options.sections)}
     whole = f"none, {options.local_steps} local steps"

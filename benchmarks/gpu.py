@@ -1,4 +1,4 @@
-"""What a GPU must show: right results, the prox, a step, the paper's run, other backbones, slices.
+"""Measurements on a GPU: right results, the prox, a step, the paper's run, backbones, slices.
 
     python benchmarks/gpu.py [PART ...] [options]
 
@@ -77,13 +77,13 @@ GIB = 2**30
 #: Goals: a step as a multiple of its limit, the prox as a share of a bf16 step, and the run in
 #: seconds, whose limit is 35 s at an H100's dense bf16 peak.
 STEP, PROX, RUN = 1.15, 0.03, 75.0
-#: What :func:`trishul_ray.spectral.svt.svt` promises, as a share of the largest singular value.
+#: Error bound of :func:`trishul_ray.spectral.svt.svt`, as a share of the largest singular value.
 EXACT = 1e-6
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part is measured.
+    """Device on which a part is measured.
 
     Attributes:
         device: ``cuda``, or ``cpu`` in a rehearsal.
@@ -755,7 +755,7 @@ def limit_address_space(room: int) -> None:
 
 # The parts one after the other, and one page of them.
 
-#: What each part calls, and the seconds after which it is stopped.
+#: Function of each part, and the seconds after which it is stopped.
 LIMITS: dict[Callable[[Place], None], int] = {
     right: 240, prox: 80, step: 190, run: 200, backbones: 330, slices: 240
 }  # fmt: skip

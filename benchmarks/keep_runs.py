@@ -16,7 +16,7 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.storage import Store
 
-#: What says where a run was, and with whom.
+#: Fields that name the place of a run, and its user.
 PLACES = ["storage.runs=runs", "tracking.mlflow=false", "tracking.parent_run=null"]
 
 

@@ -1,4 +1,4 @@
-"""What one more actor costs in memory: the same frozen backbone in several processes of a machine.
+"""Memory of one more actor: the same frozen backbone in several processes of a machine.
 
     python benchmarks/memory.py [--model NAME] [--actors 4] [options]
 
@@ -50,7 +50,7 @@ class Holder:
         torch.set_num_threads(threads)
 
     def pid(self) -> int:
-        """Which process this is."""
+        """Id of this process."""
         return os.getpid()
 
     def take(self, config: ModelConfig, cache: Path, shared: bool) -> tuple[float, int]:

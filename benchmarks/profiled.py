@@ -1,4 +1,4 @@
-"""Where a run's time goes: the ten operators of PyTorch with most CPU time, here and before.
+"""Time of a run by operator: the ten of PyTorch with most CPU time, here and before.
 
     python benchmarks/profiled.py [--before CHECKOUT] [options]
 

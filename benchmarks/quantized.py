@@ -39,7 +39,7 @@ from trishul_ray.models.compute import quantize_layers, run_dtype
 
 ALL = ("shape", "actors", "fold", "step")
 MIB = 2**20
-#: How weights are stored: precision, and what of it is quantized.
+#: Storage of weights: precision, and quantization.
 WEIGHTS = {
     "fp32": ("fp32", "none"),
     "bf16": ("bf16", "none"),
@@ -154,7 +154,7 @@ def _peak(options: argparse.Namespace, weights: str, cache: Path) -> tuple[float
 
 
 def peaks(options: argparse.Namespace, cache: Path) -> Section:
-    """What a step takes beside the weights, by how they are stored, each in a new process."""
+    """Memory of a step beside the weights, by their storage, each in a new process."""
     rows, data = [], {}
     for name in WEIGHTS:
         for _ in range(2):  # the first one prepares the file of weights

@@ -1,4 +1,4 @@
-"""What a round costs, beside what it must cost at least.
+"""Cost of a round, beside the limit.
 
     python benchmarks/round.py [PART ...] [options]
 

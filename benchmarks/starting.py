@@ -1,4 +1,4 @@
-"""How actors and the command `trishul run` start, by turns in several ways.
+"""Start of actors and of the command `trishul run`, by turns in several ways.
 
     python benchmarks/starting.py [options]
 
@@ -47,7 +47,7 @@ def choose(way: str) -> None:
 
 
 class Actor:
-    """What has imported what a client needs."""
+    """Process that has imported a client's modules."""
 
     def ready(self) -> int:
         """Import it, unless it is there, and return the process id."""

@@ -1,4 +1,4 @@
-"""What the commands that read finished runs cost when there are thousands of them.
+"""Cost of the commands that read finished runs, with thousands of them.
 
     python benchmarks/store.py [--runs 10000] [options]
 

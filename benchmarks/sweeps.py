@@ -1,4 +1,4 @@
-"""What Ray Tune around whole runs costs: short trials, and trials beside each other.
+"""Cost of Ray Tune around whole runs: short trials, and trials beside each other.
 
     python benchmarks/sweeps.py [trials] [concurrent] [--trials 40] [--rounds 30] [options]
 

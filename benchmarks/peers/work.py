@@ -21,7 +21,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained, by whom, and how much of it a round is.
+    """Model, clients and size of a round.
 
     Attributes:
         width: Width of the transformer, whose heads are 64 wide.

@@ -55,7 +55,7 @@ class BlockForward:
         self.block = block
 
 
-#: What a decoder's configuration has where its logits are more than those of a linear head.
+#: Fields of a decoder's configuration whose logits are more than those of a linear head.
 _HEAD_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 

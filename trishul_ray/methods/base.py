@@ -533,7 +533,7 @@ class Method:
         :meth:`setup_parameters` counts frozen tensors that are sent once.
 
         Args:
-            broadcast: What the simulation sends.
+            broadcast: Broadcast of the simulation.
             layout: Names of the trainables.
             unsent: :attr:`LocalRun.unsent` of the client.
             uploads: Numbers that each accepted client of the round before sent; none in round 1.
@@ -548,7 +548,7 @@ class Method:
         cost nothing, since every client draws the same.
 
         Args:
-            broadcast: What the simulation sends.
+            broadcast: Broadcast of the simulation.
             layout: Names of the trainables.
             last: The round that the client took part in last; None before its first.
         """

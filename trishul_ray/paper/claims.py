@@ -63,7 +63,7 @@ _DECIMALS = 9
 
 @dataclass(frozen=True)
 class Measure:
-    """How a column of ``metrics.parquet`` becomes one number of a run.
+    """Reduction of a column of ``metrics.parquet`` to one number of a run.
 
     Attributes:
         shown: How it is called; None: by its name.

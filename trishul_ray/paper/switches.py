@@ -89,7 +89,7 @@ class Switch:
 
 @SECTIONS.register("switches")
 class SwitchesSection(PageSection):
-    """How the runs of the page made the choices. Sweeps of a user's own alone have no section."""
+    """Choices of the page's runs. Sweeps of a user's own alone have no section."""
 
     title = "Choices that the paper leaves open"
 
@@ -97,7 +97,7 @@ class SwitchesSection(PageSection):
         super().__init__(sweeps)
         runs = {run.id: run for sweep in sweeps for run in sweep.cells if run.summary is not None}
         self.switches = read_switches([run.result for run in runs.values()])
-        # Of the times of a round, which no table shows.
+        # Contradictions of the paper on the times of a round, which no table shows.
         overhead = any(sweep.name == "overhead" for sweep in sweeps)
         self.slips = PAPER.slips("fig:overhead") if overhead else ()
 

@@ -319,7 +319,7 @@ class SweepTable:
 
     @property
     def slips(self) -> tuple[str, ...]:
-        """Where the paper contradicts itself in the table that it reproduces."""
+        """Contradictions of the paper in the table that it reproduces."""
         return tuple(of_table(self.layout.paper).slips(self.layout.paper or ""))
 
     @property

@@ -18,7 +18,7 @@ CHUNK = 512
 
 @dataclass(frozen=True)
 class LabelScores:
-    """What a model says of the labels of a batch.
+    """Scores of a model on the labels of a batch.
 
     Attributes:
         losses: Loss of each label, float32 or wider [M].

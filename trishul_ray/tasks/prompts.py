@@ -31,7 +31,7 @@ from trishul_ray.tasks.text import (
 PROMPTS, CHATS = ("alpaca", "plain"), ("turns",)
 #: Fields of a prompt.
 FIELDS = ("instruction", "input")
-#: What was cut of a row, as bits.
+#: Kinds of cuts of a row, as bits.
 PROMPT_CUT, ANSWER_CUT, TURNS_DROPPED, LAST_TURN_ALONE = 1, 2, 4, 8
 #: Tokens of a generation prompt that an answer may replace, such as those of an empty thought.
 REPLACED = 8
@@ -47,7 +47,7 @@ class Encoded:
     Attributes:
         ids: Ids of the prompt and its answers.
         spans: Ranges of the ids that are labels, in order; the last one ends the ids.
-        cut: What was cut, as bits.
+        cut: Kinds of cuts, as bits.
     """
 
     ids: list[int]
