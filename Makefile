@@ -3,6 +3,7 @@
 #   make test    set up, run the tests
 #   make test-slow     those that start clusters, kill processes, or take long
 #   make test-kernels  those that compute, on other kernels
+#   make test-core     those of the core, in a copy without the extensions
 # Set-up is done once; it is repeated only when pyproject.toml or constraints.txt changes.
 
 PYTHON ?= python3
@@ -20,13 +21,14 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-kernels check format clean
+.PHONY: help setup demo test test-slow test-kernels test-core check format clean
 
 help:
 	@echo "make demo    set up, then one federated run on embedded data"
 	@echo "make test    set up, then the tests                 (ARGS=... goes to pytest)"
 	@echo "make test-slow     the tests that start clusters, kill processes, or take long"
 	@echo "make test-kernels  the tests of what computes, with the kernels of an old processor"
+	@echo "make test-core     the tests of the core, in a copy without the extensions"
 	@echo "make check   set up, then lint, format and types"
 	@echo "make format  rewrite the code in the house format"
 	@echo "make setup   only the environment, in $(VENV)        (PYTHON=..., TORCH_INDEX=...)"
@@ -70,6 +72,19 @@ OTHER_KERNELS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE
 test-kernels: setup
 	$(OTHER_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)" \
 	  $(addprefix tests/,spectral adapters methods models tasks) $(ARGS)
+
+# Extensions are plug-ins: without their files and entry points, the core and its tests are whole.
+EXTENSIONS := lab|paper
+CORE := contract methods federation test_experiment.py test_imports.py test_loading.py
+
+test-core: setup
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	git ls-files -z --cached --others --exclude-standard \
+	  | grep -zvE '^(trishul_ray|tests)/($(EXTENSIONS))/' | tar -c --null -T - | tar -x -C "$$folder" && \
+	sed -i -E '/"trishul_ray\.($(EXTENSIONS))\./d' "$$folder/pyproject.toml" && \
+	python=$$(pwd)/$(BIN)/python && cd "$$folder" && \
+	"$$python" -c 'import setuptools; setuptools.setup()' --quiet egg_info && \
+	OMP_NUM_THREADS=1 "$$python" -m pytest $(PARALLEL) -m "$(QUICK)" $(addprefix tests/,$(CORE)) $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -143,7 +143,7 @@ def registers(path):
 
 @pytest.mark.parametrize("part", MAY_IMPORT)
 def test_a_part_imports_only_what_lies_below(part):
-    assert of_part(part)
+    assert of_part(part) or part in ("lab", "paper")  # which a copy of the core alone lacks
     for path in of_part(part):
         assert parts(path) <= FOUNDATION | MAY_IMPORT[part] | {part}, module(path)
 

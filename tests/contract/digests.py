@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+import trishul_ray
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
@@ -139,7 +140,7 @@ CONFIGURATIONS = {
 @cache
 def known(name):
     """Return whether this installation has the method and the sections of a configuration."""
-    if importlib.util.find_spec("trishul_ray.lab") is None:  # a copy of the core alone
+    if not Path(trishul_ray.__file__).with_name("lab").exists():  # a copy of the core alone
         try:
             experiment_of(name)
         except InputError:
