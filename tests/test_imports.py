@@ -45,10 +45,11 @@ MAY_IMPORT = {
     "tasks": {"config", "data", "models"},
     "tracking": {"config", "storage"},
     # Plug-ins: what the guides document, and nothing imports them.
-    "lab": {"adapters", "config", "methods", "spectral", "stages"},
+    "lab": {"adapters", "config", "edge", "methods", "report", "spectral", "stages"},
 }
 #: Content of the lab and of the folder of the paper, as other parts would name it.
 EXTENSIONS = (
+    *("CostName", "COSTS", "cost_to_target", "kilojoules", "not reached"),
     *("paper.json", "claims.yaml", "trishul claims", "trishul theory", "stand_in", "all_claims"),
     *("lam_rule", "lam_level", "reallocat", "spare_heads", "private_heads", "private_core"),
     *("geometric", "ranks_by", "move_every", "MixedHeads", "raFLoRA", "fedplora", "Fed-PLoRA"),

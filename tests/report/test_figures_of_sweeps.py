@@ -34,11 +34,11 @@ from tiny_run import TINY
 from trishul_ray.data.prepare import RowCounts
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.report.figures import KINDS, check_figure
-from trishul_ray.report.figures.curves import log_positions
-from trishul_ray.report.figures.drawing import ARTISTS, TIMED, draw, select
-from trishul_ray.report.figures.selection import Band
-from trishul_ray.report.figures.spectra import draw_spectra
+from trishul_ray.report.figures.chart import Band
+from trishul_ray.report.figures.drawing import draw
+from trishul_ray.report.figures.kind import FIGURES, check_figure, select
+from trishul_ray.report.figures.kinds.spectra import AFTER, BEFORE, REMOVED, TAIL, UPLOADED
+from trishul_ray.report.figures.marks import draw_chart, log_positions
 from trishul_ray.report.figures.style import spread_out, styles_of
 from trishul_ray.report.formats import caption
 from trishul_ray.report.outcomes import CellOutcome, SweepOutcome, TableLayout
@@ -46,10 +46,27 @@ from trishul_ray.report.tables import build_tables
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.tracking.progress import RunProgress
 
+KINDS = FIGURES.names()
+
 
 def data_of(figure, sweep):
-    """The numbers that a figure shows."""
-    return ARTISTS[figure.kind].collect(select(figure, sweep))
+    """The chart that a figure shows."""
+    return FIGURES[figure.kind]().chart(select(figure, sweep))
+
+
+def lines_of(chart, panel=0):
+    """The rows of a panel by series."""
+    return chart.panels[panel].series
+
+
+def bands(rows):
+    """The numbers of rows, each with its interval and how many it is made of."""
+    return [Band(row.value, row.low, row.high, row.n) for row in rows]
+
+
+def values(rows, **place):
+    """The numbers of the rows at a place."""
+    return [r.value for r in rows if all(getattr(r, k) == v for k, v in place.items())]
 
 
 def of_seeds(function, **labels):
@@ -69,7 +86,7 @@ def nothing(labels):
 
 
 def test_every_kind_is_tried():
-    assert {*CASES} == {*KINDS} == {*ARTISTS} and {*TIMED} <= {*KINDS}
+    assert {*CASES} == {*KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,22 +143,26 @@ def test_what_is_drawn_is_read_from_the_csv(kind, tmp_path):
     table = pd.read_csv(io.StringIO(draw(figure_of(kind, where), sweep).csv))
     assert {"profile", "metric", "value"} <= {*table.columns} and (table.profile == "smoke").all()
     assert table.value.dtype == float and table.value.notna().any()
-    rows = data_of(figure_of(kind, where), sweep).rows()
+    rows = data_of(figure_of(kind, where), sweep).rows
     assert len(table) == len(rows)
-    np.testing.assert_allclose(table.value, [row["value"] for row in rows])
+    np.testing.assert_allclose(table.value, [row.value for row in rows])
 
 
 def test_what_was_sent_is_summed_over_rounds_and_averaged_over_seeds(tmp_path):
     data = data_of(figure_of("cost"), by_method(tmp_path))
-    line = data.panels[0].lines[-1]
+    line = lines_of(data)["TRISHUL"]
     # 1, 2 and 3 MB up by seed, 2 MB down.
-    np.testing.assert_allclose(line.x, [4.0 * number for number in range(ROUNDS + 1)])
+    np.testing.assert_allclose(
+        [row.x for row in line], [4.0 * number for number in range(ROUNDS + 1)]
+    )
     labels = {"dataset": "cifar100", "method": "TRISHUL"}
-    assert line.y[-1] == of_seeds(accuracy, **labels)
-    hours = data_of(figure_of("cost", cost="hours"), by_method(tmp_path)).panels[0].lines[0].x
+    assert bands(line)[-1] == of_seeds(accuracy, **labels)
+    chart = data_of(figure_of("cost", cost="hours"), by_method(tmp_path))
+    hours = [row.x for row in lines_of(chart)["FedIT"]]
     np.testing.assert_allclose(hours, [0.5 * number for number in range(ROUNDS + 1)])
     joules = data_of(figure_of("cost", cost="kilojoules"), by_method(tmp_path))
-    np.testing.assert_allclose(joules.panels[0].lines[0].x, np.arange(ROUNDS + 1) / 2)
+    spent = [row.x for row in lines_of(joules)["FedIT"]]
+    np.testing.assert_allclose(spent, np.arange(ROUNDS + 1) / 2)
     assert any("devices.{speed=1e+12," in remark for remark in joules.remarks)
     assert data_of(figure_of("cost", cost="epsilon"), by_method(tmp_path)) is None
 
@@ -150,8 +171,8 @@ def test_the_cost_of_a_target_is_that_of_the_first_round_that_reaches_it(tmp_pat
     where = {"dataset": ("cifar100",), "method": ("RAVAN", "TRISHUL", "FedIT")}
     options = {"reference": "RAVAN", "shares": [0.9, 1]}
     data = data_of(figure_of("cost_to_target", where, **options), by_method(tmp_path))
-    found = {(cell.series, cell.share): cell for cell in data.cells}
-    for (series, share), cell in found.items():
+    found = {(row.series, row.x): row for row in data.rows}
+    for (series, share), row in found.items():
         spent = []
         for seed in SEEDS:
             labels = {"dataset": "cifar100", "method": series, "seed": seed}
@@ -159,13 +180,12 @@ def test_the_cost_of_a_target_is_that_of_the_first_round_that_reaches_it(tmp_pat
             rounds = range(ROUNDS + 1)
             first = next((n for n in rounds if accuracy(labels, n) >= target), None)
             spent += [] if first is None else [first * (3.0 + int(seed))]
-        assert cell.runs == len(SEEDS)
+        assert (row.runs, row.n) == (len(SEEDS), len(spent))
         if not spent:
-            assert cell.cost is None and data.text(cell) == "not reached"
+            assert math.isnan(row.value) and row.text == "not reached"
         else:
-            assert cell.cost.count == len(spent)
-            assert cell.cost.centre == pytest.approx(np.mean(spent))
-    assert found["FedIT", 1].cost is None and found["TRISHUL", 1].cost is not None
+            assert row.value == pytest.approx(np.mean(spent))
+    assert found["FedIT", 1].n == 0 < found["TRISHUL", 1].n
 
 
 def test_what_figures_of_costs_average_over_is_named(tmp_path):
@@ -186,18 +206,18 @@ def test_a_table_of_costs_has_the_numbers_of_the_figure(tmp_path, cost):
         name="costs", rows=["method"], columns=["dataset"], where=where, target=target
     )
     (table,) = build_tables([dataclasses.replace(sweep, tables=(layout,), profile="small")])
-    figure = {cell.series: cell for cell in data_of(drawn, sweep).cells}
+    figure = {row.series: row for row in data_of(drawn, sweep).rows}
     assert {row.label for row in table.rows} == figure.keys()
     for row in table.rows:
-        (cell,), shown = row.cells, figure[row.label].cost
-        assert (cell.estimate is None) == (shown is None)
-        if shown is None:
+        (cell,), shown = row.cells, figure[row.label]
+        assert (cell.estimate is None) == (shown.n == 0)
+        if shown.n == 0:
             assert cell.gap == "not reached" and not cell.best
         else:
-            assert cell.estimate.mean == pytest.approx(shown.centre)
-            assert cell.estimate.count == shown.count
-            assert float(cell.format(shown.centre)) == pytest.approx(shown.centre, rel=5e-4)
-    cheapest = min((cell.cost.centre, name) for name, cell in figure.items() if cell.cost)[1]
+            assert cell.estimate.mean == pytest.approx(shown.value)
+            assert cell.estimate.count == shown.n
+            assert float(cell.format(shown.value)) == pytest.approx(shown.value, rel=5e-4)
+    cheapest = min((row.value, name) for name, row in figure.items() if row.n)[1]
     assert [row.label for row in table.rows if row.cells[0].best] == [cheapest]
     assert table.unit.endswith("until 95% of what RAVAN ends with")
     assert ("devices.{speed=1e+12," in table.assumed) == (cost == "hours")
@@ -208,9 +228,9 @@ def test_runs_without_noise_lie_beyond_every_epsilon_and_those_that_are_not_priv
     tmp_path,
 ):
     data = data_of(figure_of("privacy"), by_epsilon(tmp_path))
-    line = data.panels[0].lines[0]
-    assert line.x == (2.0, 8.0, math.inf)
-    assert {each.count for each in line.y} == {len(SEEDS)}
+    line = lines_of(data)["RAVAN"]
+    assert [row.x for row in line] == [2.0, 8.0, math.inf]
+    assert {row.n for row in line} == {len(SEEDS)}
     drawn = ET.fromstring(draw(figure_of("privacy"), by_epsilon(tmp_path)).svg)
     assert "∞" in {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
 
@@ -218,20 +238,20 @@ def test_runs_without_noise_lie_beyond_every_epsilon_and_those_that_are_not_priv
 def test_convergence_shows_means_and_deviations_over_seeds(tmp_path):
     data = data_of(figure_of("convergence"), by_method(tmp_path))
     assert [panel.title for panel in data.panels] == ["digits (for CIFAR-100)", "20newsgroups"]
-    line = data.panels[1].lines[-1]
+    name, line = [*lines_of(data, 1).items()][-1]
     labels = {"dataset": "20newsgroups", "method": "TRISHUL"}
     expected = [of_seeds(lambda c, n=n: accuracy(c, n), **labels) for n in range(ROUNDS + 1)]
-    assert line.label == "TRISHUL" and line.x == tuple(range(ROUNDS + 1))
-    assert line.y == tuple(expected)
+    assert name == "TRISHUL" and [row.x for row in line] == [*range(ROUNDS + 1)]
+    assert bands(line) == expected
     assert f"TRISHUL {expected[-1].centre:.1%} at {ROUNDS}" in data.describe()
-    assert data.panels[0].percent and data.panels[0].y_label == "test accuracy"
+    assert data.panels[0].y.percent and data.panels[0].y.label == "test accuracy"
 
 
 def test_what_is_averaged_besides_seeds_is_named(tmp_path):
     sweep = by_method(tmp_path)
     data = data_of(figure_of("convergence", panels=None), sweep)
     assert "averaged over dataset: digits (for CIFAR-100), 20newsgroups" in data.remarks
-    assert data.panels[0].lines[0].y[0].count == 6
+    assert data.rows[0].n == 6
     assert not any("averaged" in r for r in data_of(figure_of("convergence"), sweep).remarks)
 
 
@@ -247,7 +267,7 @@ def test_missing_series_keep_their_colours(tmp_path):
         figure_of("convergence"),
         by_method(tmp_path / "b", lambda c: "missing" if c["method"] == "FedIT" else None),
     )
-    assert len(part.panels[0].lines) == len(full.panels[0].lines) - 1
+    assert len(lines_of(part)) == len(lines_of(full)) - 1
     assert styles_of(part.names) == styles_of(full.names)
 
 
@@ -257,9 +277,9 @@ def test_finished_cells_without_diagnostics_are_named(tmp_path):
     assert "without these metrics: FedIT; SCAFFOLD+LoRA" in data.remarks
     assert [panel.title.split()[0] for panel in data.panels] == ["updates", "uploaded"] * 2
     first = data.panels[0]
-    assert [line.label for line in first.lines] == ["RAVAN", "TRISHUL (λ=0)", "TRISHUL"]
+    assert [*first.series] == ["RAVAN", "TRISHUL (λ=0)", "TRISHUL"]
     labels = {"dataset": "cifar100", "method": "RAVAN"}
-    assert first.lines[0].y[-1] == of_seeds(similarity, **labels)
+    assert bands(first.series["RAVAN"])[-1] == of_seeds(similarity, **labels)
     assert first.levels == {"": pytest.approx(2 / 6)}  # top_k of the rank
     figure = figure_of("spectral_alignment", {"dataset": ("cifar100",)}, of=["uploads"])
     assert len(data_of(figure, by_method(tmp_path)).panels) == 2
@@ -268,55 +288,57 @@ def test_finished_cells_without_diagnostics_are_named(tmp_path):
 def test_variance_is_relative_to_the_first_round_of_ravan_with_the_same_seed(tmp_path):
     kind, where = "spectral_diagnostics", CASES["spectral_diagnostics"][1]
     variance = data_of(figure_of(kind, where), by_method(tmp_path / "a")).panels[4]
-    assert variance.y_label == "relative to RAVAN in round 1"
-    assert variance.lines[0].label == "RAVAN"
+    assert variance.y.label == "relative to RAVAN in round 1"
+    assert next(iter(variance.series)) == "RAVAN"
     # Seeds differ by factors of ten, which no mean over seeds removes.
-    assert variance.lines[0].y[0] == Band(*map(pytest.approx, (1.0, 1.0, 1.0)), 3)
-    assert variance.lines[-1].y[0].high < 1
+    assert bands(variance.series["RAVAN"])[0] == Band(*map(pytest.approx, (1.0, 1.0, 1.0)), 3)
+    assert variance.series["TRISHUL"][0].high < 1
     one = by_method(
         tmp_path / "c", lambda c: "missing" if c["seed"] != "0" and c["method"] == "RAVAN" else None
     )
     data = data_of(figure_of(kind, where), one)
-    assert [line.y[0].count for line in data.panels[4].lines] == [1, 1, 1]
+    assert [rows[0].n for rows in lines_of(data, 4).values()] == [1, 1, 1]
     assert any("without these metrics: TRISHUL (λ=0), seeds 1, 2" in r for r in data.remarks)
     without = by_method(tmp_path / "b", lambda c: "failed" if c["method"] == "RAVAN" else None)
     alone = data_of(figure_of(kind, where), without).panels[4]
-    assert alone.y_label == "absolute (no RAVAN)"
+    assert alone.y.label == "absolute (no RAVAN)"
     labels = {"dataset": "cifar100", "method": "TRISHUL"}
     expected = of_seeds(lambda c: (2 - similarity(c, 1)) * 1.1 * 10 ** int(c["seed"]), **labels)
-    assert alone.lines[-1].y[0].centre == pytest.approx(expected.centre)
+    assert alone.series["TRISHUL"][0].value == pytest.approx(expected.centre)
 
 
 def test_accuracy_over_lambda(tmp_path):
     data = data_of(figure_of("lambda_accuracy"), by_lambda(tmp_path))
-    (line,) = data.panels[1].lines
-    assert line.x == (0.0, 0.001, 0.01, 1.0) and data.scale == "strength"
-    assert line.y[3] == of_seeds(accuracy, **{"dataset": "20newsgroups", "lambda": "1"})
+    rows = data.panels[1].rows
+    assert [row.x for row in rows] == [0.0, 0.001, 0.01, 1.0]
+    assert data.panels[1].x.scale == "strength"
+    assert bands(rows)[3] == of_seeds(accuracy, **{"dataset": "20newsgroups", "lambda": "1"})
 
 
 def test_late_rounds_are_averaged(tmp_path):
     _, where = CASES["lambda_diagnostics"]
     data = data_of(figure_of("lambda_diagnostics", where, last=2), by_lambda(tmp_path))
-    assert [panel.y_label for panel in data.panels] == ["test accuracy", *["spectral entropy"] * 2]
+    assert [panel.y.label for panel in data.panels] == ["test accuracy", *["spectral entropy"] * 2]
     expected = of_seeds(
         lambda c: 1.8 - np.mean([similarity(c, n) for n in (ROUNDS - 1, ROUNDS)]),
         **{"dataset": "cifar100", "lambda": "1"},
     )
-    assert data.panels[1].lines[0].y[-1].centre == pytest.approx(expected.centre)
+    assert data.panels[1].rows[-1].value == pytest.approx(expected.centre)
 
 
 def test_heterogeneity_and_inconsistency_over_alpha(tmp_path):
     sweep = by_alpha(tmp_path)
     lines = data_of(figure_of("heterogeneity"), sweep)
     labels = {"method": "RAVAN", "partition": "dirichlet(0.05)"}
-    assert lines.scale == "skew" and lines.panels[0].lines[0].x == (0.05, 0.1, 0.3)
-    assert lines.panels[0].lines[0].y[0] == of_seeds(accuracy, **labels)
+    line = lines_of(lines)["RAVAN"]
+    assert lines.panels[0].x.scale == "skew" and [row.x for row in line] == [0.05, 0.1, 0.3]
+    assert bands(line)[0] == of_seeds(accuracy, **labels)
     points = data_of(figure_of("accuracy_inconsistency", last=1), sweep)
-    point = points.panels[0][1][0]
+    index, point = points.rows[:2]
     expected = of_seeds(lambda c: 1 - similarity(c), **labels)
-    assert (point.series, point.value) == ("RAVAN", 0.05)
-    assert point.metric == of_seeds(accuracy, **labels)
-    assert point.index.centre == pytest.approx(expected.centre)
+    assert {(row.series, row.x) for row in (index, point)} == {("RAVAN", 0.05)}
+    assert bands([point]) == [of_seeds(accuracy, **labels)]
+    assert index.value == pytest.approx(expected.centre)
 
 
 def printed(figure, sweep, key):
@@ -339,15 +361,15 @@ def printed(figure, sweep, key):
 def test_the_papers_numbers_stand_in_its_figures_where_they_may_be_compared(tmp_path):
     figure = figure_of("heterogeneity")
     ours, smoke = printed(figure, by_alpha(tmp_path), "fig:heterogeneity")
-    lines = {line.label: line for line in ours.panels[0].lines}
-    assert lines["TRISHUL"].paper == pytest.approx((0.6853, 0.7386, 0.7941))
-    assert lines["RAVAN"].paper[0] == pytest.approx(0.6381)
-    assert np.isnan(lines["TRISHUL (λ=0)"].paper).all()
+    paper = {name: [row.paper for row in rows] for name, rows in lines_of(ours).items()}
+    assert paper["TRISHUL"] == pytest.approx([0.6853, 0.7386, 0.7941])
+    assert paper["RAVAN"][0] == pytest.approx(0.6381)
+    assert np.isnan(paper["TRISHUL (λ=0)"]).all()
     assert "at 0.05 (paper 68.5%)" in ours.describe() and "paper" not in smoke.describe()
-    assert all(np.isnan(line.paper).all() for line in smoke.panels[0].lines)
+    assert all(math.isnan(row.paper) for row in smoke.rows)
     assert "hollow: the paper's numbers" in ours.remarks
     assert not any("paper" in remark for remark in smoke.remarks)
-    table = pd.DataFrame(ours.rows())
+    table = pd.read_csv(io.StringIO(ours.csv("paper")))
     assert table[(table.series == "TRISHUL") & (table.x == 0.05)].paper.item() == 0.6853
 
 
@@ -358,9 +380,9 @@ def test_words_name_the_similarity_at_the_alpha_that_the_paper_names(tmp_path):
     mean = of_seeds(similarity, **labels).centre
     assert f"TRISHUL {mean:.4g} at 0.05 (paper 0.35)" in ours.describe()
     # The printed number is of updates, and of no other x.
-    assert ours.panels[0].lines[-1].paper[0] == 0.35
-    assert np.isnan(ours.panels[0].lines[-1].paper[1:]).all()
-    assert all(np.isnan(line.paper).all() for line in ours.panels[1].lines)
+    first, *others = lines_of(ours)["TRISHUL"]
+    assert first.paper == 0.35
+    assert all(math.isnan(row.paper) for row in (*others, *ours.panels[1].rows))
 
 
 def test_overhead_has_the_papers_seconds_and_percentages(tmp_path):
@@ -374,10 +396,11 @@ def test_overhead_has_the_papers_seconds_and_percentages(tmp_path):
     axes = {**sweep.axes, "model": tuple(models.values())}
     sweep = dataclasses.replace(sweep, cells=tuple(cells), axes=axes)
     ours, smoke = printed(figure, sweep, "fig:overhead")
-    assert [bar.paper for bar in ours.seconds] == [18.4, 18.6, 31.2, 31.5]
-    assert [bar.paper for bar in ours.overheads] == pytest.approx([0.0109, 0.0096])
-    assert "+10.00% over RAVAN (paper +1.09%)" in ours.describe()
-    assert all(math.isnan(bar.paper) for bar in smoke.seconds + smoke.overheads)
+    seconds, overheads = (panel.rows for panel in ours.panels)
+    assert [row.paper for row in seconds] == [18.4, 18.6, 31.2, 31.5]
+    assert [row.paper for row in overheads] == pytest.approx([0.0109, 0.0096])
+    assert "+10.0%, n = 12, paper +1.09%" in ours.describe()
+    assert all(math.isnan(row.paper) for row in smoke.rows)
 
 
 def test_the_axis_of_a_metric_that_is_always_zero_has_no_negative_part(tmp_path):
@@ -385,13 +408,13 @@ def test_the_axis_of_a_metric_that_is_always_zero_has_no_negative_part(tmp_path)
     for cell in sweep.cells:
         cell.summary.final["accuracy"] = 0.0
     data = data_of(figure_of("lambda_accuracy"), sweep)
-    for axes in ARTISTS["lambda_accuracy"].draw(data, []).axes:
+    for axes in draw_chart(data, []).axes:
         assert axes.get_ylim()[0] == 0.0
 
 
 def test_values_of_the_field_are_not_written_over_each_other(tmp_path):
     data = data_of(figure_of("accuracy_inconsistency"), by_alpha(tmp_path))
-    figure = ARTISTS["accuracy_inconsistency"].draw(data, [])
+    figure = draw_chart(data, [])
     for axes in figure.axes:
         boxes = [text.get_window_extent() for text in axes.texts]
         assert len(boxes) == 9
@@ -401,8 +424,8 @@ def test_values_of_the_field_are_not_written_over_each_other(tmp_path):
 def test_one_run_does_not_hide_the_points_in_a_corner(tmp_path):
     sweep = by_alpha(tmp_path, lambda labels: "missing" if labels["seed"] != "0" else None)
     data = data_of(figure_of("accuracy_inconsistency"), sweep)
-    axes = ARTISTS["accuracy_inconsistency"].draw(data, []).axes[0]
-    indices = [point.index.centre for point in data.panels[0][1]]
+    axes = draw_chart(data, []).axes[0]
+    indices = [row.value for row in data.panels[0].second]
     assert max(indices) - min(indices) > 0.5 * np.ptp(axes.get_xlim())
 
 
@@ -414,7 +437,7 @@ def test_labels_of_models_are_not_written_over_each_other(tmp_path):
     }
     sweep = dataclasses.replace(sweep, shown={"dataset": long})
     data = data_of(figure_of("overhead", CASES["overhead"][1]), sweep)
-    figure = ARTISTS["overhead"].draw(data, [])
+    figure = draw_chart(data, [])
     figure.draw_without_rendering()
     for axes in figure.axes:
         first, second = (label.get_window_extent() for label in axes.get_xticklabels())
@@ -427,25 +450,22 @@ def test_an_iid_partition_lies_beyond_every_alpha(tmp_path):
         if cell.labels["partition"] == "dirichlet(0.3)":
             cell.summary.config["partition"] = {"kind": "iid", "alpha": 0.3}
     data = data_of(figure_of("heterogeneity"), sweep)
-    assert data.panels[0].lines[0].x == (0.05, 0.1, math.inf)
+    assert [row.x for row in lines_of(data)["RAVAN"]] == [0.05, 0.1, math.inf]
     assert "IID" in draw(figure_of("heterogeneity"), sweep).svg
 
 
 def test_overhead_compares_the_same_rounds(tmp_path):
     kind, where = "overhead", CASES["overhead"][1]
     data = data_of(figure_of(kind, where), by_method(tmp_path / "a"))
-    assert data.baseline == "RAVAN" and data.groups == ("digits (for CIFAR-100)", "20newsgroups")
-    seconds, over = data.seconds[-1], data.overheads[-1]
-    assert (
-        (seconds.group, seconds.series)
-        == (over.group, over.series)
-        == (*data.groups[1:], "TRISHUL")
-    )
+    assert data.panels[1].title == "overhead over RAVAN"
+    seconds, over = (panel.rows[-1] for panel in data.panels)
+    place = ("20newsgroups", "TRISHUL")
+    assert (seconds.x, seconds.series) == (over.x, over.series) == place
     # The local steps alone, of which evaluation is no part: their ratio is not diluted.
-    assert over.measured.centre == pytest.approx(0.1)
+    assert over.value == pytest.approx(0.1)
     # The first round, of 9 seconds, is left out.
-    assert seconds.measured.count == over.measured.count == 3 * (ROUNDS - 1)
-    assert seconds.measured.centre == pytest.approx(1.1 * 1.15)
+    assert seconds.n == over.n == 3 * (ROUNDS - 1)
+    assert seconds.value == pytest.approx(1.1 * 1.15)
     assert any(f"median of {3 * (ROUNDS - 1)} rounds, without the first" in r for r in data.remarks)
     # No common run: seconds, but no overhead.
     done = {("RAVAN", "0"), ("TRISHUL", "1")}
@@ -453,53 +473,57 @@ def test_overhead_compares_the_same_rounds(tmp_path):
         tmp_path / "b", lambda c: None if (c["method"], c["seed"]) in done else "missing"
     )
     apart = data_of(figure_of(kind, where), sweep)
-    assert len(apart.seconds) == 4 and apart.overheads == ()
+    assert [len(panel.rows) for panel in apart.panels] == [4]
 
 
 def test_spectra_before_and_after_the_prox(tmp_path):
     kind, where = "svt_spectra", CASES["svt_spectra"][1]
     sweep = by_method(tmp_path)
     data = data_of(figure_of(kind, where), sweep)
-    (prox,) = data.proxes  # nothing is removed with λ=0
-    assert (prox.series, prox.threshold) == ("TRISHUL", pytest.approx(0.0005))
+    prox, removed, uploaded, tails = data.panels  # nothing is removed with λ=0
+    assert prox.levels == {"threshold τ": pytest.approx(0.0005)}
     cells = [c for c in sweep.cells if c.labels["method"] == "TRISHUL"][: len(SEEDS)]
     after = np.concatenate([cell.arrays["spectrum_after"] for cell in cells])
-    medians = [band.centre for band in prox.after]
-    assert medians == pytest.approx(np.median(after, axis=0))
-    assert prox.after[0].count == 30 and prox.zeroed == pytest.approx((after == 0).mean())
+    assert values(prox.rows, metric=AFTER) == pytest.approx(np.median(after, axis=0))
+    assert {row.n for row in prox.rows} == {30} and {row.series for row in prox.rows} == {"TRISHUL"}
+    assert prox.title == f"TRISHUL: {(after == 0).mean():.1%} zero after the prox"
     # The prox subtracts the threshold, or what there is.
-    assert max(band.high for band in prox.removed) == pytest.approx(1.0)
-    assert min(band.low for band in prox.removed) > 0
-    assert [each.series for each in data.uploaded] == ["RAVAN", "TRISHUL (λ=0)", "TRISHUL"]
-    assert data.uploaded[0].tail[0].centre == 1.0
-    assert data.uploaded[2].tail[-1].centre < data.uploaded[0].tail[-1].centre
+    assert max(row.high for row in removed.rows) == pytest.approx(1.0)
+    assert min(row.low for row in removed.rows) > 0
+    assert [*uploaded.series] == ["RAVAN", "TRISHUL (λ=0)", "TRISHUL"]
+    assert tails.series["RAVAN"][0].value == 1.0
+    assert tails.series["TRISHUL"][-1].value < tails.series["RAVAN"][-1].value
+    metrics = [*dict.fromkeys(row.metric for row in data.rows)]
+    assert metrics == [BEFORE, AFTER, REMOVED, UPLOADED, TAIL]
 
 
 def test_spectra_of_every_series_with_a_prox(tmp_path):
     figure = figure_of("svt_spectra", {"dataset": ("cifar100",)}, series="lambda")
     data = data_of(figure, by_lambda(tmp_path))
     labels = [*LAMBDAS][1:]
-    assert [prox.series for prox in data.proxes] == labels
-    zeroed = [prox.zeroed for prox in data.proxes]
-    assert zeroed == sorted(zeroed) and zeroed[0] < zeroed[-1]
-    rows = [row for row in data.rows() if row["metric"] == "after the prox"]
-    assert [*dict.fromkeys(row["series"] for row in rows)] == labels
-    *each, removed, uploaded, tail = draw_spectra(data, []).axes
-    assert [axes.get_title().partition(":")[0] for axes in each] == labels
-    assert [len(axes.lines) for axes in (removed, uploaded, tail)] == [4, 4, 4]
+    titles = [panel.title for panel in data.panels if panel.by == "metric"]
+    assert [title.partition(":")[0] for title in titles] == labels
+    after = {name: values(data.rows, series=name, metric=AFTER) for name in labels}
+    assert after[labels[0]] > after[labels[-1]]  # a larger λ takes more away
+    assert [*dict.fromkeys(r.series for r in data.rows if r.metric == AFTER)] == labels
+    *each, removed, uploaded, tail = draw_chart(data, []).axes
+    assert [axes.get_title() for axes in each] == titles
+    drawn = [[*{str(line.get_label()) for line in axes.lines} & {*data.names}] for axes in
+             (removed, uploaded, tail)]  # fmt: skip
+    assert [len(names) for names in drawn] == [len(labels), len(data.names), len(data.names)]
 
 
 def test_spectra_of_methods_without_a_prox(tmp_path):
     where = {"method": ("RAVAN",), "dataset": ("cifar100",)}
     data = data_of(figure_of("svt_spectra", where), by_method(tmp_path))
-    assert not data.proxes and len(data.uploaded) == 1
+    assert {row.metric for row in data.rows} == {UPLOADED, TAIL}
 
 
 def test_heads_by_allocation(tmp_path):
     (panel,) = data_of(figure_of("waterfilling"), by_allocation(tmp_path)).panels
-    assert panel.title == "vit-digits" and panel.blocks == ("0", "1", "2", "3")
-    assert panel.norms == (1.0, 2.0, 3.0, 2.0)
-    heads = {name: [each.centre for each in estimates] for name, estimates in panel.heads}
+    assert panel.title == "vit-digits"
+    assert [(row.x, row.value) for row in panel.second] == [*zip("0123", (1, 2, 3, 2), strict=True)]
+    heads = {name: [row.value for row in rows] for name, rows in panel.series.items()}
     assert heads == {"uniform": [4, 4, 4, 4], "water-filling": [2, 4, 6, 4]}
 
 
@@ -510,15 +534,14 @@ def test_covariance_is_of_one_run_that_both_have(tmp_path):
         tmp_path, lambda c: "missing" if (c["method"], c["seed"]) in unfinished else None
     )
     data = data_of(figure_of(kind, where), sweep)
-    first, second = data.matrices
-    assert (first.name, second.name) == ("RAVAN", "TRISHUL")
-    assert len(first.clients) == len(first.values) == CLIENTS
+    assert [panel.title.partition(":")[0] for panel in data.panels] == ["RAVAN", "TRISHUL"]
+    assert [len(panel.rows) for panel in data.panels] == [CLIENTS**2] * 2
     assert "seed 1 alone" in data.remarks
-    # The figure shows the common part of two updates: a half, and 0.8.
-    assert first.mean_off_diagonal == pytest.approx(0.5, abs=0.1)
-    assert second.mean_off_diagonal == pytest.approx(0.8, abs=0.1)
+    # The share that two updates have in common: a half, and 0.8.
+    off = [[row.value for row in panel.rows if row.x != row.y] for panel in data.panels]
+    assert [np.mean(each) for each in off] == pytest.approx([0.5, 0.8], abs=0.1)
     words = data.describe()
-    assert re.search(r"RAVAN: mean 1 on the diagonal, 0\.[45]\d* off it", words), words
+    assert re.search(r"RAVAN: mean 0\.[45]\d* off the diagonal", words), words
 
 
 def test_without_a_comparison_of_all_clients_rounds_are_averaged_by_pair(tmp_path):
@@ -528,13 +551,14 @@ def test_without_a_comparison_of_all_clients_rounds_are_averaged_by_pair(tmp_pat
         cell.arrays.pop("everyone_cosine", None)
     data = data_of(figure_of(kind, where), sweep)
     assert "mean over the rounds that two clients were both in" in data.remarks
-    assert data.matrices[0].mean_off_diagonal == pytest.approx(0.5, abs=0.1)
+    off = [row.value for row in data.panels[0].rows if row.x != row.y]
+    assert np.nanmean(off) == pytest.approx(0.5, abs=0.1)
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("convergance", {}, "kind 'convergance' is none of convergence, overhead"),
+        ("convergance", {}, "kind 'convergance' is none of accuracy_inconsistency, alpha"),
         ("convergence", {"serie": "method"}, "option 'serie' is none of those of convergence"),
         ("convergence", {"series": "lamda"}, "series='lamda' must be null, an axis or a list"),
         ("convergence", {"panels": ["dataset", "x"]}, "must be null, an axis or a list"),
@@ -613,9 +637,9 @@ def test_every_kind_is_drawn_from_real_runs(kind, real_sweep):
 
 def test_what_own_models_gain_is_sorted_and_averaged_by_place(tmp_path):
     (panel,) = data_of(figure_of("personal"), by_client(tmp_path)).panels
-    (line,) = panel.lines  # RAVAN's clients have no model of their own
-    assert (line.label, panel.percent, panel.levels) == ("TRISHUL", False, {"": 0.0})
-    assert line.x == pytest.approx((0.1, 0.3, 0.5, 0.7, 0.9))
+    ((name, line),) = panel.series.items()  # RAVAN's clients have no model of their own
+    assert (name, panel.y.percent, panel.levels) == ("TRISHUL", False, {"": 0.0})
+    assert tuple(row.x for row in line) == pytest.approx((0.1, 0.3, 0.5, 0.7, 0.9))
     gains = [sorted([-10.0, 0.0, 20.0, 10.0, 5.0 * int(seed)]) for seed in SEEDS]
-    assert [band.centre for band in line.y] == pytest.approx(np.mean(gains, axis=0).tolist())
-    assert {band.count for band in line.y} == {len(SEEDS)}
+    assert [row.value for row in line] == pytest.approx(np.mean(gains, axis=0).tolist())
+    assert {row.n for row in line} == {len(SEEDS)}

@@ -430,7 +430,7 @@ def test_losses_and_fractions_have_no_common_mean():
     ("why", "verdicts"),
     [
         # Runs that fail may be those that would be worse; those that are missing are not there yet.
-        ("failed", {"A": "none", "B": "failed"}),
+        ("failed", {"A": "none", "B": "biased"}),
         ("missing", {"A": "worse", "B": "best"}),
     ],
 )

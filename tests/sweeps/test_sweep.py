@@ -341,7 +341,7 @@ MISTAKES = [
         "axes: {budget: [4, 8]}\ntables:\n  - name: a\n    rows: [budget]\n    where: {budget: 4}\n"
         "    target: {cost: hours, axis: budget, reference: 8}\n",
         6,
-        ["table a: target: where leaves out the reference, '8'"],
+        ["table a: where leaves out '8', which target needs"],
     ),
     (
         "axes: {budget: [4, 8]}\ntables:\n  - name: a\n    rows: [budget]\n"
@@ -351,7 +351,7 @@ MISTAKES = [
     ),
     ("figures:\n  - {name: a}\n", 2, ["figure a needs `kind`"]),
     ("figures:\n  - {name: a, kind: overhead, where: {x: 1}}\n", 2, ["where: unknown axis 'x'"]),
-    ("figures:\n  - {name: a, kind: overheat}\n", 2, ["kind 'overheat' is none of convergence"]),
+    ("figures:\n  - {name: a, kind: overheat}\n", 2, ["kind 'overheat' is none of accuracy"]),
     (
         "axes: {seed: [0]}\nfigures:\n  - name: a\n    kind: overhead\n    options: {series: x}\n",
         5,

@@ -170,10 +170,10 @@ def datasets(
     coverage = coverage_of(experiment, prepared).sentence
     print_field("data", coverage)
     if picture is not None:
-        from trishul_ray.report.figures.clients import RowsData, draw_rows  # imports matplotlib
-        from trishul_ray.report.figures.drawing import save_png
+        from trishul_ray.report.figures.drawing import save_png  # imports matplotlib
+        from trishul_ray.report.figures.kinds.clients import rows_of_clients
 
-        save_png(draw_rows, RowsData(held), picture, coverage)
+        save_png(rows_of_clients(held), picture, coverage)
         print_field("picture", picture)
 
 

@@ -12,10 +12,18 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    InstanceOf,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from trishul_ray.config import Section
+from trishul_ray.plugins import Registry
 from trishul_ray.report.summary import RunSummary, read_metrics
 from trishul_ray.storage import Store
 
@@ -57,17 +65,54 @@ Labels = dict[str, Names]
 Title = Annotated[Text, Field(default_factory=lambda read: read.get("name", ""))]
 
 
-#: Costs of a run; see ``report/costs.py``.
-CostName = Literal["megabytes", "hours", "kilojoules", "epsilon"]
+class Column(Section):
+    """The number of each run that a table shows in place of its metric; a kind of tables.
+
+    Subclass it, with the options of a table as its fields, and register the class by the key under
+    which a table of a sweep file sets them.
+    """
+
+    @property
+    def key(self) -> str:
+        """The key that it is registered by."""
+        return next(name for name, cls in COLUMNS.classes.items() if cls is type(self))
+
+    @property
+    def needs(self) -> Labels:
+        """Labels that the table must show, by axis, such as that of a reference."""
+        return {}
+
+    def outcomes(self, cells: "Sequence[CellOutcome]") -> "Sequence[CellOutcome]":
+        """Return the cells, each read by another number: see :class:`CellOutcome`."""
+        raise NotImplementedError
+
+    def label(self, sweep: "SweepHead") -> str:
+        """Return a caption of the numbers, with their unit."""
+        raise NotImplementedError
+
+    def caveats(self, cells: "Sequence[CellOutcome]") -> list[str]:
+        """Return assumptions that the numbers rest on."""
+        return []
 
 
-class TargetLayout(Section):
-    """A table of what is spent until a share of what a reference ends with is reached."""
+#: The columns that plug-ins have registered.
+COLUMNS = Registry[Column]("column", "column of a table")
 
-    cost: CostName = Field(description="cost: megabytes, hours, kilojoules or epsilon")
-    axis: Text = Field(description="the axis with the reference")
-    reference: Text = Field(description="the label of the reference, whose last score is 100 %")
-    share: float = Field(0.95, gt=0, le=1, description="the share that has to be reached")
+
+def _column(name: str, options: Any) -> Column:
+    try:
+        return COLUMNS[name].model_validate(options)
+    except ValidationError as error:
+        faults = [
+            InitErrorDetails(
+                type=fault["type"],
+                loc=(name, *fault["loc"]),
+                input=fault["input"],
+                ctx=fault.get("ctx", {}),
+            )
+            for fault in error.errors()
+        ]
+        raise ValidationError.from_exception_data(error.title, faults) from None
 
 
 class TableLayout(Section):
@@ -82,9 +127,21 @@ class TableLayout(Section):
     paper: Text | None = Field(None, description="key of the paper's table, such as tab:vision")
     where: Labels = Field(default_factory=dict, description="labels that are shown")
     average: bool = Field(False, description="whether a last column shows the mean of the columns")
-    target: TargetLayout | None = Field(
-        None, description="show what is spent until this target, not the score after the last round"
+    column: InstanceOf[Column] | None = Field(
+        None, description="the number that is shown; by default the metric after the last round"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _column_by_key(cls, fields: Any) -> Any:
+        """Make the column of the key that names one."""
+        if not isinstance(fields, Mapping) or not (unknown := fields.keys() - cls.model_fields):
+            return fields
+        named = [name for name in COLUMNS.names() if name in unknown]
+        if len(named) > 1:
+            raise ValueError(f"one of {' and '.join(named)} can be shown, not both")
+        others = {name: value for name, value in fields.items() if name not in named}
+        return others | ({"column": _column(named[0], fields[named[0]])} if named else {})
 
 
 class FigureLayout(Section):
@@ -146,6 +203,16 @@ class CellOutcome:
         return None if value is None else float(value)
 
     @property
+    def unit(self) -> str:
+        """The unit of the value: ``%``, or an amount, which is better if lower."""
+        return unit_of(self.metric)
+
+    @property
+    def decimals(self) -> int | None:
+        """How many the value is shown with; None: as many as make four significant digits."""
+        return 2 if self.unit == "%" else 4
+
+    @property
     def result(self) -> RunSummary:
         """The content of ``result.json`` of a finished cell."""
         assert self.summary is not None, f"cell {self.id} is {self.status}"
@@ -160,6 +227,11 @@ class CellOutcome:
     def gap(self) -> str:
         """Reason why there is no value, in a word or two."""
         return "not measured" if self.status == "finished" else self.status
+
+    @property
+    def bias(self) -> str:
+        """Why a value is missing that is not missing at random; empty if it is, or if there is."""
+        return "failed runs" if self.status == "failed" else ""
 
     @property
     def part(self) -> str:
@@ -266,3 +338,21 @@ class SweepOutcome(SweepHead):
 def is_loss(metric: str) -> bool:
     """Return whether a metric is a loss: not a percentage, and better if lower."""
     return metric.endswith("loss")
+
+
+#: Metrics over clients that are better if lower, or no share: see ``client_metrics``.
+_UNEVEN = ("_sd", "_gini", "_hurt")
+#: How a score depends on taking part: best at 0, so that no value is the better one.
+_UNORDERED = ("participation_gap", "participation_correlation")
+
+
+def unit_of(metric: str) -> str:
+    """Return the unit in which a metric is shown: ``%``, or that of a loss, a fraction."""
+    if is_loss(metric):
+        return "loss"
+    return "fraction" if metric.endswith((*_UNEVEN, *_UNORDERED)) else "%"
+
+
+def has_order(metric: str) -> bool:
+    """Return whether the values of a metric are better or worse than one another."""
+    return not metric.endswith(_UNORDERED)

@@ -20,8 +20,10 @@ from markupsafe import Markup
 from trishul_ray.checksums import digest
 from trishul_ray.errors import why_unreadable
 from trishul_ray.files import write_file
+from trishul_ray.report.figures.kind import FIGURES
 from trishul_ray.report.formats import to_csv, to_latex, to_markdown
 from trishul_ray.report.outcomes import (
+    COLUMNS,
     STATUSES,
     CellOutcome,
     CellStatus,
@@ -56,6 +58,7 @@ _OF_PAGE = {
     "#ffffff": "--page", "#0072b2": "--blue",
 }  # fmt: skip
 _FIGURE_COLOUR = re.compile(r"\b(fill|stroke): (#[0-9a-f]{6})")
+_REGISTRIES = (COLUMNS, FIGURES, REFERENCES, SECTIONS)
 #: File of a report that says what it was made from.
 _MADE_FROM = "made-from.json"
 
@@ -290,7 +293,7 @@ def _made_from(outcomes: Sequence[SweepOutcome]) -> str:
     # Without what Python compiles, which comes and goes beside the code.
     files = [f for f in Path(__file__).parents[1].rglob("*.*") if "__pycache__" not in f.parts]
     code = [digest(file) for file in sorted(files) if file.is_file()]
-    added = [plugin.content for each in (REFERENCES, SECTIONS) for plugin in each.plugins()]
+    added = [plugin.content for each in _REGISTRIES for plugin in each.plugins()]
     shown: list[object] = [__version__, code, added]
     for sweep in outcomes:
         shown.append(replace(sweep, cells=()))

@@ -15,13 +15,12 @@ from typing import Literal
 import numpy as np
 
 from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.report.costs import COSTS, assumed, spent_outcomes
 from trishul_ray.report.outcomes import (
     SEED,
     CellOutcome,
     SweepOutcome,
     TableLayout,
-    is_loss,
+    has_order,
 )
 from trishul_ray.report.references import Reference, of_table
 from trishul_ray.report.statistics import (
@@ -43,32 +42,7 @@ SYMBOLS = {"alpha": "α", "lam": "λ"}
 #: Full fine-tuning is a reference: neither compared nor in bold, as in the paper.
 _REFERENCE_METHOD = "fullft"
 #: Why runs have no number, the gravest first.
-GAPS = ("failed", "corrupt", "stale", "not reached", "missing", "stopped", "not measured")
-
-
-#: Metrics over clients that are better if lower, or no share: see ``client_metrics``.
-_UNEVEN = ("_sd", "_gini", "_hurt")
-#: Dependence of a score on taking part: best at 0, so that no value is the better one.
-_UNORDERED = ("participation_gap", "participation_correlation")
-
-
-def unit_of(metric: str) -> str:
-    """Return the unit in which a metric is shown: ``%``, or that of a loss, a cost, a fraction."""
-    if is_loss(metric):
-        return "loss"
-    if metric in COSTS:
-        return metric
-    return "fraction" if metric.endswith((*_UNEVEN, *_UNORDERED)) else "%"
-
-
-def is_amount(metric: str) -> bool:
-    """Return whether a metric is a loss, a cost or unevenness: no percentage, better if lower."""
-    return unit_of(metric) != "%"
-
-
-def has_order(metric: str) -> bool:
-    """Return whether the values of a metric are better or worse than one another."""
-    return not metric.endswith(_UNORDERED)
+GAPS = ("failed", "corrupt", "stale", "missing", "stopped", "not measured")
 
 
 @dataclass(frozen=True)
@@ -132,7 +106,8 @@ class TableCell:
     def gap(self) -> str:
         """Reason why a number is missing or lacks seeds: the gravest state of its runs."""
         gaps = {run.gap for run in self.runs if run.value is None}
-        return next((gap for gap in GAPS if gap in gaps), "incomplete")
+        others = sorted(gaps - {*GAPS})  # those of a column
+        return next((gap for gap in (*GAPS[:3], *others, *GAPS[3:]) if gap in gaps), "incomplete")
 
     def rounded(self, value: float) -> float:
         """Return a value as it is displayed."""
@@ -160,16 +135,16 @@ class Verdict:
         kind: ``best`` has the best mean; ``tied`` shares it with others, as displayed; ``worse``
             is decided to be worse than the best; ``undecided`` is not; ``reference`` is not
             compared; ``apart`` has numbers, but no seed and column in common with the best;
-            ``failed`` and ``short`` lack runs that failed or did not reach the target, which are
-            not missing at random; ``none`` has nothing to compare.
+            ``biased`` lacks values that are not missing at random, such as those of failed runs;
+            ``none`` has nothing to compare.
         best: Label of the best row; empty if there is none.
+        bias: Why values are missing from a biased row.
         comparison: The numbers of ``worse``, ``undecided``, and all but one of ``tied``.
     """
 
-    kind: Literal[
-        "best", "tied", "worse", "undecided", "reference", "apart", "failed", "short", "none"
-    ]
+    kind: Literal["best", "tied", "worse", "undecided", "reference", "apart", "biased", "none"]
     best: str = ""
+    bias: str = field(default="", kw_only=True)
     comparison: Comparison | None = None
 
     @property
@@ -180,8 +155,7 @@ class Verdict:
             "tied": "tied for the best mean",
             "worse": "worse, decided",
             "apart": "no run to compare",
-            "failed": "not compared: failed runs",
-            "short": "not compared: target not always reached",
+            "biased": f"not compared: {self.bias}",
             "none": "",
         }
         return labels.get(self.kind, self.kind)
@@ -232,15 +206,11 @@ class TableRow:
         return {run.method for run in runs} == {_REFERENCE_METHOD}
 
     @property
-    def biased(self) -> Literal["failed", "short"] | None:
-        """Reason why its mean cannot be compared: runs are not missing at random. None if it can.
-
-        See :attr:`Verdict.kind`.
-        """
-        gaps = {run.gap for cell in self.cells for run in cell.runs if run.value is None}
-        if "failed" in gaps:
-            return "failed"
-        return "short" if "not reached" in gaps else None
+    def bias(self) -> str:
+        """Why its mean cannot be compared: values are not missing at random. Empty if it can."""
+        runs = [run for cell in self.cells for run in cell.runs if run.value is None and run.bias]
+        runs.sort(key=lambda run: run.status != "failed")  # the gravest first
+        return runs[0].bias if runs else ""
 
     @property
     def measured(self) -> int:
@@ -364,26 +334,28 @@ class SweepTable:
         return max((len(cell.seeds) for row in self.rows for cell in row.cells), default=0)
 
     @property
+    def amounts(self) -> bool:
+        """Whether no number is a percentage: all are better if lower."""
+        return all(cell.unit != "%" for cell in self.cells)
+
+    @property
     def unit(self) -> str:
-        """Displayed quantity, such as ``accuracy, %``."""
-        target = self.layout.target
-        if target is not None:
-            reference = self.sweep.shown_label(target.axis, target.reference)
-            label = COSTS[target.cost].label
-            return f"{label} until {target.share:.0%} of what {reference} ends with"
+        """The quantity that is shown, such as ``accuracy, %``."""
+        if self.layout.column is not None:
+            return self.layout.column.label(self.sweep)
         names = " and ".join(metric.replace("_", " ") for metric in self.metrics)
-        return names if all(map(is_amount, self.metrics)) else f"{names}, %"
+        return names if self.amounts else f"{names}, %"
 
     @property
     def assumed(self) -> str:
-        """Basis of simulated costs, and caveats of its methods, in sentences; perhaps empty."""
-        target, known = self.layout.target, set(method_names())
-        costs = "" if target is None else "; ".join(assumed(self.cells, target.cost))
+        """Caveats of its column and of its methods, in sentences; perhaps empty."""
+        column, known = self.layout.column, set(method_names())
+        numbers = "" if column is None else "; ".join(column.caveats(self.cells))
         names = dict.fromkeys(
             cell.result.config["method"]["name"] for cell in self.cells if cell.status == "finished"
         )
         caveats = [method_class(name).caveat for name in names if name in known]
-        return " ".join(sentence(text) for text in (costs, *caveats) if text)
+        return " ".join(sentence(text) for text in (numbers, *caveats) if text)
 
     @property
     def states(self) -> Counter[str]:
@@ -412,10 +384,10 @@ class SweepTable:
                 "This table cannot decide any row, at the level of "
                 f"{100 * ALPHA:g} % for its {pairs}: {why}."
             )
-        percent = not all(map(is_amount, self.metrics))
+        percent = not self.amounts
         least = min(c.threshold for c in self._comparisons if c.threshold is not None)
         text = (
-            TableCell((), {}, percent, decimals=_decimals(self.metrics)).format(least)
+            TableCell((), {}, percent, decimals=_decimals(self.cells)).format(least)
             + " points" * percent
         )
         return (
@@ -459,7 +431,7 @@ def _judge(table: SweepTable) -> SweepTable:
     """Add how each row stands against the best of its group."""
     compared = compare_rows(_oriented(table))
     # Larger is better in a comparison; a table shows differences of what it shows.
-    sign = -1.0 if table.metrics and all(map(is_amount, table.metrics)) else 1.0
+    sign = -1.0 if table.cells and table.amounts else 1.0
     groups = []
     for group, result in zip(table.groups, compared.groups, strict=True):
         best = None if result.best is None else group.rows[result.best]
@@ -479,8 +451,8 @@ def _verdict(
     best = "" if best_row is None else best_row.label
     if row.is_reference:
         return Verdict("reference")
-    if row.biased is not None:
-        return Verdict(row.biased)
+    if row.bias:
+        return Verdict("biased", bias=row.bias)
     if row is best_row:
         return Verdict("best", best)
     if comparison is None or best_row is None:
@@ -506,7 +478,7 @@ def _oriented(table: SweepTable) -> list[Array]:
     for group in table.groups:
         values = np.full((len(group.rows), len(seeds), columns), np.nan)
         for r, row in enumerate(group.rows):
-            compared = table.judged and not row.is_reference and row.biased is None
+            compared = table.judged and not row.is_reference and not row.bias
             shown = row.cells[:columns] if compared else ()
             for c, cell in enumerate(shown):
                 sign = 1.0 if cell.percent else -1.0
@@ -519,8 +491,8 @@ def _oriented(table: SweepTable) -> list[Array]:
 
 def _build(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
     cells: Sequence[CellOutcome] = sweep.within(layout.where)
-    if (target := layout.target) is not None:
-        cells = spent_outcomes(cells, target)
+    if layout.column is not None:
+        cells = layout.column.outcomes(cells)
     comparable, reference = sweep.is_comparable(cells), of_table(layout.paper)
     by_place: dict[tuple[tuple[str, ...], tuple[str, ...]], list[CellOutcome]] = {}
     for cell in cells:
@@ -562,7 +534,7 @@ def _build(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
     if layout.average:
         names.append((AVERAGE, *[""] * (len(layout.columns) - 1)))
     metrics = tuple(dict.fromkeys(cell.metric for cell in cells))
-    one_unit = len(set(map(unit_of, metrics))) == 1
+    one_unit = len({cell.unit for cell in cells}) == 1
     one_measure = len({(c.id, c.metric) for c in cells}) == len({c.id for c in cells})
     judged = sweep.decides and one_unit and one_measure and all(map(has_order, metrics))
     table = SweepTable(sweep, layout, tuple(names), tuple(groups), metrics, tuple(cells), judged)
@@ -580,12 +552,12 @@ def _head(sweep: SweepOutcome, axis: str, label: str) -> str:
 
 def _cell(runs: Sequence[CellOutcome]) -> TableCell:
     """Average the runs of one place, seed by seed; a seed counts if all of its runs have values."""
-    percent = not any(is_amount(run.metric) for run in runs)
+    percent = all(run.unit == "%" for run in runs)
     by_seed: dict[str, list[float | None]] = {}
     for run in runs:
         by_seed.setdefault(run.labels.get(SEED, ""), []).append(run.value)
     seeds = {seed: _mean_of(values, 100.0 if percent else 1.0) for seed, values in by_seed.items()}
-    return TableCell(tuple(runs), seeds, percent, decimals=_decimals([r.metric for r in runs]))
+    return TableCell(tuple(runs), seeds, percent, decimals=_decimals(runs))
 
 
 def _mean(cells: Sequence[TableCell]) -> TableCell:
@@ -593,7 +565,7 @@ def _mean(cells: Sequence[TableCell]) -> TableCell:
     planned = [cell for cell in cells if cell.planned]
     names = dict.fromkeys(seed for cell in planned for seed in cell.seeds)
     seeds = {seed: _mean_of([cell.seeds.get(seed) for cell in planned]) for seed in names}
-    if len({unit_of(run.metric) for cell in planned for run in cell.runs}) > 1:
+    if len({run.unit for cell in planned for run in cell.runs}) > 1:
         seeds = {}  # a mean of different units says nothing
     percent = all(cell.percent for cell in planned)
     decimals = planned[0].decimals if planned else 2
@@ -601,9 +573,10 @@ def _mean(cells: Sequence[TableCell]) -> TableCell:
     return TableCell((), seeds, percent, left_out=left_out, decimals=decimals)
 
 
-def _decimals(metrics: Iterable[str]) -> int | None:
-    found = [*metrics]
-    return None if any(name in COSTS for name in found) else 4 if any(map(is_amount, found)) else 2
+def _decimals(runs: Iterable[CellOutcome]) -> int | None:
+    found = [run.decimals for run in runs]
+    known = [decimals for decimals in found if decimals is not None]
+    return max(known, default=2) if len(known) == len(found) else None
 
 
 def _mean_of(values: Sequence[float | None], factor: float = 1.0) -> float | None:
@@ -633,7 +606,7 @@ def _mark_best(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:
     Means are compared that have the most columns and seeds, if these are the same ones.
     """
     columns = [
-        _mark_column(column, [row.is_reference or row.biased is not None for row in rows])
+        _mark_column(column, [row.is_reference or bool(row.bias) for row in rows])
         for column in zip(*(row.cells for row in rows), strict=True)
     ]
     cells = zip(*columns, strict=True) if columns else [()] * len(rows)

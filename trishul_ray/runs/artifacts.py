@@ -1,7 +1,6 @@
 """The artifacts of a finished run: its figures and its model, both made from its state alone."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 from trishul_ray.data.partition import count_labels
@@ -11,18 +10,12 @@ from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RunResult
 from trishul_ray.federation.workbench import build_model_bench
-from trishul_ray.report.figures.clients import RowsData, ScoresData, draw_rows, draw_scores
-from trishul_ray.report.figures.curves import diagnostics_of_run, draw_curves, metric_of_run
 from trishul_ray.report.figures.drawing import save_png
-from trishul_ray.report.figures.heads import (
-    PREFIX,
-    draw_bars,
-    draw_rounds,
-    heads_of_run,
-    rounds_of_run,
-)
-from trishul_ray.report.figures.matrices import draw_matrices, matrices_of_run
-from trishul_ray.report.figures.spectra import draw_spectra, spectra_of_run
+from trishul_ray.report.figures.kinds.clients import rows_of_clients, scores_by_name
+from trishul_ray.report.figures.kinds.curves import diagnostics_of_run, metric_of_run
+from trishul_ray.report.figures.kinds.heads import PREFIX, heads_of_run, rounds_of_run
+from trishul_ray.report.figures.kinds.matrices import matrices_of_run
+from trishul_ray.report.figures.kinds.spectra import prox_of_run, uploaded_of_run
 from trishul_ray.runs.export import Export, fits_adapter, trained_by, write_model
 from trishul_ray.storage import Store
 
@@ -70,7 +63,7 @@ def _draw_figures(
         metric=headline,
         rows=coverage.test.used if headline == "accuracy" else None,
     )
-    save_png(draw_curves, curve, figures / f"{headline}.png", note)
+    save_png(curve, figures / f"{headline}.png", note)
     losses = metric_of_run(
         [r.round for r in records],
         {
@@ -81,39 +74,39 @@ def _draw_figures(
         },
         metric="loss",
     )
-    save_png(draw_curves, losses, figures / "loss.png", note)
+    save_png(losses, figures / "loss.png", note)
     last = measured[-1]
     if recall := dict(zip(prepared.dataset.info.classes, last.recall, strict=False)):
-        scores = ScoresData(recall, "class", "recall on the test rows")
-        save_png(draw_scores, scores, figures / "recall.png", note)
+        scores = scores_by_name(recall, "class", "recall on the test rows")
+        save_png(scores, figures / "recall.png", note)
     for name, by_client, whose in (
         ("per_client", last.per_client, "the global model"),
         ("personal", last.personal, "its own model"),
     ):
         if by_client:
             metric = f"test {headline} of the client" + f", {whose}" * bool(last.personal)
-            scores = ScoresData(by_client, "client", metric)
-            save_png(draw_scores, scores, figures / f"{name}.png", note)
-    rows = RowsData(count_labels(prepared.dataset.train, prepared.shards, experiment.partition))
-    save_png(draw_rows, rows, figures / "label_distribution.png", note)
+            scores = scores_by_name(by_client, "client", metric)
+            save_png(scores, figures / f"{name}.png", note)
+    held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)
+    save_png(rows_of_clients(held), figures / "label_distribution.png", note)
     if counts := result.blueprint.heads:
         norms = result.blueprint.block_norms
         heads = heads_of_run(experiment.model.name, method, counts, norms)
-        save_png(draw_bars, heads, figures / "heads_per_layer.png", note)
+        save_png(heads, figures / "heads_per_layer.png", note)
         if any(name.startswith(PREFIX) for name in records[-1].diagnostics):
             moved = rounds_of_run(method, counts, [record.row() for record in records])
-            save_png(draw_rounds, moved, figures / "heads_by_round.png", note)
+            save_png(moved, figures / "heads_by_round.png", note)
     if diagnosed := [r.row() for r in records if "spectral_entropy" in r.diagnostics]:
         diagnostics = diagnostics_of_run(diagnosed)
-        save_png(draw_curves, diagnostics, figures / "spectral_diagnostics.png", note)
+        save_png(diagnostics, figures / "spectral_diagnostics.png", note)
     # The figures below show uploaded cores, which some methods do not have.
     if "clients" in arrays.matrices and arrays.matrices["clients"].shape[1] > 1:
         matrices = matrices_of_run(method, arrays.matrices)
-        save_png(draw_matrices, matrices, figures / "client_matrices.png", note)
+        save_png(matrices, figures / "client_matrices.png", note)
     named = {f"spectrum_{name}": values for name, values in arrays.spectra.items()}
-    spectra = spectra_of_run(method, named)
-    if spectra.uploaded:
-        uploaded = replace(spectra, proxes=())
-        save_png(draw_spectra, uploaded, figures / "uploaded_spectrum.png", note)
-    if spectra.proxes:
-        save_png(draw_spectra, replace(spectra, uploaded=()), figures / "spectra.png", note)
+    for name, spectra in (
+        ("uploaded_spectrum", uploaded_of_run(method, named)),
+        ("spectra", prox_of_run(method, named)),
+    ):
+        if spectra is not None:
+            save_png(spectra, figures / f"{name}.png", note)

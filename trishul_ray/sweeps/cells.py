@@ -19,7 +19,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.experiment import may_identify
 from trishul_ray.experiment.identity import check_found
 from trishul_ray.experiment.loading import resolve_experiment, set_field
-from trishul_ray.report.figures import check_figure
+from trishul_ray.report.figures.kind import check_figure
 from trishul_ray.report.outcomes import FigureLayout, Labels, Profile, SweepHead, TableLayout
 from trishul_ray.report.references import figure_keys, table_keys
 from trishul_ray.sweeps.sweep_file import (
@@ -526,12 +526,13 @@ def _checked_tables(
         if table.average and not table.columns:
             file.fail(f"{what}: average needs columns", *loc, "average")
         _check_shown(file, "table", number, table, table_keys(), cells)
-        if (target := table.target) is not None:
-            reference: Labels = {target.axis: (target.reference,)}
-            file.check_labels(reference, f"{what}: target", *loc, "target")
-            if target.reference not in table.where.get(target.axis, (target.reference,)):
-                why = f"{what}: target: where leaves out the reference, {target.reference!r}"
-                file.fail(why, *loc, "target", "reference")
+        if table.column is not None:
+            key = table.column.key
+            file.check_labels(table.column.needs, f"{what}: {key}", *loc, key)
+            for axis, labels in table.column.needs.items():
+                if left_out := set(labels) - {*table.where.get(axis, labels)}:
+                    why = f"where leaves out {min(left_out)!r}, which {key} needs"
+                    file.fail(f"{what}: {why}", *loc, key)
     return file.tables or ()
 
 

@@ -52,6 +52,7 @@ from trishul_ray.experiment.loading import (
 from trishul_ray.experiment.yaml_files import TOO_DEEP
 from trishul_ray.methods.base import method_names
 from trishul_ray.report.outcomes import (
+    COLUMNS,
     FigureLayout,
     FileName,
     Labels,
@@ -568,7 +569,8 @@ def _first_mistake(error: ErrorDetails, content: Pairs) -> InputError:
     named, given = f"{what}: {key}" if key else what, error["input"]
     if error["type"] == "extra_forbidden":
         fields = (_MODELS[section] if key else SweepFile).model_fields
-        known = [field.alias or name for name, field in fields.items()]
+        known = [field.alias or name for name, field in fields.items() if name != "column"]
+        known += COLUMNS.names() if section == "tables" else []
         what = what if key else "a sweep file"
         text = f"{what}: unknown key {last!r}; {hint(last, known)}"
     elif error["type"] == "missing":

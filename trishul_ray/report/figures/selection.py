@@ -7,49 +7,11 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-
 from trishul_ray.report.outcomes import SEED, CellOutcome, FigureLayout, SweepOutcome
 from trishul_ray.report.references import of_figure
 
 #: More names than these are counted instead of listed.
 MOST_NAMES = 6
-
-
-@dataclass(frozen=True)
-class Band:
-    """A number measured ``count`` times: its centre and the interval that is drawn."""
-
-    centre: float
-    low: float
-    high: float
-    count: int
-
-    def row(self) -> dict[str, float]:
-        """Return the columns of a CSV file."""
-        return {"value": self.centre, "low": self.low, "high": self.high, "n": self.count}
-
-    @classmethod
-    def of_runs(cls, values: Sequence[float]) -> "Band":
-        """Return the mean of several runs, and one standard deviation to each side of it."""
-        mean = float(np.mean(values))
-        deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-        return cls(mean, mean - deviation, mean + deviation, len(values))
-
-    @classmethod
-    def of_rounds(cls, values: Sequence[float]) -> "Band":
-        """Return the median of many rounds, and their 10 % and 90 % quantiles."""
-        low, centre, high = np.quantile(values, [0.1, 0.5, 0.9])
-        return cls(float(centre), float(low), float(high), len(values))
-
-    @classmethod
-    def of_share(cls, share: float, rows: int) -> "Band":
-        """Return a share in [0, 1] of ``rows`` rows, and its 95 % interval (Wilson 1927)."""
-        z = 1.959964
-        middle = (share + z**2 / (2 * rows)) / (1 + z**2 / rows)
-        spread = math.sqrt(share * (1 - share) / rows + z**2 / (4 * rows**2))
-        half = z / (1 + z**2 / rows) * spread
-        return cls(share, middle - half, middle + half, rows)
 
 
 @dataclass(frozen=True)
@@ -206,9 +168,7 @@ class Selection:
 def number_of(cell: CellOutcome, field: str) -> float | None:
     """Return a numeric field of a cell's experiment, such as ``method.lam``; None without it.
 
-    ``partition.alpha`` is infinite for an IID partition, and None for natural clients;
-    ``privacy.epsilon`` is None without privacy, infinite without noise, and that of the last round
-    if noise was set.
+    ``partition.alpha`` is infinite for an IID partition, and None for natural clients.
     """
     value: Any = cell.result.config
     for part in field.split("."):
@@ -216,6 +176,4 @@ def number_of(cell: CellOutcome, field: str) -> float | None:
     if field == "partition.alpha":
         kind = cell.result.config["partition"]["kind"]
         value = math.inf if kind == "iid" else value if kind == "dirichlet" else None
-    if field == "privacy.epsilon" and value is None and cell.result.privacy is not None:
-        value = cell.result.privacy["epsilon"] or math.inf  # none without noise
     return None if value is None or isinstance(value, str | bool) else float(value)

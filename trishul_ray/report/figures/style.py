@@ -20,6 +20,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 INK, GREY = "#222222", "#555555"
+#: Where a heat map has no value.
+EMPTY = "#cccccc"
 #: Okabe & Ito (2008), safe for colour-blind readers; without yellow, too faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 #: Sizes of type, in points, at :data:`WIDTH` inches.
@@ -112,6 +114,11 @@ def new_panels(
         axes.tick_params(labelsize=SMALL)
         panels.append(axes)
     return figure, panels
+
+
+def shorten(name: str, letters: int) -> str:
+    """Return a name of at most so many letters; the end of a longer one becomes an ellipsis."""
+    return name if len(name) <= letters else f"{name[: letters - 1]}…"
 
 
 def set_labels(axes: Axes, title: str, x_label: str, y_label: str) -> None:

@@ -1,0 +1,1 @@
+"""Costs of training: megabytes, simulated hours, energy, privacy; in tables and figures."""
