@@ -13,20 +13,175 @@ simulated clock are stages::
         Config = FedAvgMConfig
         config: FedAvgMConfig
 
-A user then writes ``fedavgm.momentum=0.9``.
+        def mean(self, number: int, mean: MeanChange) -> MeanChange:
+            before = self.memory.get("momentum", 0.0)
+            self.memory["momentum"] = self.config.momentum * before + mean.state.shared
+            return mean.with_shared(self.memory["momentum"])
+
+A user then writes ``fedavgm.momentum=0.9``. All that a client sends passes :meth:`Stage.send` on
+its worker, by ascending ``wire``; what the server makes of it passes :meth:`Stage.total` and
+:meth:`Stage.mean` the other way. All of them act on changes of the shared part since the broadcast:
+while a stage acts on changes, clients send these in place of values.
+
+Legend: W entries of the shared part, U units of aggregation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+
+import numpy as np
 
 from trishul_ray import plugins
+from trishul_ray.adapters.layout import Layout, Unit
 from trishul_ray.config import Noted, OptimizerConfig, Section
-from trishul_ray.methods.base import Method, Settings
+from trishul_ray.methods.base import Method, MethodConfig, Settings, State
+from trishul_ray.rng import numpy_rng
+
+#: A state as it is sent and stored.
+ArrayState: TypeAlias = State[np.ndarray]
+#: What a stage keeps between rounds, a part of the checkpoint: arrays, and values of JSON, by name.
+Memory: TypeAlias = dict[str, Any]
 
 _Config = TypeVar("_Config", bound=Section)
 _S = TypeVar("_S", bound="type[Stage]")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A client's upload, as it is after the stages so far.
+
+    Attributes:
+        shared: [W], the trained minus the broadcast value of the shared part, float32; zero in
+            units that the client did not train.
+        extra: What the method adds, by name.
+        weighted: Whether a stage has multiplied all of it by the client's weight.
+        uploaded_bytes: Bytes of the encoding; None while they are four for each number.
+        kept: What stages leave with the client for its next round, by name.
+        metrics: Numbers for the round's record, by name; see :attr:`Stage.summed`.
+    """
+
+    shared: np.ndarray
+    extra: dict[str, np.ndarray]
+    uploaded_bytes: int | None = None
+    kept: dict[str, np.ndarray] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    weighted: bool = False
+
+
+@dataclass(frozen=True)
+class Sender:
+    """The client and the round of a change.
+
+    Attributes:
+        weight: Its weight by ``federation.weighting``.
+        units: The units of the shared part, in the order of the wire.
+        active: [U] bool, the units that it trained; None means all.
+        kept: What stages left with it in its last round; empty before its first.
+        clip_norm: The norm to clip to, if the server sets one for the round.
+        broadcast: [W] float32, the shared part that it was sent, which its change is relative to.
+    """
+
+    seed: int
+    round: int
+    client: int
+    weight: float
+    units: Sequence[Unit]
+    active: np.ndarray | None = None
+    kept: dict[str, np.ndarray] = field(default_factory=dict)
+    clip_norm: float | None = None
+    broadcast: np.ndarray | None = None
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        """Return the random stream of this client and round for a purpose."""
+        return numpy_rng(self.seed, purpose, self.round, self.client)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The broadcast of a round.
+
+    Attributes:
+        state: What the server has, which is scored.
+        read: What clients read of it, and train from.
+        size: Bytes of its encoding; None: four for each number.
+    """
+
+    state: ArrayState
+    read: ArrayState
+    size: int | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether clients read what the server has."""
+        return self.read is self.state
+
+
+@dataclass
+class Partial:
+    """The sum of a group of uploads.
+
+    Attributes:
+        sums: float64, or as a stage has encoded it; None without a valid upload.
+        weight: Sum of w_c.
+        unit_weight: [U] float64, sum of w_c m_cu.
+        unit_clients: [U] int64, sum of m_cu.
+        clients: The clients whose uploads are in it.
+        refused: Why an upload was left out, by client.
+        metrics: Numbers of stages for the round's record, by name.
+    """
+
+    sums: ArrayState | None
+    weight: float
+    unit_weight: np.ndarray
+    unit_clients: np.ndarray
+    clients: list[int] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MeanChange:
+    """The mean of a round's changes, as it is after the stages so far.
+
+    Attributes:
+        state: The mean; ``shared`` [W] is a change, and zero where ``trained`` is not.
+        trained: [U] bool, the units that move.
+        clients: How many clients are in it.
+    """
+
+    state: ArrayState
+    trained: np.ndarray
+    clients: int
+
+    def with_shared(self, shared: np.ndarray) -> MeanChange:
+        """Return the mean with another change of the shared part, [W]."""
+        return replace(self, state=replace(self.state, shared=shared))
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What the server knows of a run before its first round.
+
+    Attributes:
+        method: The method.
+        layout: The layout of a client's vector.
+        units: The units of the shared part, in the order of the wire.
+        unit_shares: Return the share of the clients that train a unit, on average, [U] float64.
+    """
+
+    method: Method
+    layout: Layout
+    units: tuple[Unit, ...]
+    unit_shares: Callable[[], np.ndarray]
+
+
+def norm_of(arrays: Iterable[np.ndarray]) -> float:
+    """Return the L2 norm of all entries together, summed in float64 in a fixed order."""
+    return math.sqrt(math.fsum(float(np.square(a, dtype=np.float64).sum()) for a in arrays))
 
 
 class StageSettings(Settings, Protocol):
@@ -35,6 +190,10 @@ class StageSettings(Settings, Protocol):
     @property
     def seed(self) -> int:
         """The seed of the run."""
+
+    @property
+    def method(self) -> MethodConfig:
+        """The section ``method``."""
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -66,8 +225,13 @@ class Stage:
         Config: The section's class. All its fields have defaults, at which the stage is off.
         name: The section's name; :func:`register_stage` sets it.
         wire: The place in the row of stages; larger is nearer to the wire.
+        moves_beyond_mean: Whether the next state is another one than the mean of what clients have.
+        summed: Metrics of changes of which a round's record has the sum over clients; of others it
+            has the mean.
         registries: Fields that name something registered, and its registry. The plug-ins of what
             they name are noted with the run.
+        plan: What is known of the run, on the server alone.
+        memory: What the stage keeps between rounds, on the server alone; hooks change it in place.
         config: The section.
         settings: The part of the experiment that a stage may read.
     """
@@ -75,10 +239,14 @@ class Stage:
     Config: ClassVar[type[Section]] = Section
     name: ClassVar[str] = ""
     wire: ClassVar[int] = 0
+    moves_beyond_mean: ClassVar[bool] = False
+    summed: ClassVar[frozenset[str]] = frozenset()
     registries: ClassVar[Mapping[str, plugins.Registry[Any]]] = {}
 
     def __init__(self, config: Section, settings: StageSettings) -> None:
         self.config, self.settings = config, settings
+        self.plan: RunPlan
+        self.memory: Memory = {}
 
     @classmethod
     def parts(cls, config: Section, settings: StageSettings) -> Sequence[Stage]:
@@ -135,6 +303,46 @@ class Stage:
         """
         return ()
 
+    @property
+    def quorum(self) -> dict[str, int]:
+        """How many valid uploads a round needs, by the field that says so (default: none)."""
+        return {}
+
+    def begin(self) -> Sequence[str]:
+        """Prepare for the rounds of a run, on the server; return lines for its reader.
+
+        It is called again if the clients' answers to a survey change the adapters.
+        """
+        return ()
+
+    def broadcast(self, number: int, sent: Sent) -> Sent:
+        """Return the broadcast of a round (from 1), as clients read it."""
+        return sent
+
+    def send(self, change: Change, sender: Sender) -> Change:
+        """Return what goes on of a client's change, on its worker.
+
+        A pure function: do not write to the given arrays, and draw from ``sender.rng`` alone.
+        """
+        return change
+
+    def total(self, total: Partial) -> Partial:
+        """Return the sum of a round's uploads, decoded if :meth:`send` has encoded them."""
+        return total
+
+    def mean(self, number: int, mean: MeanChange) -> MeanChange:
+        """Return the mean change of a round (from 1) that goes on."""
+        return mean
+
+    def restore(self, shared: np.ndarray, weight: float) -> np.ndarray:
+        """Return a client's change [W] as it was before :meth:`send` encoded it, for diagnostics.
+
+        Args:
+            shared: [W], as it was sent.
+            weight: The client's weight by ``federation.weighting``.
+        """
+        return shared
+
 
 STAGES = plugins.Registry[Stage]("stage", "section")
 
@@ -172,12 +380,82 @@ class Stages:
     def __iter__(self) -> Iterator[Stage]:
         return iter(self._stages)
 
+    @property
+    def act_on_changes(self) -> bool:
+        """Whether clients send the change since the broadcast in place of the value."""
+        return any(stage.acts_on_changes for stage in self)
+
+    @property
+    def move_beyond_mean(self) -> bool:
+        """Whether the next state is another one than the mean of what clients have."""
+        return any(stage.moves_beyond_mean for stage in self)
+
+    @property
+    def summed(self) -> frozenset[str]:
+        """Metrics of changes that add up over clients."""
+        return frozenset().union(*(stage.summed for stage in self))
+
+    @property
+    def quorum(self) -> dict[str, int]:
+        """How many valid uploads a round needs, by the field that says so."""
+        return {name: least for stage in self for name, least in stage.quorum.items()}
+
+    def begin(self, plan: RunPlan, memories: dict[str, Memory]) -> list[str]:
+        """Prepare for the rounds of a run, on the server; return lines for its reader.
+
+        Args:
+            plan: What is known of the run.
+            memories: What each stage keeps, by name; the stages change it in place.
+        """
+        for stage in self:
+            stage.plan, stage.memory = plan, memories.setdefault(stage.name, {})
+        return [line for stage in self for line in stage.begin()]
+
+    def broadcast(self, number: int, state: ArrayState) -> Sent:
+        """Return the broadcast of a round, given that of the method."""
+        sent = Sent(state, state)
+        for stage in self:
+            sent = stage.broadcast(number, sent)
+        return sent
+
+    def send(self, change: Change, sender: Sender) -> tuple[Change, dict[str, np.ndarray]]:
+        """Pass a client's change through the stages, on its worker.
+
+        Returns:
+            What is sent; and by name what the server reads of ``extra`` where it is not what the
+            method has sent: both sides must go on with the same numbers (see ``Method.mirrored``).
+        """
+        given = read = change.extra
+        for stage in self:
+            change = stage.send(change, sender)
+            if not change.weighted:
+                read = change.extra
+        return change, {} if read is given else read
+
+    def total(self, total: Partial) -> Partial:
+        """Return the sum of a round's uploads, decoded."""
+        for stage in reversed(self._stages):
+            total = stage.total(total)
+        return total
+
+    def mean(self, number: int, mean: MeanChange) -> MeanChange:
+        """Pass the mean change of a round through the stages."""
+        for stage in reversed(self._stages):
+            mean = stage.mean(number, mean)
+        return mean
+
+    def restore(self, shared: np.ndarray, weight: float) -> np.ndarray:
+        """Return a client's change [W] as it was before it was encoded."""
+        for stage in reversed(self._stages):
+            shared = stage.restore(shared, weight)
+        return shared
+
 
 def noted_hashes(stage: Stage) -> dict[str, str]:
     """Return the noted hashes of a stage's files, by field; a note on another path is none."""
     found = {}
-    for field, path in stage.files.items():
-        note = getattr(stage.config, f"{field}_content")
+    for name, path in stage.files.items():
+        note = getattr(stage.config, f"{name}_content")
         if isinstance(note, Noted) and (hash_ := note.hash_of(path)):
-            found[field] = hash_
+            found[name] = hash_
     return found

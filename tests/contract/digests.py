@@ -192,6 +192,14 @@ def outcome(checkpoint):
     return json.loads(json.dumps(left))
 
 
+def renamed(outcome):
+    """Return an outcome of an earlier commit with what stages keep where it is now."""
+    edge = dict(outcome["edge"])
+    moments = edge.pop("moments", {})
+    stages = outcome.get("stages", {"server": moments} if moments else {})
+    return {**outcome, "edge": edge, "stages": {k: v for k, v in stages.items() if v}}
+
+
 def recorded(found):
     """Return what the last record and the arrays beside the state name."""
     record = {k: v for k, v in found["records"][-1].items() if v not in (None, {}, [])}
@@ -242,7 +250,7 @@ def compare(before, after):
         if name not in before:
             print(f"new     {name}")
             continue
-        found = list(differences(before[name]["outcome"], after[name]["outcome"]))
+        found = list(differences(*(renamed(each[name]["outcome"]) for each in (before, after))))
         found = [path for path in found if path != "experiment_id"]
         same = before[name]["id"] == after[name]["id"]
         note = "same id" if same else f"id {before[name]['id']} -> {after[name]['id']}"

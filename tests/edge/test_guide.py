@@ -10,9 +10,9 @@ import pytest
 from newcomers import unloaded_after
 
 from trishul_ray.adapters.layout import Unit
-from trishul_ray.edge.changes import Change, Sender
 from trishul_ray.edge.codecs.base import CodecFields, Units, build_codec
 from trishul_ray.edge.traffic import UploadCodec, UploadsConfig
+from trishul_ray.stages import Change, Sender
 
 GUIDE = Path(__file__).parents[2] / "docs" / "adding-a-codec.md"
 MODULE = "trishul_ray.edge.codecs.signs"

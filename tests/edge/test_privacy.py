@@ -11,7 +11,6 @@ from hypothesis.extra.numpy import arrays
 from scipy.stats import binom, chi2
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.edge.changes import Change, Sender, norm_of
 from trishul_ray.edge.privacy.accounting import Guarantee
 from trishul_ray.edge.privacy.audit import ERROR, canaries, shift_interval, threshold_epsilon
 from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, clip, next_norm
@@ -19,6 +18,7 @@ from trishul_ray.edge.privacy.config import PrivacyConfig
 from trishul_ray.edge.privacy.denoise import denoise, shrink_cores
 from trishul_ray.edge.privacy.mechanism import Mechanism
 from trishul_ray.edge.state import PrivacyState
+from trishul_ray.stages import Change, Sender, norm_of
 
 floats = st.floats(-1e6, 1e6, width=32)
 vectors = arrays(np.float32, st.integers(1, 40), elements=floats)

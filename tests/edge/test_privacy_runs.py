@@ -9,7 +9,6 @@ import pytest
 from invented_outcomes import invent_sweep
 from method_runs import KINDS, SINGLE, Recording, server_of
 
-from trishul_ray.edge.changes import norm_of
 from trishul_ray.edge.draws import poisson_cohort
 from trishul_ray.edge.privacy import accounting
 from trishul_ray.edge.privacy.clipping import automatic_norm
@@ -27,6 +26,7 @@ from trishul_ray.report.page import comparable
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.mlflow_log import PRIVACY_TAG, end_of, grouped_metrics
 from trishul_ray.runs.runner import central_twin, run_steps
+from trishul_ray.stages import norm_of
 from trishul_ray.tracking.progress import RunProgress
 
 #: A part of each that is kept between rounds.
@@ -424,11 +424,11 @@ def test_what_is_added_is_clipped_whatever_encodes_or_masks_it(small, tmp_path, 
     server.step()
     norms = [norm_of([u.arrays.shared, *u.arrays.extra.values()]) for u in executor.uploads]
     assert norms and max(norms) <= 0.05 and min(norms) > 0.0499  # all were longer
-    units = list(inline.units)
+    sizes = server.blueprint.expected.unit_sizes
     for upload in executor.uploads:
         assert (upload.active is None) == ("fraction" not in words)
         if upload.active is not None:
-            rests = np.repeat(~upload.active, [unit.size for unit in units])
+            rests = np.repeat(~upload.active, sizes)
             assert rests.any() and not upload.arrays.shared[rests].any()
     record = server.checkpoint.records[-1]
     assert record.edge["privacy_epsilon"] == promised(experiment).epsilon(1)

@@ -1,5 +1,7 @@
 """Sums in fixed point: the same bits in every order, close to the float sum, never an overflow."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +10,6 @@ from hypothesis.extra.numpy import arrays
 from method_runs import KINDS, initial_state
 from tiny_run import SMALL
 
-from trishul_ray.edge.changes import Change, Sender
 from trishul_ray.edge.ring import Ring
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
@@ -24,13 +25,14 @@ from trishul_ray.federation.reduce import (
     round_units,
 )
 from trishul_ray.methods.base import build_method
+from trishul_ray.stages import Change, Sender
 
 values = arrays(np.float64, (7, 5), elements=st.floats(-1e3, 1e3))
 
 
 def encoded(ring, row, weight=1.0):
     sender = Sender(0, 1, 0, weight, ())
-    return ring(Change(row, {}), sender).shared
+    return ring.encode_change(Change(row, {}), sender).shared
 
 
 @given(
@@ -81,9 +83,7 @@ def trained(cache):
         blueprint = inline.describe({})
         before = initial_state(inline)
         uploads = [inline.train(before, [TrainJob(1, client)])[0][0] for client in range(20)]
-        reducer = Reducer(
-            inline.bench.method, blueprint.layout, "size", blueprint.expected, inline.edge.ring
-        )
+        reducer = Reducer(inline.bench.method, blueprint.layout, "size", blueprint.expected)
         return inline, before, uploads, reducer
 
     return make
@@ -93,7 +93,7 @@ def test_any_grouping_of_masked_weighted_uploads_has_the_same_bits_near_the_floa
     inline, before, uploads, reducer = trained("server.sum=ring")
     assert len({upload.rows for upload in uploads}) > 1
     assert any(upload.active is not None for upload in uploads)
-    kept = inline.edge.kept_value(before)
+    unmoved = replace(before, shared=np.zeros_like(before.shared))
     groupings = [
         [uploads[:FAN_IN], uploads[FAN_IN:]],
         [uploads[::-1]],
@@ -102,7 +102,7 @@ def test_any_grouping_of_masked_weighted_uploads_has_the_same_bits_near_the_floa
     means = []
     for groups in groupings:
         total = combine([partial_sum(group, reducer) for group in groups])
-        means.append(finish(total, kept, reducer)[0].shared)
+        means.append(finish(inline.stages.total(total), unmoved, reducer)[0].shared)
     for other in means[1:]:
         np.testing.assert_array_equal(other, means[0])
     _, _, plain, floats = trained()
@@ -113,12 +113,12 @@ def test_any_grouping_of_masked_weighted_uploads_has_the_same_bits_near_the_floa
 @pytest.mark.parametrize("least", [1, 2, 3])
 def test_what_too_few_clients_have_trained_stays_as_it_was(trained, least):
     inline, before, uploads, reducer = trained("server.sum=ring", f"server.min_clients={least}")
-    kept = inline.edge.kept_value(before)
+    unmoved = replace(before, shared=np.zeros_like(before.shared))
     uploads = [upload for upload in uploads if upload.active is not None][:4]
     count = np.sum([upload.active for upload in uploads], axis=0)
     assert {0, 1, 2} < {*count.tolist()}
     total = combine([partial_sum([upload], reducer) for upload in uploads])
-    mean, moved = finish(total, kept, reducer)
+    mean, moved = finish(inline.stages.total(total), unmoved, reducer)
     np.testing.assert_array_equal(moved, count >= least)
     entries = np.repeat(moved, reducer.expected.unit_sizes)
     assert mean.shared[entries].any() and not mean.shared[~entries].any()

@@ -95,7 +95,7 @@ def test_a_resumed_run_has_the_moments_of_an_uninterrupted_one(
     again = edge_run(*options, stop=2)
     whole = edge_run(*options, f"storage.runs={tmp_path / 'whole'}")
     assert_same(again, whole)
-    assert whole.checkpoint.edge.moments.keys() == again.checkpoint.edge.moments.keys()
+    assert whole.checkpoint.stages["server"].keys() == again.checkpoint.stages["server"].keys()
 
 
 def test_a_method_that_needs_more_than_the_mean_is_refused(small):

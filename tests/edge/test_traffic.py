@@ -13,7 +13,6 @@ from newcomers import unloaded_after
 from tolerances import rounding
 
 from trishul_ray.adapters.layout import Unit
-from trishul_ray.edge.changes import Change, Sender, norm_of
 from trishul_ray.edge.codecs.base import Units, codec_class, codec_names
 from trishul_ray.edge.privacy.clipping import Clip
 from trishul_ray.edge.traffic import DownloadsConfig, UploadCodec, UploadsConfig, coded_state
@@ -24,7 +23,7 @@ from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import State
 from trishul_ray.rng import numpy_rng
-from trishul_ray.stages import stage_names
+from trishul_ray.stages import Change, Sender, norm_of, stage_names
 
 HALF = Path(__file__).parent / "newcomers" / "half.py"
 #: A core head, another one, and a tensor.
@@ -328,12 +327,14 @@ def test_with_all_sections_off_no_run_meets_any_part_of_the_edge(method, small, 
     assert not {*stage_names(), "edge_numerics"} & experiment.identity().keys()
     assert "edge_numerics" in small(f"method={method}", "devices.kind=lognormal").identity()
     server = InlineDriver(experiment, prepare_run(experiment), "a")
-    for edge in (server.edge, server.executor.edge):
-        assert not edge.filters and not edge.sends_changes and not edge.moves_beyond_mean
-        assert edge.downloads is None and edge.ring is None
+    assert not list(server.stages) and not list(server.executor.stages)
     assert server.fleet is None and server.private is None
     checkpoint = drive_to_end(server).checkpoint
-    assert not checkpoint.edge and not any(record.edge for record in checkpoint.records)
+    assert (
+        not checkpoint.edge
+        and not checkpoint.stages
+        and not any(record.edge for record in checkpoint.records)
+    )
     assert b'"edge"' not in checkpoint.to_bytes()
     server.close()
 

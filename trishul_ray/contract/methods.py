@@ -19,7 +19,7 @@ from trishul_ray.federation.checkpoint import CheckpointStore, arrays_digest, st
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.local import train_client
-from trishul_ray.federation.messages import ArrayState, Job, Outcome, TrainJob, to_tensor
+from trishul_ray.federation.messages import Job, Outcome, TrainJob, to_tensor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.federation.reduce import Reducer, rejection_reason, round_units
@@ -27,6 +27,7 @@ from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import Workbench, global_model
 from trishul_ray.methods.base import method_class
 from trishul_ray.models.lookup import quiet_transformers
+from trishul_ray.stages import ArrayState
 from trishul_ray.storage import Store
 
 #: A run of seconds, whose backbone needs no pretraining.

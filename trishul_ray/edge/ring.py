@@ -12,6 +12,7 @@ Legend: W entries of the shared part.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,12 +20,14 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from trishul_ray.config import Section
-from trishul_ray.edge.changes import Change, Sender
-from trishul_ray.methods.base import Method
-from trishul_ray.stages import Stage
+from trishul_ray.lazy import scipy
+from trishul_ray.methods.base import Method, method_class
+from trishul_ray.stages import Change, Partial, Sender, Stage, StageSettings
 
 #: Bytes of an element of the ring.
 ELEMENT = 8
+#: Share of units that too few clients train, on average, above which a run warns of it.
+OFTEN = 0.05
 
 
 class SumConfig(Section):
@@ -56,11 +59,20 @@ class RingSum(Stage):
     """Clients send fixed point, and the server adds integers; a part of the section ``server``."""
 
     name, wire = "ring", 5
+    summed = frozenset({"clipped_entries"})
     config: SumConfig
+
+    def __init__(self, config: Section, settings: StageSettings) -> None:
+        super().__init__(config, settings)
+        fed, plain = settings.federation, method_class(settings.method.name).plain_mean
+        # With privacy, cohorts may be drawn client by client.
+        self.private = settings.is_set("privacy")
+        most = fed.participants if self.private else fed.clients_per_round
+        self.ring = Ring(self.config.fraction_bits, most, plain)
 
     def check(self, method: Method) -> None:
         """Refuse a sum that would never be used, and a field that has no effect."""
-        private, least = self.settings.is_set("privacy"), self.config.min_clients
+        private, least = self.private, self.config.min_clients
         size = self.settings.federation.clients_per_round
         if not private and size < least:
             raise ValueError(
@@ -73,6 +85,54 @@ class RingSum(Stage):
                 "single clients have trained; set only one"
             )
 
+    @property
+    def quorum(self) -> dict[str, int]:
+        """A sum of fewer clients is not used; noise hides them without that."""
+        return {} if self.private else {"server.min_clients": self.config.min_clients}
+
+    def begin(self) -> Sequence[str]:
+        """Say what is secure of it, and warn of units that few clients train."""
+        lines = [
+            "server.sum=ring: secure sums show nothing of single clients; what is recorded of them "
+            "(diagnostics, losses, refused uploads) is the simulator's view"
+        ]
+        if self.private:
+            return lines
+        binom, least = scipy.stats.binom, self.config.min_clients
+        size, shares = self.settings.federation.clients_per_round, self.plan.unit_shares()
+        few = binom.cdf(least - 1, size, shares) - binom.pmf(0, size, shares)
+        if (share := float(few.mean())) > OFTEN:
+            lines.append(
+                f"warning: server.min_clients={least}: so many of {size} clients do not train a "
+                f"unit in {share:.0%} of cases, and it stays as it was: take larger cohorts or "
+                "clients that train more heads"
+            )
+        return lines
+
+    def send(self, change: Change, sender: Sender) -> Change:
+        """Return the change in fixed point, times its weight."""
+        return self.ring.encode_change(change, sender)
+
+    def total(self, total: Partial) -> Partial:
+        """Return the sum in float64; a unit that too few clients have trained has no weight."""
+        if total.sums is None:
+            return total
+        sums = total.sums.map(self.ring.decode)
+        if self.private:
+            return replace(total, sums=sums)
+        enough = total.unit_clients >= self.config.min_clients
+        withheld = (total.unit_weight > 0) & ~enough
+        return replace(
+            total,
+            sums=sums,
+            unit_weight=np.where(enough, total.unit_weight, 0.0),
+            metrics=total.metrics | {"withheld_units": float(withheld.sum())},
+        )
+
+    def restore(self, shared: np.ndarray, weight: float) -> np.ndarray:
+        """Return the change of which this is the fixed point, times its weight."""
+        return self.ring.decode(shared) / weight
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -82,13 +142,11 @@ class Ring:
         fraction_bits: f.
         clients: m, the most changes that are ever added.
         plain: Names in ``extra`` that are added without weights.
-        least: With fewer clients, a sum is not used: that of one shows what it sent.
     """
 
     fraction_bits: int
     clients: int
     plain: frozenset[str] = frozenset()
-    least: int = 1
 
     @property
     def largest(self) -> float:
@@ -113,7 +171,7 @@ class Ring:
         """Return integers, such as a sum, as float64."""
         return np.ldexp(values.astype(np.float64), -self.fraction_bits)
 
-    def __call__(self, change: Change, sender: Sender) -> Change:
+    def encode_change(self, change: Change, sender: Sender) -> Change:
         """Encode a change times its weight; clients send eight bytes for each number.
 
         A change that is not finite stays as it is, and the server refuses it.
@@ -136,6 +194,7 @@ class Ring:
             change,
             shared=shared,
             extra=extra,
+            weighted=True,
             uploaded_bytes=ELEMENT * numbers,
             metrics=change.metrics | {"clipped_entries": float(clipped)},
         )

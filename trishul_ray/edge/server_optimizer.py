@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 
 from trishul_ray.config import Section
 from trishul_ray.edge.ring import RingSum, SumConfig
-from trishul_ray.stages import Stage, StageSettings, register_stage
+from trishul_ray.stages import MeanChange, Stage, StageSettings, register_stage
 
 #: Server learning rates if none is set: the mean itself, and our own for the adaptive ones.
 PLAIN_RATE, ADAPTIVE_RATE = 1.0, 1e-3
@@ -76,7 +76,7 @@ class ServerConfig(SumConfig):
 class ServerOptimizer(Stage):
     """The server takes the mean change of a round as a gradient."""
 
-    Config, wire = ServerConfig, 0
+    Config, wire, moves_beyond_mean = ServerConfig, 0, True
     config: ServerConfig
 
     @classmethod
@@ -90,6 +90,13 @@ class ServerOptimizer(Stage):
     def remembered(self) -> tuple[str, ...]:
         """Momentum and second moments depend on earlier rounds."""
         return (f"server.optimizer={self.config.optimizer!r}",) if self.config.remembers else ()
+
+    def mean(self, number: int, mean: MeanChange) -> MeanChange:
+        """Return the optimizer's step."""
+        trained = np.repeat(mean.trained, [unit.size for unit in self.plan.units])
+        step, moments = server_step(mean.state.shared, self.memory, self.config, trained)
+        self.memory.update(moments)
+        return mean.with_shared(step)
 
 
 def server_step(

@@ -30,17 +30,15 @@ class PrivacyState:
 
 @dataclass
 class EdgeState:
-    """State of filters, stages, cohorts and the clock; each field is empty while its part is off.
+    """State of filters, privacy and the clock; each field is empty while its part is off.
 
     Attributes:
         kept: What filters left with each client, by name.
-        moments: First and second moments [W] float64 of the server optimizer.
         privacy: Of a private run; None for others.
         clock: The simulated clock, and what is recorded of clients.
     """
 
     kept: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
-    moments: dict[str, np.ndarray] = field(default_factory=dict)
     privacy: PrivacyState | None = None
     clock: ClockState | None = None
 

@@ -14,17 +14,17 @@ Legend: W entries of the shared part, U units of aggregation.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from pydantic import model_validator
 
 from trishul_ray.config import in_id_if_set
-from trishul_ray.edge.changes import Change, Sender, norm_of
 from trishul_ray.edge.codecs.base import CODECS, NONE, Codec, CodecFields, Units, build_codec
 from trishul_ray.edge.server_optimizer import ServerConfig
-from trishul_ray.methods.base import Method, State
-from trishul_ray.stages import Stage, register_stage
+from trishul_ray.methods.base import Method, method_class
+from trishul_ray.rng import numpy_rng
+from trishul_ray.stages import ArrayState, Change, Sender, Sent, Stage, norm_of, register_stage
 
 
 class UploadsConfig(CodecFields):
@@ -73,18 +73,29 @@ class Uploads(Stage):
         """Error feedback adds what earlier rounds left out."""
         return ("uploads.error_feedback=true",) if self.config.error_feedback else ()
 
+    def send(self, change: Change, sender: Sender) -> Change:
+        """Return the change as the server decodes it."""
+        mirrored = method_class(self.settings.method.name).mirrored
+        codec = build_codec(self.config)
+        assert codec is not None  # a section that is set names one
+        return UploadCodec(codec, self.config, mirrored)(change, sender)
+
 
 @register_stage("downloads")
 class Downloads(Stage):
     """Clients read the broadcast as a codec decodes it; the server keeps its state."""
 
-    Config, wire = DownloadsConfig, 2
+    Config, wire, moves_beyond_mean = DownloadsConfig, 2, True
     config: DownloadsConfig
     registries: ClassVar = {"codec": CODECS}
 
-
-#: A state as it is sent.
-ArrayState: TypeAlias = State[np.ndarray]
+    def broadcast(self, number: int, sent: Sent) -> Sent:
+        """Return what clients decode of the broadcast."""
+        codec = build_codec(self.config)
+        assert codec is not None  # a section that is set names one
+        rng = numpy_rng(self.settings.seed, "codec-down", number)
+        read, size = coded_state(codec, sent.read, Units.of(self.plan.units), rng)
+        return replace(sent, read=read, size=size)
 
 
 @dataclass(frozen=True)

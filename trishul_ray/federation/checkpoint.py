@@ -31,10 +31,11 @@ from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.edge.state import EdgeState
 from trishul_ray.errors import first_line
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.messages import Arrays, ArrayState
+from trishul_ray.federation.messages import Arrays
 from trishul_ray.federation.records import OPTIONAL, RoundRecord
 from trishul_ray.files import Json
 from trishul_ray.methods.base import State
+from trishul_ray.stages import ArrayState, Memory
 from trishul_ray.storage import Store
 
 _NAME = re.compile(r"round-(\d{6})-([0-9a-f]{64})\.safetensors")
@@ -95,7 +96,8 @@ class Checkpoint:
             the last round, in order; empty before, and for a task without scores of rows.
         sources: hashes of data and weights; see ``Blueprint``.
         info: description of the data.
-        edge: what filters, stages, cohorts and the clock keep.
+        stages: what each stage keeps, by its name.
+        edge: what filters, privacy and the clock keep.
     """
 
     experiment_id: str
@@ -109,6 +111,7 @@ class Checkpoint:
     test_rows: Arrays = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     info: DatasetInfo | None = None
+    stages: dict[str, Memory] = field(default_factory=dict, metadata=OPTIONAL)
     edge: EdgeState = field(default_factory=EdgeState, metadata=OPTIONAL)
 
     def is_last(self, rounds: int) -> bool:
@@ -163,13 +166,14 @@ class Checkpoint:
         Whatever is wrong with a file shows here, and not in the middle of a round. What clients
         keep may be names of files.
         """
-        for name, kind in (("experiment_id", str), ("attempt", str), ("round", int)):
+        kinds = {"experiment_id": str, "attempt": str, "round": int, "stages": dict}
+        for name, kind in kinds.items():
             if type(value := getattr(self, name)) is not kind:
                 raise ValueError(f"{name} is {value!r}")
-        state, edge = self.state, self.edge
+        state = self.state
         groups = (
             {"shared": state.shared}, state.extra, state.base, *state.constants.values(),
-            state.survey, self.spectra, self.matrices, self.test_rows, edge.moments,
+            state.survey, self.spectra, self.matrices, self.test_rows,
         )  # fmt: skip
         for name, array in (pair for group in groups for pair in group.items()):
             if not isinstance(array, np.ndarray):

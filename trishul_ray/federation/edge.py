@@ -4,157 +4,26 @@ Legend: W entries of the shared part, U units of aggregation.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 
-from trishul_ray.adapters.layout import Unit
-from trishul_ray.edge.changes import Change, Sender, UploadFilter
-from trishul_ray.edge.codecs.base import Units, build_codec
 from trishul_ray.edge.draws import capacities, participants
-from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, automatic_norm, rounding_room
+from trishul_ray.edge.privacy.clipping import CLIPPED, automatic_norm, rounding_room
 from trishul_ray.edge.privacy.config import PrivacyConfig
 from trishul_ray.edge.privacy.mechanism import HIGH, LOW, Mechanism, reported
 from trishul_ray.edge.privacy.stage import promised
 from trishul_ray.edge.ring import Ring
-from trishul_ray.edge.server_optimizer import ServerConfig, server_step
+from trishul_ray.edge.server_optimizer import ServerConfig
 from trishul_ray.edge.state import EdgeState, PrivacyState
-from trishul_ray.edge.traffic import (
-    CodedState,
-    DownloadsConfig,
-    UploadCodec,
-    UploadsConfig,
-    coded_state,
-)
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.messages import ArrayState, Blueprint, TrainJob, TrainReport, Upload
+from trishul_ray.federation.messages import Blueprint, TrainReport
 from trishul_ray.federation.records import RoundRecord
-from trishul_ray.federation.reduce import Partial, Reducer, configured_weight, round_units
+from trishul_ray.federation.reduce import Reducer, round_units
 from trishul_ray.files import Json
-from trishul_ray.lazy import scipy
-from trishul_ray.methods.base import Method, State, method_class
-from trishul_ray.rng import numpy_rng
-
-#: Share of units that too few clients train, on average, above which a run warns of it.
-OFTEN = 0.05
-
-
-class Edge:
-    """What an experiment's sections of the edge ask for; the same in every process.
-
-    Attributes:
-        filters: What a change passes on the worker. Codecs come first and clipping after them, so
-            that what is added never exceeds the norm; fixed point is last.
-        downloads: The codec of broadcasts, if there is one.
-        moves_beyond_mean: Whether the next state is another one than the mean of what clients have.
-        ring: Fixed point, if sums are in it.
-        sends_changes: Whether clients send the change since the broadcast instead of the value.
-    """
-
-    def __init__(self, experiment: Experiment) -> None:
-        self.experiment = experiment
-        fed, privacy = experiment.federation, experiment.section(PrivacyConfig)
-        server, uploads = experiment.section(ServerConfig), experiment.section(UploadsConfig)
-        plain = method_class(experiment.method.name).plain_mean
-        self._mirrored = method_class(experiment.method.name).mirrored
-        codec = UploadCodec.of(uploads, self._mirrored)
-        self.downloads = build_codec(experiment.section(DownloadsConfig))
-        self.ring: Ring | None = None
-        if server.sum == "ring":
-            poisson = privacy.on and privacy.sampling == "poisson"
-            most = fed.participants if poisson else fed.clients_per_round
-            self.ring = Ring(server.fraction_bits, most, plain, server.min_clients)
-        clip = Clip(self.ring.step / 2 if self.ring else 0.0) if privacy.on else None
-        chain: tuple[UploadFilter | None, ...] = (codec, clip, self.ring)
-        self.filters = tuple(each for each in chain if each is not None)
-        changed = server.optimizer != "none" or self.downloads is not None
-        self.moves_beyond_mean = changed or privacy.on
-        self.sends_changes = bool(self.filters) or self.moves_beyond_mean
-
-    def coded_broadcast(
-        self, whole: ArrayState, round_number: int, units: Iterable[Unit]
-    ) -> CodedState | None:
-        """Return what clients read of a round's broadcast; None if they read it as it is."""
-        if self.downloads is None:
-            return None
-        rng = numpy_rng(self.experiment.seed, "codec-down", round_number)
-        return coded_state(self.downloads, whole, Units.of(units), rng)
-
-    def send(
-        self,
-        upload: Upload,
-        report: TrainReport,
-        broadcast: ArrayState,
-        job: TrainJob,
-        units: Sequence[Unit],
-    ) -> tuple[Upload, TrainReport]:
-        """Turn a client's upload into a change and pass it through the filters, on its worker."""
-        weight = self._weight(upload)
-        sender = Sender(
-            self.experiment.seed, job.round, job.client, weight, units, upload.active, job.kept,
-            job.clip_norm, broadcast.shared,
-        )  # fmt: skip
-        moved = upload.arrays.shared - broadcast.shared
-        if upload.active is not None:
-            moved[np.repeat(~upload.active, [unit.size for unit in units])] = 0
-        change = Change(moved, upload.arrays.extra)
-        sent = read = change.extra
-        for each in self.filters:
-            change = each(change, sender)
-            if each is not self.ring:  # which writes the same numbers in fixed point
-                read = change.extra
-        altered = self._mirrored if read is not sent else ()
-        corrected = {name: job.state.get(name, 0.0) + read[name] for name in altered}
-        arrays = replace(upload.arrays, shared=change.shared, extra=change.extra)
-        report = replace(
-            report,
-            state={**report.state, **corrected},
-            uploaded_bytes=change.uploaded_bytes,
-            kept=change.kept,
-            edge=change.metrics,
-        )
-        return replace(upload, arrays=arrays), report
-
-    def _weight(self, upload: Upload) -> float:
-        return configured_weight(self.experiment.federation.weighting, upload)
-
-    def restored(self, upload: Upload, broadcast: ArrayState) -> Upload:
-        """Return an upload with values in place of changes, for diagnostics."""
-        if not self.sends_changes:
-            return upload
-        moved = upload.arrays.shared
-        if self.ring is not None:
-            moved = self.ring.decode(moved) / self._weight(upload)
-        value = broadcast.shared + moved
-        return replace(upload, arrays=replace(upload.arrays, shared=value.astype(np.float32)))
-
-    def kept_value(self, before: ArrayState) -> ArrayState:
-        """Return what stands in the mean for a unit that nobody trained: its value, or no change.
-
-        Args:
-            before: The server's state before the round.
-        """
-        if not self.sends_changes:
-            return before
-        return replace(before, shared=np.zeros_like(before.shared))
-
-    def move(
-        self, before: ArrayState, mean: ArrayState, trained: np.ndarray, state: EdgeState
-    ) -> ArrayState:
-        """Return the mean as a value, given the mean change; update the state of the stages.
-
-        Args:
-            before: The server's state before the round.
-            mean: The mean of what clients sent, whose ``shared`` is a change.
-            trained: [W] bool, the entries that at least one client trained.
-            state: What the edge keeps between rounds.
-        """
-        step, server = mean.shared.astype(np.float64), self.experiment.section(ServerConfig)
-        if server.optimizer != "none":
-            step, state.moments = server_step(step, state.moments, server, trained)
-        return replace(mean, shared=(before.shared + step).astype(np.float32))
+from trishul_ray.methods.base import Method, State
+from trishul_ray.stages import ArrayState, Partial
 
 
 def privacy_report(experiment: Experiment, state: EdgeState, last: RoundRecord) -> Json | None:
@@ -172,30 +41,6 @@ def unit_shares(experiment: Experiment, method: Method, blueprint: Blueprint) ->
     every = capacities(fed.compute, seed, fed.clients, fed.compute_shares)
     shares = [every[client] for client in participants(fed, seed).tolist()]
     return method.unit_shares(blueprint.layout, shares)
-
-
-def ring_lines(experiment: Experiment, method: Method, blueprint: Blueprint) -> list[str]:
-    """Return what a reader must know of sums in fixed point before the run, a line each."""
-    server, privacy = experiment.section(ServerConfig), experiment.section(PrivacyConfig)
-    if server.sum != "ring":
-        return []
-    lines = [
-        "server.sum=ring: secure sums show nothing of single clients; what is recorded of them "
-        "(diagnostics, losses, refused uploads) is the simulator's view"
-    ]
-    if privacy.on:
-        return lines
-    binom = scipy.stats.binom
-    size = experiment.federation.clients_per_round
-    shares = unit_shares(experiment, method, blueprint)
-    few = binom.cdf(server.min_clients - 1, size, shares) - binom.pmf(0, size, shares)
-    if (share := float(few.mean())) > OFTEN:
-        lines.append(
-            f"warning: server.min_clients={server.min_clients}: so many of {size} clients do not "
-            f"train a unit in {share:.0%} of cases, and it stays as it was: take larger cohorts "
-            "or clients that train more heads"
-        )
-    return lines
 
 
 def mechanism_of(
@@ -283,8 +128,6 @@ def release(
     sums = total.sums or State(
         np.zeros(before.shared.shape), {k: np.zeros(n) for k, n in mechanism.extra.items()}
     )
-    if reducer.ring is not None:
-        sums = sums.map(reducer.ring.decode)
     shared = sums.shared
     if mechanism.options.canaries:
         canaries = mechanism.canaries(number, norm)

@@ -4,16 +4,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trishul_ray.adapters.layout import Unit
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.edge import Edge
-from trishul_ray.federation.local import count_flops, evaluate_chunk, train_together
+from trishul_ray.federation.local import count_flops, evaluate_chunk, send_change, train_together
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
     Arrays,
-    ArrayState,
     Blueprint,
     EvalJob,
     EvalReport,
@@ -25,15 +22,7 @@ from trishul_ray.federation.messages import (
     units_of_work,
 )
 from trishul_ray.federation.prepare import Prepared
-from trishul_ray.federation.reduce import (
-    FAN_IN,
-    Partial,
-    Reducer,
-    combine,
-    groups,
-    partial_sum,
-    sum_groups,
-)
+from trishul_ray.federation.reduce import FAN_IN, Reducer, combine, groups, partial_sum, sum_groups
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import (
     Residents,
@@ -42,6 +31,7 @@ from trishul_ray.federation.workbench import (
     blueprint_of,
     build_workbench,
 )
+from trishul_ray.stages import ArrayState, Partial, Stages
 
 
 class InlineExecutor:
@@ -56,7 +46,7 @@ class InlineExecutor:
         self.experiment, self.residents = experiment, residents or Residents()
         with deterministic(experiment):
             self.bench: Workbench = build_workbench(experiment, prepared, self.residents)
-        self.edge = Edge(experiment)
+        self.stages = Stages.of(experiment)
 
     def describe(self, survey: Arrays) -> Blueprint:
         """Return the blueprint of the workbench, given the survey."""
@@ -75,11 +65,11 @@ class InlineExecutor:
             adapt_to(self.bench, broadcast.survey)
             trained = train_together(self.bench, broadcast, jobs)
             # Round 0: answers to a survey.
-            if jobs[0].round == 0 or not self.edge.sends_changes:
+            if jobs[0].round == 0 or not self.stages.act_on_changes:
                 return trained
             return [
-                self.edge.send(upload, report, broadcast, job, self.units)
-                for job, (upload, report) in zip(jobs, trained, strict=True)
+                send_change(self.bench, self.stages, broadcast, job, *each)
+                for job, each in zip(jobs, trained, strict=True)
             ]
 
     def evaluate(self, broadcast: ArrayState, job: EvalJob) -> EvalReport:
@@ -87,12 +77,6 @@ class InlineExecutor:
         with deterministic(self.experiment):
             adapt_to(self.bench, broadcast.survey)
             return evaluate_chunk(self.bench, broadcast, job)
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """The units of what clients upload."""
-        layout = self.bench.model.layout
-        return tuple(layout.units(self.bench.method.wire(layout)))
 
     def run(
         self, broadcast: ArrayState, jobs: Sequence[Job], reducer: Reducer | None = None

@@ -29,7 +29,6 @@ from trishul_ray.edge.privacy.clipping import clip
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.federation.messages import (
     Arrays,
-    ArrayState,
     EvalJob,
     EvalReport,
     TrainJob,
@@ -38,9 +37,11 @@ from trishul_ray.federation.messages import (
     to_array,
     to_tensor,
 )
+from trishul_ray.federation.reduce import configured_weight
 from trishul_ray.federation.workbench import Workbench, global_model, new_run, rows_of
 from trishul_ray.methods.base import LocalRun, Method, State, Tensors, count_numbers
 from trishul_ray.rng import numpy_rng, torch_rng
+from trishul_ray.stages import ArrayState, Change, Sender, Stages
 from trishul_ray.tasks.sums import EvalSums
 
 if TYPE_CHECKING:
@@ -193,6 +194,40 @@ def _answer(
         spectra=run.spectra,
     )
     return Upload(job.client, rows, upload.map(to_array), active), report
+
+
+def send_change(
+    bench: Workbench,
+    stages: Stages,
+    broadcast: ArrayState,
+    job: TrainJob,
+    upload: Upload,
+    report: TrainReport,
+) -> tuple[Upload, TrainReport]:
+    """Return a client's upload as a change that has passed the stages, and what it reports then."""
+    method, settings = bench.method, bench.settings
+    units = tuple(bench.model.layout.units(method.wire(bench.model.layout)))
+    moved = upload.arrays.shared - broadcast.shared
+    if upload.active is not None:
+        moved[np.repeat(~upload.active, [unit.size for unit in units])] = 0
+    weight = configured_weight(settings.federation.weighting, upload)
+    change, read = stages.send(
+        Change(moved, upload.arrays.extra),
+        Sender(
+            settings.seed, job.round, job.client, weight, units, upload.active, job.kept,
+            job.clip_norm, broadcast.shared,
+        ),
+    )  # fmt: skip
+    corrected = {n: job.state.get(n, 0.0) + read[n] for n in method.mirrored if n in read}
+    arrays = replace(upload.arrays, shared=change.shared, extra=change.extra)
+    report = replace(
+        report,
+        state={**report.state, **corrected},
+        uploaded_bytes=change.uploaded_bytes,
+        kept=change.kept,
+        edge=change.metrics,
+    )
+    return replace(upload, arrays=arrays, weighted=change.weighted), report
 
 
 class LocalSteps:

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -15,14 +15,11 @@ from trishul_ray.adapters.layout import Layout
 from trishul_ray.data.dataset import DatasetInfo, RowSet
 from trishul_ray.edge.fleet import StepFlops
 from trishul_ray.lazy import torch
-from trishul_ray.methods.base import State
+from trishul_ray.stages import ArrayState
 from trishul_ray.tasks.sums import EvalSums, Metrics
 
 #: Arrays by name, as they are sent and stored: the object store returns views without a copy.
 Arrays = dict[str, np.ndarray]
-
-#: A state as it is sent and stored.
-ArrayState: TypeAlias = State[np.ndarray]
 
 
 def to_array(tensor: "torch.Tensor") -> np.ndarray:
@@ -52,7 +49,7 @@ class TrainJob:
     client: int
     state: Arrays = field(default_factory=dict)  # the client's persistent state
     kept: Arrays = field(default_factory=dict)  # and that of what filters its uploads
-    clip_norm: float | None = None  # see edge.changes.Sender
+    clip_norm: float | None = None  # see stages.Sender
     steps: int | None = None  # local steps, the first of the round's; None means all
 
 
@@ -109,6 +106,7 @@ class Upload:
     rows: int  # size of the client's shard, n_c
     arrays: ArrayState
     active: np.ndarray | None = None  # [U] bool, units that the client trained; None means all
+    weighted: bool = False  # whether it is times its weight already
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,6 @@ class Outcome:
     reports: list[TrainReport]
     evaluations: list[EvalReport]
     events: list[str] = field(default_factory=list)  # one line for each restart or loss
-    broadcast_bytes: int | None = None  # of its encoding; None: four for each number
     sums: list[Any] = field(default_factory=list)  # handles: of groups of uploads, in order
 
 

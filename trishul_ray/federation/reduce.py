@@ -9,14 +9,14 @@ Legend: W entries of the shared part, U units, m clients.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.edge.ring import Ring
-from trishul_ray.federation.messages import ArrayState, Expected, Upload, as_tensor, to_array
+from trishul_ray.federation.messages import Expected, Upload, as_tensor, to_array
 from trishul_ray.methods.base import Method, State
+from trishul_ray.stages import ArrayState, Partial
 
 #: Uploads summed by one worker. A round of no more uploads is summed on the server.
 FAN_IN = 16
@@ -34,15 +34,13 @@ def configured_weight(weighting: str, upload: Upload) -> float:
 class Reducer:
     """How a method's uploads are validated, weighted and summed; can be pickled to any worker.
 
-    With a ``ring``, uploads are in fixed point, times their weights. Without ``expected``, they are
-    answers to a survey, added without weights.
+    Without ``expected``, uploads are answers to a survey, added without weights.
     """
 
     method: Method
     layout: Layout
     weighting: str
     expected: Expected | None
-    ring: Ring | None = None
 
     def configured_weight(self, upload: Upload) -> float:
         """Return the weight of an upload by ``federation.weighting``."""
@@ -75,7 +73,7 @@ class Reducer:
 
     def term(self, upload: Upload, weight: float, unit_weight: np.ndarray | float) -> ArrayState:
         """Return what of an upload is summed: its contribution times its weights, in float64."""
-        if self.ring is not None:  # already times its weight
+        if upload.weighted:
             return upload.arrays.map(np.copy)  # sums are added in place
 
         def scaled(array: np.ndarray, by: np.ndarray | float) -> np.ndarray:
@@ -90,18 +88,6 @@ class Reducer:
             {n: scaled(a, 1.0 if n in plain else weight) for n, a in found.extra.items()},
             {layer: scaled(a, weight) for layer, a in found.base.items()},
         )
-
-
-@dataclass
-class Partial:
-    """The running sum of a group of uploads."""
-
-    sums: ArrayState | None  # float64, weighted; None without a valid upload
-    weight: float  # sum of w_c
-    unit_weight: np.ndarray  # [U] float64, sum of w_c m_cu
-    unit_clients: np.ndarray  # [U] int64, sum of m_cu
-    clients: list[int] = field(default_factory=list)
-    refused: dict[int, str] = field(default_factory=dict)  # the reason, by client
 
 
 def unit_sizes(layout: Layout, wire: Sequence[str]) -> np.ndarray:
@@ -211,13 +197,10 @@ def finish(total: Partial, before: ArrayState, reducer: Reducer) -> tuple[ArrayS
 
     Returns:
         The mean (what clients upload in float32, what the method adds to it in float64), and [U]
-        bool, the units that at least one client trained; in fixed point, as many as it needs.
+        bool, the units whose sum has a weight.
     """
     assert total.sums is not None, "no upload is valid"
     trained, sums = total.unit_weight > 0, total.sums
-    if reducer.ring is not None:
-        sums = sums.map(reducer.ring.decode)
-        trained &= total.unit_clients >= reducer.ring.least
     lengths = {} if reducer.expected is None else reducer.expected.lengths
     shared, plain = before.shared, reducer.method.plain_mean
     if reducer.expected is not None:

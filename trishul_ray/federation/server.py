@@ -11,7 +11,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -20,14 +22,12 @@ import torch
 from trishul_ray import plugins
 from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.data.partition import client_names
-from trishul_ray.edge.changes import COUNTS
 from trishul_ray.edge.cohorts import CohortConfig
 from trishul_ray.edge.devices import DevicesConfig
 from trishul_ray.edge.draws import capacities, participants, poisson_cohort, uniform_cohort
 from trishul_ray.edge.fleet import Asked, Fleet, Traffic
 from trishul_ray.edge.privacy.config import PrivacyConfig
 from trishul_ray.edge.privacy.mechanism import SURVEY_NORM
-from trishul_ray.edge.traffic import CodedState
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
@@ -38,11 +38,10 @@ from trishul_ray.federation.diagnostics import (
     compare_everyone,
     upload_diagnostics,
 )
-from trishul_ray.federation.edge import Edge, audited, mechanism_of, release, ring_lines
+from trishul_ray.federation.edge import audited, mechanism_of, release, unit_shares
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
     Arrays,
-    ArrayState,
     Blueprint,
     EvalJob,
     EvalReport,
@@ -57,9 +56,16 @@ from trishul_ray.federation.messages import (
     to_tensor,
 )
 from trishul_ray.federation.records import RoundRecord
-from trishul_ray.federation.reduce import Partial, Reducer, finish, rejection_reason, round_units
+from trishul_ray.federation.reduce import (
+    Reducer,
+    configured_weight,
+    finish,
+    rejection_reason,
+    round_units,
+)
 from trishul_ray.methods.base import ClientUpload, Method, Round, State, build_method
 from trishul_ray.rng import numpy_rng
+from trishul_ray.stages import ArrayState, MeanChange, Partial, RunPlan, Sent, Stages
 from trishul_ray.tasks.sums import EvalSums, client_metrics, score_by_mix
 
 A = TypeVar("A", int, float)
@@ -139,7 +145,7 @@ class Server:
     ) -> None:
         self.experiment, self.executor, self.checkpoints = experiment, executor, checkpoints
         self.method = build_method(experiment.method, experiment.adapter)
-        self.edge = Edge(experiment)
+        self.stages = Stages.of(experiment)
         self.participants = participants(experiment.federation, experiment.seed)
         restored = checkpoints.newest()
         self.events: list[str] = list(checkpoints.skipped)
@@ -156,9 +162,11 @@ class Server:
             self._remember(record)
         self.blueprint = executor.describe(self.checkpoint.state.survey)
         self.private = mechanism_of(experiment, self.method, self.blueprint, self.checkpoint.edge)
+        lines = self._begin()
         if restored is None:
             with deterministic(experiment):
                 self.checkpoint.state = self._initial_state()
+            lines = self._begin()
         elif changed := changed_sources(restored.sources, self.blueprint.sources):
             raise RunError(
                 f"run {experiment.id} was started with other {changed}: restore the original, or "
@@ -166,12 +174,21 @@ class Server:
             )
         if self.private is not None:
             self.events += self.private.lines()
-        self.events += ring_lines(experiment, self.method, self.blueprint)
+        self.events += lines
         self.checkpoint.sources = self.blueprint.sources
         self.checkpoint.info = self.blueprint.info
         self.fleet = self._fleet()
         if self.fleet is not None and self.checkpoint.edge.clock is None:
             self.checkpoint.edge.clock = self.fleet.start()
+
+    def _begin(self) -> list[str]:
+        """Let the stages prepare for the rounds; return lines for the reader of the run."""
+        layout = self.blueprint.layout
+        units = tuple(layout.units(self.blueprint.wire))
+        shares = partial(unit_shares, self.experiment, self.method, self.blueprint)
+        return self.stages.begin(
+            RunPlan(self.method, layout, units, shares), self.checkpoint.stages
+        )
 
     def _fleet(self) -> Fleet | None:
         """Return the clients on the simulated clock; None if cohorts are drawn without one."""
@@ -189,7 +206,7 @@ class Server:
             rows=np.zeros(0, dtype=np.int64) if sizes is None else sizes,
             capacity=np.array(shares),
             flops=self.blueprint.flops,
-            least=1 if self.edge.ring is None or self.private else self.edge.ring.least,
+            least=max(self.stages.quorum.values(), default=1),
         )
 
     def _initial_state(self) -> ArrayState:
@@ -259,12 +276,14 @@ class Server:
         now, fed = self.checkpoint, self.experiment.federation
         complete, number = now.records[-1], now.round + 1
         with deterministic(self.experiment):
-            whole = self.broadcast()
-            coded = self._coded(number, whole)
-            asked = self._ask(number, whole, coded) if number <= fed.rounds else Asked([])
+            state = self.broadcast()
+            sent = Sent(state, state)
+            if number <= fed.rounds:
+                sent = self.stages.broadcast(number, state)
+            asked = self._ask(number, sent) if number <= fed.rounds else Asked([])
             cohort = asked.clients
             train = [self._job(number, client, asked.steps.get(client)) for client in cohort]
-            outcome, broadcast = self._run(whole, coded, train)
+            outcome = self._run(sent, train)
             self.events += outcome.events
             for rows in self.blueprint.scored if outcome.evaluations else ():
                 found = [each for each in outcome.evaluations if each.rows == rows]
@@ -273,10 +292,10 @@ class Server:
                     now.test_rows = {k: np.concatenate([part[k] for part in each]) for k in each[0]}
             if number <= fed.rounds:  # under privacy, even a cohort of nobody is a round
                 paused = time.perf_counter()
-                everyone = self._compare_everyone(number, broadcast, outcome)
+                everyone = self._compare_everyone(number, sent.read, outcome)
                 began += time.perf_counter() - paused
-                record = self._aggregate(number, broadcast, outcome)
-                self._tick(asked, broadcast, outcome, record)
+                record = self._aggregate(number, sent, outcome)
+                self._tick(asked, sent, outcome, record)
                 self._remember(record)
                 now.matrices |= everyone
                 record.seconds = time.perf_counter() - began
@@ -292,17 +311,8 @@ class Server:
         last = self._asked.get(client)
         return self.method.setup_parameters(broadcast, self.blueprint.layout, last)
 
-    def _coded(self, number: int, whole: ArrayState) -> CodedState | None:
-        """Return what clients read of a round's broadcast; None if they read it as it is."""
-        if number > self.experiment.federation.rounds:
-            return None
-        units = self.blueprint.layout.units(self.blueprint.wire)
-        return self.edge.coded_broadcast(whole, number, units)
-
-    def _run(
-        self, whole: ArrayState, coded: CodedState | None, train: list[TrainJob]
-    ) -> tuple[Outcome, ArrayState]:
-        """Train and evaluate; return the results and the broadcast as the clients have read it.
+    def _run(self, sent: Sent, train: list[TrainJob]) -> Outcome:
+        """Train and evaluate.
 
         What is evaluated is the state as it is, which is the one that a run ends with. If clients
         read another one, both cannot run together: evaluation waits for training.
@@ -310,21 +320,14 @@ class Server:
         evaluation = self._evaluation_jobs()
         every = self.method.needs_uploads or self.experiment.evaluation.diagnostics_cohort == "all"
         reducer = None if every else self._reducer()
-        if coded is None:
-            return self.executor.run(whole, [*train, *evaluation], reducer), whole
-        outcome = self.executor.run(coded.state, train, reducer)
-        scored = self.executor.run(whole, evaluation) if evaluation else Outcome([], [], [])
-        return (
-            replace(
-                outcome,
-                evaluations=scored.evaluations,
-                events=outcome.events + scored.events,
-                broadcast_bytes=coded.size,
-            ),
-            coded.state,
-        )
+        if sent.is_exact:
+            return self.executor.run(sent.state, [*train, *evaluation], reducer)
+        outcome = self.executor.run(sent.read, train, reducer)
+        scored = self.executor.run(sent.state, evaluation) if evaluation else Outcome([], [], [])
+        events = outcome.events + scored.events
+        return replace(outcome, evaluations=scored.evaluations, events=events)
 
-    def _ask(self, number: int, broadcast: ArrayState, coded: CodedState | None) -> Asked:
+    def _ask(self, number: int, sent: Sent) -> Asked:
         """Return whom a round asks; on the clock, by the bytes that are expected.
 
         Who comes in time must be known before anyone trains: a client is expected to send as much
@@ -333,30 +336,28 @@ class Server:
         clock, last = self.checkpoint.edge.clock, self.checkpoint.records[-1]
         if self.fleet is None or clock is None:
             return Asked(self.cohort(number))
-        tensors, expected = broadcast.map(as_tensor), self.blueprint.expected
+        tensors, expected = sent.state.map(as_tensor), self.blueprint.expected
         up = 4.0 * sum(expected.lengths.values())
         if last.clients:
             up = last.metrics()["uploaded_bytes"] / len(last.clients)
         layout, before = self.blueprint.layout, last.accepted_uploads
         down = 4 * self.method.download_parameters(tensors, layout, 0, before)
-        down = down if coded is None else coded.size
+        down = down if sent.size is None else sent.size
         traffic = Traffic(down, 4 * self.method.setup_parameters(tensors, layout, None), up)
         chosen = None if self.private is None else self.cohort(number)
         return self.fleet.ask(number, clock, traffic, chosen)
 
-    def _tick(
-        self, asked: Asked, broadcast: ArrayState, outcome: Outcome, record: RoundRecord
-    ) -> None:
+    def _tick(self, asked: Asked, sent: Sent, outcome: Outcome, record: RoundRecord) -> None:
         """Move the clock to the end of a round, and add what it says to the round's record."""
         if self.fleet is None:
             return
         method, layout, reports = self.method, self.blueprint.layout, outcome.reports
-        tensors, before = broadcast.map(as_tensor), self.checkpoint.records[-1].accepted_uploads
+        tensors, before = sent.read.map(as_tensor), self.checkpoint.records[-1].accepted_uploads
 
         def down(unsent: int) -> int:
             return method.download_parameters(tensors, layout, unsent, before)
 
-        size = outcome.broadcast_bytes
+        size = sent.size
         setup = sum(self._setup(tensors, client) for client in asked.missing)
         if record.downloaded_parameters is not None:
             record.downloaded_parameters += asked.wasted * down(0) + setup
@@ -388,7 +389,14 @@ class Server:
     def _values(self, uploads: list[Any], broadcast: ArrayState) -> list[Upload]:
         """Bring uploads into this process, as values even where clients send changes."""
         fetched = self.executor.fetch(uploads)
-        return [self.edge.restored(upload, broadcast) for upload in fetched]
+        if not self.stages.act_on_changes:
+            return fetched
+        return [self._restored(upload, broadcast) for upload in fetched]
+
+    def _restored(self, upload: Upload, broadcast: ArrayState) -> Upload:
+        weight = configured_weight(self.experiment.federation.weighting, upload)
+        value = broadcast.shared + self.stages.restore(upload.arrays.shared, weight)
+        return replace(upload, arrays=replace(upload.arrays, shared=value.astype(np.float32)))
 
     def _score(self, record: RoundRecord, rows: RowSet, reports: list[EvalReport]) -> None:
         """Add to a record the metrics of a set of rows, and of the test rows more than numbers.
@@ -521,24 +529,27 @@ class Server:
 
     def _reducer(self) -> Reducer:
         weighting, blueprint = self.experiment.federation.weighting, self.blueprint
-        expected, ring = blueprint.expected, self.edge.ring
-        return Reducer(self.method, blueprint.layout, weighting, expected, ring)
+        return Reducer(self.method, blueprint.layout, weighting, blueprint.expected)
 
-    def _aggregate(self, number: int, broadcast: ArrayState, outcome: Outcome) -> RoundRecord:
+    def _aggregate(self, number: int, sent: Sent, outcome: Outcome) -> RoundRecord:
         """Aggregate the uploads of a round into the next state and return the round's record."""
         fed, layout, now = self.experiment.federation, self.blueprint.layout, self.checkpoint
-        reducer = self._reducer()
-        total = self._sum(number, outcome, reducer)
+        reducer, broadcast = self._reducer(), sent.read
+        total = self.stages.total(self._sum(number, outcome, reducer))
         accepted, count = set(total.clients), len(total.clients)
-        reported: dict[str, float] = {}
+        reported = dict(total.metrics)
+        changes = self.stages.act_on_changes
         if self.private is None:
-            mean, trained = finish(total, self.edge.kept_value(now.state), reducer)
-            if self.edge.ring is not None:
-                reported["withheld_units"] = float((~trained & (total.unit_clients > 0)).sum())
+            # A unit that nobody trained keeps its value, or does not change.
+            before = now.state
+            if changes:
+                before = replace(before, shared=np.zeros_like(before.shared))
+            mean, trained = finish(total, before, reducer)
         else:
-            mean, trained, reported = release(
+            mean, trained, released = release(
                 self.private, number, total, reducer, now.state, outcome.reports, now.edge
             )
+            reported |= released
             count = fed.clients_per_round  # how many came is private
         # Before the state changes: fetching may fail if a node is lost.
         needed = None if self.method.needs_uploads else MOST_CLIENTS
@@ -550,10 +561,11 @@ class Server:
         round_ = Round(
             number, count, fed.participants, torch.from_numpy(trained), singles, rounds=fed.rounds
         )
-        if self.edge.sends_changes:
+        if changes:
             round_ = replace(round_, change=torch.from_numpy(mean.shared))
-            entries = np.repeat(trained, self.blueprint.expected.unit_sizes)
-            mean = self.edge.move(now.state, mean, entries, now.edge)
+            mean = self.stages.mean(number, MeanChange(mean, trained, count)).state
+            moved = now.state.shared + mean.shared.astype(np.float64)
+            mean = replace(mean, shared=moved.astype(np.float32))
         new = self.method.aggregate(now.state.map(to_tensor), mean.map(to_tensor), round_, layout)
         after = new.map(to_array)
         if not _is_finite(after) and _is_finite(mean):
@@ -569,7 +581,7 @@ class Server:
             r.client: r.kept for r in outcome.reports if r.kept and r.client in accepted
         }
         now.round = number
-        record = self._record(number, broadcast, outcome, total)
+        record = self._record(number, sent, outcome, total)
         record.edge |= reported | audited(self.private, number, now.state, now.edge)
         if self.experiment.evaluation.diagnoses(number, fed.rounds):
             valid = [u for u in sample if u.client in accepted]
@@ -586,7 +598,7 @@ class Server:
                 u.active is None or (units is not None and np.array_equal(u.active, units))
                 for u in valid
             )
-            if len(valid) == len(total.clients) and alike and not self.edge.moves_beyond_mean:
+            if len(valid) == len(total.clients) and alike and not self.stages.move_beyond_mean:
                 error = aggregation_error(valid, reducer, broadcast, self.broadcast())
                 if error is not None:
                     record.diagnostics["aggregation_error"] = error
@@ -610,43 +622,42 @@ class Server:
         for client, reason in sorted(total.refused.items()):
             self.events.append(f"round {number}: upload of client {client} rejected: {reason}")
         private = self.experiment.is_set("privacy")  # what is refused counts as zeros
-        least = reducer.ring.least if reducer.ring is not None else 1
-        if len(total.clients) < max(quorum * sent, least) and not private:
+        needed = self.stages.quorum if number else {}
+        if len(total.clients) < max([quorum * sent, *needed.values()]) and not private:
             remedy = f"a smaller learning rate (optimizer.lr={self.experiment.optimizer.lr:g})"
-            limits = f"federation.quorum={quorum}" + f" or server.min_clients={least}" * (least > 1)
+            limits = {"federation.quorum": quorum} | needed
+            below = " or ".join(f"{field}={value}" for field, value in limits.items())
             raise FailsAgainError(
                 f"round {number}: only {len(total.clients)} of {sent} uploads are valid, "
-                f"below {limits}; rejected: {total.refused}: try "
+                f"below {below}; rejected: {total.refused}: try "
                 f"{remedy if number else 'other weights or data'} or a lower quorum"
             )
         return total
 
-    def _record(
-        self, number: int, broadcast: ArrayState, outcome: Outcome, total: Partial
-    ) -> RoundRecord:
-        tensors, reports = broadcast.map(as_tensor), outcome.reports
-        sent = {report.client: report.uploaded for report in reports}  # by the cohort, ascending
+    def _record(self, number: int, sent: Sent, outcome: Outcome, total: Partial) -> RoundRecord:
+        tensors, reports = sent.read.map(as_tensor), outcome.reports
+        uploaded = {report.client: report.uploaded for report in reports}  # ascending
         before = self.checkpoint.records[-1].accepted_uploads
         down = sum(
             self.method.download_parameters(tensors, self.blueprint.layout, r.unsent, before)
             for r in reports
         )
-        setup = sum(self._setup(tensors, client) for client in sent)
-        size = outcome.broadcast_bytes
+        setup = sum(self._setup(tensors, client) for client in uploaded)
+        size = sent.size
         losses = [r.loss for r in reports if math.isfinite(r.loss)]
         coded = [r.uploaded_bytes for r in reports if r.uploaded_bytes is not None]
         return RoundRecord(
             round=number,
-            clients=list(sent),
+            clients=list(uploaded),
             refused={str(client): why for client, why in total.refused.items()},
-            accepted_uploads=[sent[client] for client in total.clients],
+            accepted_uploads=[uploaded[client] for client in total.clients],
             train_loss=float(np.mean(losses)) if losses else None,
-            uploaded_parameters=sum(sent.values()),
+            uploaded_parameters=sum(uploaded.values()),
             uploaded_bytes=sum(coded) if coded else None,
             downloaded_parameters=down + setup,
             downloaded_bytes=None if size is None else size * len(reports) + 4 * setup,
             client_seconds=float(np.mean([r.seconds for r in reports])) if reports else None,
-            edge=_over_clients(reports),
+            edge=_over_clients(reports, self.stages.summed),
         )
 
     def progress(self) -> RoundReport:
@@ -667,14 +678,14 @@ class Server:
         return RunResult(kept, self.blueprint, self.broadcast())
 
 
-def _over_clients(reports: Sequence[TrainReport]) -> dict[str, float]:
-    """Return what filters report of a round's clients: means, and the sums of counts."""
+def _over_clients(reports: Sequence[TrainReport], summed: AbstractSet[str]) -> dict[str, float]:
+    """Return what stages report of a round's clients: means, or sums of the named ones."""
     found: dict[str, list[float]] = {}
     for report in reports:
         for name, value in report.edge.items():
             if math.isfinite(value):  # that of what is refused may not be
                 found.setdefault(name, []).append(value)
-    return {n: float(np.sum(v) if n in COUNTS else np.mean(v)) for n, v in found.items()}
+    return {n: float(np.sum(v) if n in summed else np.mean(v)) for n, v in found.items()}
 
 
 def _is_finite(state: ArrayState) -> bool:

@@ -22,14 +22,7 @@ from trishul_ray.edge.draws import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import build_site
-from trishul_ray.federation.messages import (
-    Arrays,
-    ArrayState,
-    Blueprint,
-    Expected,
-    changed_sources,
-    to_tensor,
-)
+from trishul_ray.federation.messages import Arrays, Blueprint, Expected, changed_sources, to_tensor
 from trishul_ray.federation.prepare import Prepared, prepare_dataset
 from trishul_ray.federation.reduce import round_units, unit_sizes
 from trishul_ray.methods.base import LocalRun, Method, Site, build_method, exact_share
@@ -40,6 +33,7 @@ from trishul_ray.models.passed import remember
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.models.shared_weights import set_head
 from trishul_ray.rng import numpy_rng, torch_rng
+from trishul_ray.stages import ArrayState
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
 

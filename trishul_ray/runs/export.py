@@ -30,7 +30,7 @@ from trishul_ray.experiment.loading import build_experiment
 from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.federation.checkpoint import Checkpoint, open_checkpoints
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.messages import Arrays, ArrayState, changed_sources
+from trishul_ray.federation.messages import Arrays, changed_sources
 from trishul_ray.federation.server import broadcast_of
 from trishul_ray.federation.workbench import ModelBench, adapt_to, build_model_bench, global_model
 from trishul_ray.files import Json, check_writable
@@ -41,6 +41,7 @@ from trishul_ray.models.lookup import ModelKind, quiet_transformers
 from trishul_ray.models.passed import PythonBackbone
 from trishul_ray.models.weights import AUTO_CLASSES
 from trishul_ray.report.summary import run_ids
+from trishul_ray.stages import ArrayState
 from trishul_ray.storage import Store
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.image_classification import ImageClassification

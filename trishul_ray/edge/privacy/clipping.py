@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trishul_ray.edge.changes import Change, Sender, norm_of
+from trishul_ray.stages import Change, Sender, norm_of
 
 #: What a client reports: whether it was clipped, and the norm before.
 CLIPPED, NORM = "privacy_clipped", "privacy_norm"

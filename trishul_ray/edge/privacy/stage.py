@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 
 from trishul_ray.edge.privacy.accounting import Guarantee, affordable, change_noise, guarantee
+from trishul_ray.edge.privacy.clipping import Clip
 from trishul_ray.edge.privacy.config import PrivacyConfig, refusal
+from trishul_ray.edge.ring import Ring
 from trishul_ray.edge.server_optimizer import ServerConfig
 from trishul_ray.methods.base import Method
-from trishul_ray.stages import Stage, StageSettings, register_stage
+from trishul_ray.stages import Change, Sender, Stage, StageSettings, register_stage
 from trishul_ray.version import AUDIT_NUMERICS
 
 
@@ -14,7 +16,7 @@ from trishul_ray.version import AUDIT_NUMERICS
 class Privacy(Stage):
     """Clients clip their changes, and the server releases their noisy mean."""
 
-    Config, wire = PrivacyConfig, 4
+    Config, wire, moves_beyond_mean = PrivacyConfig, 4, True
     config: PrivacyConfig
 
     def check(self, method: Method) -> None:
@@ -51,6 +53,12 @@ class Privacy(Stage):
         fed, seed, surveys = self.settings.federation, self.settings.seed, self.settings.surveys
         clients, cohort = fed.participants, fed.clients_per_round
         return affordable(self.config, seed, clients, cohort, rounds, surveys)
+
+    def send(self, change: Change, sender: Sender) -> Change:
+        """Return the clipped change; the norm leaves room for rounding in fixed point."""
+        server = self.settings.section(ServerConfig)
+        ring = server.sum == "ring"
+        return Clip(Ring(server.fraction_bits, 1).step / 2 if ring else 0.0)(change, sender)
 
     def prepare(self) -> Sequence[str]:
         """Find the noise before anything is written."""

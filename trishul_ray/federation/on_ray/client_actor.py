@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from trishul_ray.federation.inline import InlineExecutor
     from trishul_ray.federation.messages import (
         Arrays,
-        ArrayState,
         Blueprint,
         EvalJob,
         EvalReport,
@@ -31,8 +30,9 @@ if TYPE_CHECKING:
         TrainReport,
         Upload,
     )
-    from trishul_ray.federation.reduce import Partial, Reducer
+    from trishul_ray.federation.reduce import Reducer
     from trishul_ray.federation.workbench import Residents
+    from trishul_ray.stages import ArrayState, Partial
 
 #: After this many seconds an actor gives up to fetch what it is to add; the pool asks again.
 FETCH_SECONDS = 60.0

@@ -26,7 +26,6 @@ from trishul_ray.errors import InputError, RunError, first_line, typed_line
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
     Arrays,
-    ArrayState,
     Blueprint,
     EvalJob,
     Job,
@@ -38,7 +37,8 @@ from trishul_ray.federation.messages import (
 )
 from trishul_ray.federation.on_ray.process import Assignment, Process
 from trishul_ray.federation.on_ray.ray_internals import draining_nodes, is_gone, is_restarting
-from trishul_ray.federation.reduce import FAN_IN, Partial, Reducer, combine, groups, sum_groups
+from trishul_ray.federation.reduce import FAN_IN, Reducer, combine, groups, sum_groups
+from trishul_ray.stages import ArrayState, Partial
 
 #: After this many seconds without an answer, the pool looks for actors that wait for a restart.
 SILENCE_SECONDS = 5.0
