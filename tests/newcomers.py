@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 from pathlib import Path
 
-from trishul_ray import plugins
+from trishul_ray import plugins, stages
 from trishul_ray.edge import cohorts
 from trishul_ray.edge.codecs import base as codecs
 from trishul_ray.methods import base
@@ -17,8 +17,8 @@ NEWCOMERS = sorted(file.stem for file in FOLDER.glob("*.py"))
 def unloaded_after():
     """Forget the plug-ins that are loaded inside: other tests know the built-in methods alone."""
     # The built-in ones are registered before.
-    base.method_classes(), tasks.task_classes(), codecs.codec_names()
-    registries = base.METHODS, codecs.CODECS, cohorts.COHORTS
+    base.method_classes(), tasks.task_classes(), codecs.codec_names(), stages.STAGES.all()
+    registries = base.METHODS, codecs.CODECS, cohorts.COHORTS, stages.STAGES
     before = [{*registry.classes} for registry in registries]
     kinds, modules = dict(tasks.task_classes()), plugins.loaded()
     try:

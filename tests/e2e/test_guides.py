@@ -19,10 +19,14 @@ from public_mirror import write_table
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").glob("adding-*.md"))
+#: All pages whose files are written and whose commands are run.
+PAGES = [*GUIDES, ROOT / "docs" / "plugins.md"]
 #: A file in a guide: its path at the end of a paragraph, then its content.
-FILE = re.compile(r"`(trishul_ray/[\w/.-]+)`[^`]*:\n\n```(?:python|yaml)\n(.*?)```", re.DOTALL)
+FILE = re.compile(
+    r"`(trishul_ray/[\w/.-]+|\w+\.py)`[^`]*:\n\n```(?:python|yaml)\n(.*?)```", re.DOTALL
+)
 #: The guides whose runs are on images; those of the others are on texts.
-IMAGES = ("adding-a-method", "adding-an-adapter", "adding-a-codec")
+IMAGES = ("adding-a-method", "adding-an-adapter", "adding-a-codec", "plugins")
 #: Makes a documented run one of seconds.
 SMALL = [
     "model.init=random",
@@ -85,12 +89,12 @@ def copy(tmp_path_factory):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     written = []
-    for guide in GUIDES:
+    for guide in PAGES:
         for path, content in FILE.findall(guide.read_text(encoding="utf-8")):
             assert not (folder / path).exists(), path
             (folder / path).write_text(content, encoding="utf-8")
             written.append(path)
-    assert len(written) == 6  # one file each, and the preset
+    assert len(written) == 7  # one file each, and the preset
     rng = np.random.default_rng(0)
     label = rng.integers(0, 2, 60).tolist()
     texts = [f"{('see you', 'win now')[n]} {i}" for i, n in enumerate(label)]
@@ -104,18 +108,18 @@ def copy(tmp_path_factory):
 @pytest.mark.slow
 def test_the_commands_of_the_guides_work(copy):
     lines = []
-    for guide in GUIDES:
+    for guide in PAGES:
         for words in documented(guide.read_text(encoding="utf-8")):
             if words[0] == "trishul" and words[1] == "run":
                 text = [] if guide.stem in IMAGES else ["model=bert-tiny"]
                 lines.append([*words[1:], *text, *SMALL])
             elif words[0] == "trishul":
                 lines.append(words[1:])
-    assert [line[0] for line in lines].count("run") == 5
+    assert [line[0] for line in lines].count("run") == 6
     said = call(["-c", CALLS], copy, input="".join(json.dumps(line) + "\n" for line in lines))
     assert "feddyn" in said and "48 rows" in said and "12 test rows" in said
     results = [json.loads(p.read_text()) for p in copy.glob("runs/*/result.json")]
-    assert len(results) == 5
+    assert len(results) == 6
     assert any("mean_distance" in json.dumps(result) for result in results)
 
 
