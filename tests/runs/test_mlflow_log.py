@@ -55,15 +55,20 @@ def test_metrics_are_in_groups():
 @pytest.mark.parametrize(
     ("rows", "model", "unread"),
     [
-        ("image", "vit-digits", {"max_length", "target_length", "template", "verbalizers"}),
-        ("text", "bert-tiny", {"target_length", "template", "verbalizers"}),
-        ("text", "llama-tiny", {"target_length"}),
-        ("text", "t5-tiny", set()),
-        ("qa", "t5-tiny", {"verbalizers"}),
+        (
+            *("image", "vit-digits"),
+            {"max_length", "target_length", "template", "verbalizers", "turns", "loss"},
+        ),
+        ("text", "bert-tiny", {"target_length", "template", "verbalizers", "turns", "loss"}),
+        ("text", "llama-tiny", {"target_length", "turns", "loss"}),
+        ("text", "t5-tiny", {"turns", "loss"}),
+        ("qa", "t5-tiny", {"verbalizers", "turns", "loss"}),
+        ("instruction", "llama-tiny", {"verbalizers"}),
     ],
 )
 def test_fields_that_a_task_does_not_read(rows, model, unread):
-    experiment = load_experiment(None, [f"model={model}"])
+    kind = "instruction" if rows == "instruction" else "auto"
+    experiment = load_experiment(None, [f"model={model}", f"task.kind={kind}"])
     info = SimpleNamespace(kind=rows, name="mine")
     found = unread_fields(
         experiment.task, info, Backbone.of(experiment.model, experiment.storage.places)
