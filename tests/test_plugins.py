@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -340,7 +341,7 @@ def test_an_installation_older_than_its_source_says_how_to_install_again(install
         load_experiment(None, ["method=trishul-rulez"])
     (fault,) = plugins.faults()
     assert str(caught.value).endswith(fault)
-    assert "was installed before its source changed, without " in fault and "fedplora" in fault
+    assert re.search(r"was installed before its source changed, without (\w+, ){3}\.\.\.:", fault)
     assert f"-m pip install --no-deps --editable {Path(plugins.__file__).parents[1]}`" in fault
     code, said, error = called("methods")
     assert code == 0 and "ravan" in said and fault.split(",")[0] in error
