@@ -140,4 +140,4 @@ def test_the_tests_that_the_guides_name_find_what_was_added(copy):
     ]
     said = call(["-m", "pytest", *options, *sorted(paths), "-rA"], copy)
     for name in ("[feddyn]", "[vera]", "[sms-spam]", "ordinal-text-", "[signs]"):
-        assert sum(name in line for line in said.splitlines() if "PASSED" in line) >= 3, name
+        assert any(name in line for line in said.splitlines() if "PASSED" in line), name

@@ -73,7 +73,13 @@ OTHERS = {
     "optimizer.weight_decay": [0.01],
 }
 #: Fields that have no other valid value in any of these worlds: their method takes no limits.
-WITHOUT_ANOTHER_VALUE = {"federation.compute", "federation.compute_shares", "plugins"}
+WITHOUT_ANOTHER_VALUE = {
+    "task.loss",
+    "task.turns",
+    "federation.compute",
+    "federation.compute_shares",
+    "plugins",
+}
 
 
 class World:
