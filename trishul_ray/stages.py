@@ -164,7 +164,7 @@ class MeanChange:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What the server knows of a run before its first round.
+    """Facts of a run that stages may read, on the server.
 
     Attributes:
         method: The method.

@@ -115,7 +115,8 @@ class Row:
     """A row: its conversation, and the parts of its prompt if it has one turn.
 
     Attributes:
-        messages: The conversation; the last message is the answer.
+        messages: The conversation; the last message is the answer. White space around answers is
+            no part of them: it would give other tokens than what is generated.
         instruction: Its instruction, or the user's only message.
         input: What the instruction is about; may be empty.
     """
@@ -135,7 +136,7 @@ class Row:
         asked = f"{instruction}\n\n{input}" if input.strip() else instruction
         messages = [
             {"role": "user", "content": asked},
-            {"role": "assistant", "content": output},
+            {"role": "assistant", "content": output.strip()},
         ]
         return cls(messages, instruction, input)
 
@@ -143,6 +144,9 @@ class Row:
     def of_messages(cls, text: str) -> Row:
         """Return the row of a JSON list of messages."""
         messages = json.loads(text)
+        for message in messages:
+            if message["role"] == "assistant":
+                message["content"] = message["content"].strip()
         return cls(messages, messages[0]["content"])
 
 

@@ -87,16 +87,18 @@ class _ReadToken(BlockForward):
 
 def _ask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note, before a decoder computes, whether one position is all that is asked for."""
-    forward = model.model.layers[-1].__dict__.get("forward")
-    if isinstance(forward, _ReadToken):
-        forward.asked = kwargs.get("logits_to_keep") == 1
+    _set_asked(model, kwargs.get("logits_to_keep") == 1)
 
 
 def _answered(model: Any, *_: Any) -> None:
     """Note that nothing is asked for: the decoder may be called without its head next."""
+    _set_asked(model, False)
+
+
+def _set_asked(model: Any, asked: bool) -> None:
     forward = model.model.layers[-1].__dict__.get("forward")
     if isinstance(forward, _ReadToken):
-        forward.asked = False
+        forward.asked = asked
 
 
 def _vit_block(block: Any, x: Tensor, mask: Tensor | None, at: slice, **_: Any) -> Tensor:

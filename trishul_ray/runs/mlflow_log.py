@@ -69,7 +69,7 @@ def start_of(
     tags: Mapping[str, str],
     unread: Collection[str] = (),
 ) -> RunStart:
-    """Return what a tracker is told of a run that begins; ``data`` are the rows that it uses."""
+    """Return the start of a run for a tracker; ``data`` are the rows that it uses."""
     name = tags.get(CELL_TAG) or run_name(experiment)
     rows = {"rows": {"train": asdict(data.train), "test": asdict(data.test)}}
     splits = (("train", "training", data.train), ("test", "evaluation", data.test))

@@ -106,11 +106,9 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
         if not isinstance(rows[0], Mapping):
             if info.kind == "image":
                 return {"pixels": _read_images(rows, info)}
+            if info.fields == ("messages",):
+                rows = [[{"role": "user", "content": text}] for text in rows]
             rows = {wanted[0]: rows}
-            if info.kind == "instruction" and "messages" in wanted:
-                rows = {
-                    "messages": [[{"role": "user", "content": text}] for text in rows["messages"]]
-                }
     if isinstance(rows, Mapping):
         rows = {name: list(values) for name, values in rows.items()}
     table = to_table(rows)
@@ -144,7 +142,6 @@ def _instructions(
             f"predict: rows of dataset {info.name} have the columns {', '.join(info.fields)}; "
             f"these have {', '.join(table.column_names)}"
         )
-    dashes = pa.array(["-"] * len(table), pa.large_string())
     if info.fields == ("messages",):
         answer = {"role": "assistant", "content": "-"}
         asked = [[*row, answer] for row in table.column(first).to_pylist()]
@@ -156,7 +153,7 @@ def _instructions(
         blank = pa.array([""] * len(table), pa.large_string())
         here = name in table.column_names
         found["input"] = read_texts(table, name, "predict") if here else blank
-    return found | {"output": dashes}
+    return found | {"output": pa.array(["-"] * len(table), pa.large_string())}
 
 
 def _batch(images: Any, info: DatasetInfo) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ import numpy as np
 from trishul_ray.data.instructions import read_rows
 from trishul_ray.errors import InputError
 from trishul_ray.files import Json
-from trishul_ray.lazy import torch, transformers
+from trishul_ray.lazy import torch
 from trishul_ray.tasks import prompts
 from trishul_ray.tasks.base import (
     ModelInputs,
@@ -27,7 +27,7 @@ from trishul_ray.tasks.base import (
     to_device,
 )
 from trishul_ray.tasks.sums import RowScores
-from trishul_ray.tasks.text import TokenizerRef
+from trishul_ray.tasks.text import TokenizerRef, generate_greedily
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -197,7 +197,7 @@ class Instruction(Task):
         from trishul_ray.tasks.label_loss import scores_of, weighted_losses  # imports torch
 
         counts = batch["counts"].view(clients, -1)  # [clients, rows of each]
-        weights = self._weights(counts).flatten().repeat_interleave(counts.flatten())
+        weights = self._weights(counts)
         weights = to_device({"weights": weights}, batch["labels"].device)["weights"]
         hidden, head = self._before_labels(model, batch)
         if head is None:
@@ -209,21 +209,23 @@ class Instruction(Task):
         return torch.stack([part.sum() for part in parts])
 
     def _weights(self, counts: Tensor) -> Tensor:
-        """Return the weight of each label of a row, float64 [clients, rows], by their numbers."""
-        if self.by_row:
-            return 1.0 / (counts.shape[1] * counts).double()
-        return (1.0 / counts.sum(dim=1, keepdim=True).double()).expand_as(counts)
+        """Return the weight of each label, float64 [M], given those of a row [clients, rows]."""
+        terms = counts.shape[1] * counts if self.by_row else counts.sum(dim=1, keepdim=True)
+        weights = (1.0 / terms.double()).expand_as(counts)
+        return weights.flatten().repeat_interleave(counts.flatten())
 
     def _before_labels(
         self, model: AdaptedModel, batch: Mapping[str, Tensor]
     ) -> tuple[Tensor, nn.Linear | None]:
         """Return the hidden states before the labels [M, d] and the head, or the logits [M, V]."""
+        from trishul_ray.tasks.label_loss import widened  # imports torch
+
         inputs = self.inputs(batch)
         before = batch["positions"] - 1  # a prompt has a token, so that none is in another row
         if (found := model.hidden_states(**inputs)) is not None:
             return found[0].flatten(0, 1).index_select(0, before), found[1]
         logits = logits_of(model.forward(**inputs)).flatten(0, 1).index_select(0, before)
-        return logits if logits.dtype == torch.float64 else logits.float(), None
+        return widened(logits), None
 
     def predict(self, model: AdaptedModel, batch: Mapping[str, Tensor]) -> LabelScores:
         """Return what the model says of the labels."""
@@ -236,9 +238,7 @@ class Instruction(Task):
 
     def loss(self, outputs: LabelScores, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean loss of all labels of the batch, or of the rows' means."""
-        counts = batch["counts"]
-        weights = self._weights(counts[None])[0].repeat_interleave(counts)
-        return (outputs.losses * weights.to(outputs.losses)).sum()
+        return (outputs.losses * self._weights(batch["counts"][None]).to(outputs.losses)).sum()
 
     def score(self, outputs: LabelScores, batch: Mapping[str, Tensor]) -> RowScores:
         """Return loss, labels and the share of them that is predicted, of every row."""
@@ -270,21 +270,14 @@ class Instruction(Task):
         mask = (places >= 0).long()
         module: Any = model.model
         ends = self.prompt.end_ids() | _end_ids(module.generation_config)
-        greedy = transformers.GenerationConfig(
-            do_sample=False,
-            num_beams=1,
+        found = generate_greedily(
+            module,
+            {"input_ids": left, "attention_mask": mask},
             max_new_tokens=self.target_length,
             pad_token_id=self.tokens.pad_id,
             eos_token_id=sorted(ends),
         )
-        # The checkpoint's generation_config.json would fill in every option that is not set here.
-        original, module.generation_config = module.generation_config, greedy
-        try:
-            found = module.generate(input_ids=left, attention_mask=mask)
-        finally:
-            module.generation_config = original
-        new: Tensor = found[:, longest:]
-        return new
+        return found[:, longest:]
 
 
 def _end_ids(config: Any) -> set[int]:

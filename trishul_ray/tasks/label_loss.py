@@ -40,12 +40,12 @@ class _WeightedLosses(torch.autograd.Function):
         for h, y, w in zip(
             hidden.split(chunk), labels.split(chunk), weights.split(chunk), strict=True
         ):
-            logits = _logits(head, h)
+            logits = widened(head(h))
             w = w.to(logits.dtype)
-            total = logits.logsumexp(dim=-1)
-            losses.append((total - logits.gather(1, y[:, None])[:, 0]) * w)
+            total, at = logits.logsumexp(dim=-1), y[:, None]
+            losses.append((total - logits.gather(1, at)[:, 0]) * w)
             slope = (logits - total[:, None]).exp_()
-            slope.scatter_add_(1, y[:, None], slope.new_full((1, 1), -1.0).expand(len(y), 1))
+            slope.scatter_(1, at, slope.gather(1, at) - 1.0)
             gradients.append((slope * w[:, None]).to(head.weight.dtype) @ head.weight)
         ctx.save_for_backward(torch.cat(gradients).to(hidden.dtype))
         return torch.cat(losses)
@@ -70,8 +70,6 @@ def weighted_losses(
         weights: Constants, float [M].
         chunk: Positions whose logits are computed at once.
     """
-    if not len(labels):
-        return hidden.sum(dim=1).float()
     found: Tensor = _WeightedLosses.apply(hidden, head, labels, weights, chunk)  # type: ignore[no-untyped-call]
     return found
 
@@ -81,7 +79,7 @@ def label_scores(
 ) -> LabelScores:
     """Return losses and hits of labels [M], given the hidden states before them [M, d]."""
     parts = [
-        scores_of(_logits(head, h), y)
+        scores_of(widened(head(h)), y)
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True)
     ]
     losses = torch.cat([part.losses for part in parts])
@@ -94,6 +92,6 @@ def scores_of(logits: Tensor, labels: Tensor) -> LabelScores:
     return LabelScores(losses, (logits.argmax(dim=-1) == labels) & losses.isfinite())
 
 
-def _logits(head: nn.Linear, hidden: Tensor) -> Tensor:
-    logits: Tensor = head(hidden)
+def widened(logits: Tensor) -> Tensor:
+    """Return logits in float32, or in float64 if they are."""
     return logits if logits.dtype == torch.float64 else logits.float()

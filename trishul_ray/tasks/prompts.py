@@ -131,7 +131,7 @@ class TextPrompt(Prompt):
                 f"task.template has no {{input}}, but {where} has rows with an input: name it"
             )
         begin = begin_ids(self.tokens)
-        labels = [*self.tokens.ids(row.output.strip()), self.tokens.eos_id]
+        labels = [*self.tokens.ids(row.output), self.tokens.eos_id]
         cut = ANSWER_CUT * (len(labels) > self.target_length)
         labels = labels[: self.target_length]
         named = {"instruction": row.instruction, "input": row.input}
@@ -215,13 +215,6 @@ class ChatPrompt(Prompt):
 
     def _render(self, rows: Sequence[Conversation], where: str) -> list[Encoded]:
         """Return rows as ids and labels, whatever their length."""
-        rows = [
-            [
-                {**m, "content": m["content"].strip() if m["role"] == "assistant" else m["content"]}
-                for m in row
-            ]
-            for row in rows
-        ]
         turns = [
             [n for n, message in enumerate(row) if message["role"] == "assistant"] for row in rows
         ]
@@ -247,7 +240,7 @@ class ChatPrompt(Prompt):
                     f"generation prompt promises ({len(prompt) - same} tokens are others): use "
                     "another template"
                 )
-            if answer != whole and _common(answer, whole) < len(answer):
+            if _common(answer, whole) < len(answer):
                 cut |= LAST_TURN_ALONE  # e.g. earlier thoughts are left out of later turns
                 continue
             spans.append((same, len(answer)))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trishul_ray.errors import InputError
-from trishul_ray.lazy import torch
+from trishul_ray.lazy import torch, transformers
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -326,6 +326,24 @@ def read_texts(split: Split, name: str, start: int, stop: int) -> list[str]:
     """Return the texts of column ``name`` in rows ``start`` up to ``stop``."""
     texts: list[str] = split.texts(name)[start:stop].to_pylist()
     return texts
+
+
+def generate_greedily(module: Any, inputs: Mapping[str, Any], **options: Any) -> Tensor:
+    """Return the ids that a model of transformers generates, int64 [b, n].
+
+    Args:
+        module: The model.
+        inputs: Keyword arguments of its ``generate``.
+        **options: Fields of the generation configuration, such as limit and end.
+    """
+    greedy = transformers.GenerationConfig(do_sample=False, num_beams=1, **options)
+    # The checkpoint's generation_config.json would fill in every option that is not set here.
+    original, module.generation_config = module.generation_config, greedy
+    try:
+        found: Tensor = module.generate(**inputs)
+    finally:
+        module.generation_config = original
+    return found
 
 
 def trim_padding(ids: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:

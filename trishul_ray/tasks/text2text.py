@@ -19,7 +19,7 @@ import numpy as np
 
 from trishul_ray.errors import InputError
 from trishul_ray.files import Json
-from trishul_ray.lazy import torch, transformers
+from trishul_ray.lazy import torch
 from trishul_ray.tasks.base import ModelInputs, Task, group_column, logits_of, register, to_device
 from trishul_ray.tasks.sums import RowScores
 from trishul_ray.tasks.text import (
@@ -29,6 +29,7 @@ from trishul_ray.tasks.text import (
     class_texts,
     default_template,
     field_rows,
+    generate_greedily,
     trim_padding,
 )
 
@@ -179,20 +180,14 @@ class Text2Text(Task):
         module: Any = model.model
         encoded = module.get_encoder()(input_ids=ids, attention_mask=mask)
         logits = logits_of(model.forward(encoder_outputs=encoded, **inputs))
-        greedy = transformers.GenerationConfig(
-            do_sample=False,
-            num_beams=1,
+        generated = generate_greedily(
+            module,
+            {"encoder_outputs": encoded, "attention_mask": mask},
             max_new_tokens=self.target_length,
             decoder_start_token_id=self.start_id,
             pad_token_id=self.tokens.pad_id,
             eos_token_id=self.tokens.eos_id,
         )
-        # The checkpoint's generation_config.json would fill in every option that is not set here.
-        original, module.generation_config = module.generation_config, greedy
-        try:
-            generated = module.generate(encoder_outputs=encoded, attention_mask=mask)
-        finally:
-            module.generation_config = original
         decode = self.tokens.tokenizer.batch_decode
         return Generated(logits, decode(generated.cpu(), skip_special_tokens=True))
 
