@@ -260,6 +260,7 @@ class _Work:
         opened = [part for part in self.parts if part.parent_id is not None]
         if opened:
             self.progress.phase("logging to MLflow")
+        logged = []
         for part in opened:
             tracking = part.tracking
             assert tracking is not None
@@ -275,7 +276,9 @@ class _Work:
             for line in rejected:
                 self.progress.note(f"MLflow refused: {line}")
             if status == "FINISHED" and not rejected:
-                tracking.note(self._results(part))
+                logged.append((tracking, self._results(part)))
+        for tracking, results in logged:  # after the last one has written to a file that they share
+            tracking.note(results)
 
     def _log_of(self, id: str, tags: Mapping[str, str]) -> CellLog:
         """Return a cell as the MLflow run of a sweep shows it."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from trishul_ray.checksums import stamp
 from trishul_ray.lazy import mlflow
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow import (
@@ -210,7 +211,7 @@ class SweepRun(MlflowTracker):
     def has(self, results: Mapping[str, str]) -> bool:
         """Return whether the store has these results, as :meth:`note` noted; it is not asked.
 
-        A file must be the one that was there: it may be lost, or another one by now.
+        A file must be as it was then: it may be lost, another one, or without some runs by now.
         """
         try:
             return bool(json.loads(self._notes.read(f"{self._key}.json")) == self._content(results))
@@ -219,5 +220,5 @@ class SweepRun(MlflowTracker):
 
     def _content(self, results: Mapping[str, str]) -> dict[str, object]:
         file = sqlite_file(self.uri)
-        inode = file.stat().st_ino if file is not None else None
-        return {"place": self.place, "inode": inode, "results": dict(results)}
+        state = list(stamp(file)) if file is not None else None
+        return {"place": self.place, "file": state, "results": dict(results)}

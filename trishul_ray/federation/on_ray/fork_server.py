@@ -98,6 +98,9 @@ def _serve(listener: socket.socket) -> list[str]:
                 listener.close()
                 arguments = _become(streams, **json.loads(request))
                 connection.sendall(b"1")
+                # Not before the answer, without which a worker that nothing ends would be started.
+                raylet = os.environ["RAY_RAYLET_PID"]
+                threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
                 return arguments
             for stream in streams:
                 os.close(stream)
@@ -118,8 +121,6 @@ def _become(
     os.chdir(directory)
     random.seed()
     gc.enable()
-    raylet = environment["RAY_RAYLET_PID"]
-    threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
     return arguments
 
 
