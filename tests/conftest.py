@@ -19,7 +19,7 @@ import hypothesis
 import psutil
 import pytest
 from ports import free_port
-from tiny_run import SMALL
+from tiny_run import SMALL, write_numbers
 
 from trishul_ray.contract.methods import untimed
 
@@ -34,9 +34,25 @@ MARK = "TRISHUL_TEST_MARK"
 AGENTS_WAIT = 150
 
 
+#: The files that take longest, the longest first: one that comes last leaves a worker idle.
+LONGEST = [
+    *("chaos/test_driver.py", "sweeps/test_reproduce.py", "chaos/test_crash_points.py"),
+    *("chaos/test_damaged_files.py", "cluster/test_mlflow_server.py", "cluster/test_ray_up.py"),
+    *("chaos/test_nodes.py", "chaos/test_sweeps.py", "chaos/test_spot_night.py"),
+    *("federation/on_ray/test_every_shape.py", "jobs/test_submit.py", "contract/test_digests.py"),
+    *("methods/test_battery.py", "gpu/test_synchronization.py", "gpu/test_rehearsal.py"),
+    *("e2e/test_guides.py", "e2e/test_storage_faults.py", "runs/test_runner.py", "test_api.py"),
+    *("tracking/test_mlflow.py", "report/test_figures_of_sweeps.py", "federation/test_stacked.py"),
+    *("federation/on_ray/test_driver.py", "edge/test_traffic.py", "chaos/test_actors.py"),
+]
+
+
 @pytest.hookimpl(trylast=True)  # after -m has chosen
 def pytest_collection_modifyitems(items):
-    """Skip the tests marked gpu on a machine without a GPU."""
+    """Put the longest files first; skip the tests marked gpu on a machine without a GPU."""
+    tests = Path(__file__).parent
+    places = {tests / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     chosen = [item for item in items if item.get_closest_marker("gpu")]
     if chosen:
         import torch
@@ -48,9 +64,17 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
-    """Prepared data: the caller's cache if there is one, so that repeated test runs share it."""
-    given = os.environ.get("TRISHUL_CACHE")
-    return Path(given) if given else tmp_path_factory.mktemp("cache")
+    """Prepared data: the caller's cache if there is one, so that repeated test runs share it.
+
+    Otherwise all workers share one, in which each backbone is pretrained once.
+    """
+    if given := os.environ.get("TRISHUL_CACHE"):
+        return Path(given)
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    (folder / "cache").mkdir(exist_ok=True)
+    return folder / "cache"
 
 
 @pytest.fixture(scope="session")
@@ -323,6 +347,14 @@ def ray_head(start):
         command.left_behind(10)
         command.sweep()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def plain_figures():
+    """Figures of the runs of a module are their numbers; see :func:`write_numbers`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trishul_ray.runs.artifacts.save_png", write_numbers)
+        yield
 
 
 @pytest.fixture

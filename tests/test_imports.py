@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -101,11 +102,17 @@ def running(tree):
             todo += ast.iter_child_nodes(node)
 
 
+@cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imported(path, nodes=running):
     """Every module a file imports, wherever in it; relative ones made absolute."""
     package = ["trishul_ray", *path.relative_to(ROOT).parts[:-1]]
     found = set()
-    for node in nodes(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -114,7 +121,7 @@ def imported(path, nodes=running):
             found.add(source)
             # `from trishul_ray.methods import ravan` imports a module, too.
             found |= {f"{source}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def ours(path, nodes=running):
@@ -134,7 +141,7 @@ def of_part(part):
 
 def registers(path):
     """Whether a file is a method's: it registers one."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ClassDef):
             for mark in node.decorator_list:
                 if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith("register"):

@@ -4,6 +4,7 @@ A run is resolved, checked against the real shapes of its backbone (no weights),
 few rows of its dataset. Commands are found where they are documented; none is listed here.
 """
 
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -109,7 +110,12 @@ def check_sweeps(arguments, profile="paper", axis=None, **_):
         if name.endswith(".yaml"):
             assert load_sweep(Path(name), overrides).cells
         else:
-            assert find_sweeps([name], profile, overrides)
+            assert found(name, profile, *overrides)
+
+
+@functools.cache
+def found(name, profile, *overrides):
+    return find_sweeps([name], profile, overrides)
 
 
 def check_run(experiment):

@@ -1,4 +1,4 @@
-"""cluster/mlflow/start.sh: a server with a password, many trials at once, and one that goes."""
+"""cluster/mlflow/start.sh, and runs on it: with a password, many at once, and one that goes."""
 
 import os
 import signal
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tiny_run import TINY
 
 from trishul_ray.errors import InputError
 from trishul_ray.redaction import redact
@@ -20,12 +21,16 @@ from trishul_ray.report.summary import read_metrics
 from trishul_ray.runs.mlflow_log import grouped_metrics
 from trishul_ray.storage import Store
 from trishul_ray.tracking.mlflow import MlflowTracker
-from trishul_ray.tracking.tracker import RunStart
+from trishul_ray.tracking.tracker import RunEnd, RunStart
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SCRIPT = Path(__file__).parents[2] / "cluster" / "mlflow" / "start.sh"
 PASSWORD = "a-password-that-was-made-up"
+#: As many as a node of a large machine runs at once.
+TRIALS = 20
+#: Seconds for which a server is gone: several of the growing pauses between two attempts.
+GONE = 15.0
 
 
 class Server:
@@ -103,23 +108,77 @@ def test_a_wrong_password_is_refused(server, monkeypatch):
     assert nobody.value.code == 401
 
 
-def test_forty_trials_log_at_once_and_lose_nothing(server):
+def test_a_stopped_run_is_continued_on_the_server(server, tmp_path, capfd):
+    first = opened(server, "stopped")
+    first.round(0, {"accuracy": 0.25})
+    # The driver is gone. The next one logs again what it reads from the checkpoint.
+    second = opened(server, "stopped")
+    for step, accuracy in enumerate((0.25, 0.5)):
+        second.round(step, {"accuracy": accuracy})
+    (tmp_path / "out" / "figures").mkdir(parents=True)
+    (tmp_path / "out" / "result.json").write_text("{}")
+    (tmp_path / "out" / "figures" / "loss.png").write_bytes(b"png")
+    assert second.end("FINISHED", RunEnd(1, {}, {}, folder=tmp_path / "out")) == []
+    assert second.run_id == first.run_id
+
+    client = second.client
+    (group,) = client.search_experiments(filter_string="name = 'trishul'")
+    (run,) = client.search_runs([group.experiment_id], "tags.`trishul.attempt` = 'stopped'")
+    assert run.info.run_id == first.run_id and run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, "accuracy")
+    assert sorted((point.step, point.value) for point in history) == [(0, 0.25), (1, 0.5)]
+    found = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert found == {"figures", "result.json"}
+    address = f"{server.address}/#/experiments/{group.experiment_id}/runs/{run.info.run_id}"
+    assert second.command() == f"{address}?workflowType=machine_learning"
+    # MLflow prints no address of the run.
+    assert capfd.readouterr().out == ""
+
+
+def test_a_password_in_the_address_is_written_nowhere(
+    server, called, trishul, plain_figures, cache, monkeypatch, tmp_path
+):
+    address = server.address.replace("http://", f"http://trishul:{PASSWORD}@")
+    monkeypatch.delenv("MLFLOW_TRACKING_USERNAME")
+    monkeypatch.delenv("MLFLOW_TRACKING_PASSWORD")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRISHUL_CACHE", str(cache))
+    words = [*TINY, "tracking.mlflow=true", f"tracking.uri={address}"]
+    code, shown, error = called("run", "--show", *words)
+    assert code == 0 and "http://***@" in shown and PASSWORD not in shown + error
+    code, said, error = trishul("run", *words).end()
+    assert code == 0 and PASSWORD not in said + error, error
+    (config,) = tmp_path.glob("runs/*/config.yaml")
+    kept = [path for place in (tmp_path, server.home) for path in place.rglob("*")]
+    kept = [path for path in kept if path.is_file() and path.name != "credentials"]
+    assert {"result.json", "mlflow.db"} <= {path.name for path in kept}
+    assert [path for path in kept if PASSWORD.encode() in path.read_bytes()] == []
+
+    # The file that the run has written is run again, with the credentials of the environment.
+    code, _, error = called("run", config)
+    assert code == 2 and "credentials, which are never written" in error
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    code, _, error = called("run", config)
+    assert code == 0, error
+
+
+def test_trials_log_at_once_and_lose_nothing(server):
     parent = opened(server, "parent").run_id
 
     def trial(number):
         run = opened(server, f"trial-{number}", tags={"number": number}, parent=parent)
-        for step in range(5):
+        for step in range(3):
             run.round(step, {"accuracy": number + step / 10})
         return run, run.end("FINISHED")
 
-    with ThreadPoolExecutor(40) as pool:
-        ended = list(pool.map(trial, range(40)))
-    assert [rejected for _, rejected in ended] == [[]] * 40
-    assert len({run.run_id for run, _ in ended}) == 40
+    with ThreadPoolExecutor(TRIALS) as pool:
+        ended = list(pool.map(trial, range(TRIALS)))
+    assert [rejected for _, rejected in ended] == [[]] * TRIALS
+    assert len({run.run_id for run, _ in ended}) == TRIALS
     for number, (run, _) in enumerate(ended):
         history = run.client.get_metric_history(run.run_id, "accuracy")
         points = sorted((point.step, point.value) for point in history)
-        assert points == [(step, number + step / 10) for step in range(5)]
+        assert points == [(step, number + step / 10) for step in range(3)]
 
 
 def test_a_server_that_is_gone_for_a_while_costs_no_trial_and_no_metric(
@@ -143,7 +202,7 @@ def test_a_server_that_is_gone_for_a_while_costs_no_trial_and_no_metric(
         # A trial that begins while there is no server waits for it, and so does one that ends.
         late = pool.submit(opened, server, "begins-late", parent=others)
         wait_for("*/result.json", 1)
-        time.sleep(max(0.0, gone + 60 - time.monotonic()))
+        time.sleep(max(0.0, gone + GONE - time.monotonic()))
         assert not late.done() and sweep.process.poll() is None
         server.start()
         server.wait()

@@ -1,7 +1,4 @@
-"""Ids and names of the small runs of digests.py, alike on all processors; their bytes on actors."""
-
-import os
-import signal
+"""Ids and recorded names of the small runs of digests.py, alike on all processors."""
 
 import pytest
 from contract.digests import (
@@ -15,9 +12,6 @@ from contract.digests import (
     usable,
 )
 
-from trishul_ray.federation.checkpoint import open_checkpoints
-from trishul_ray.federation.on_ray.driver import open_driver
-from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_names
 
 KNOWN = stored()
@@ -66,21 +60,7 @@ def test_a_run_records_the_stored_names_and_the_same_numbers_again(name, made, t
     experiment = made(name, "resources.backend=inline")
     found = outcome(run_inline(experiment))
     assert recorded(found) == sorted(KNOWN[name][1])
+    if name not in SHAPES:  # the others are repeated in the tests of what they configure
+        return
     elsewhere = made(name, "resources.backend=inline", f"storage.runs={tmp_path / 'again'}")
     assert outcome(run_inline(elsewhere)) == found
-
-
-@pytest.mark.slow
-@pytest.mark.chaos
-@pytest.mark.parametrize("name", filter(usable, SHAPES))
-def test_two_actors_one_of_which_is_killed_give_the_inline_bytes(name, made, local_ray, tmp_path):
-    inline = outcome(run_inline(made(name, "resources.backend=inline")))
-    words = [f"storage.runs={tmp_path / 'actors'}", "resources.cpus_per_actor=0.5"]
-    experiment = made(name, *words, "resources.actors=2")
-    with open_driver(experiment, prepare_run(experiment), "a") as driver:
-        driver.begin()
-        driver.step()
-        os.kill(driver.processes()[1], signal.SIGKILL)
-        while not driver.step().finished:
-            pass
-    assert outcome(open_checkpoints(experiment).newest()) == inline

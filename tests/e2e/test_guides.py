@@ -136,7 +136,7 @@ def test_the_tests_that_the_guides_name_find_what_was_added(copy):
         "-p",
         "no:cacheprovider",
         "-k",
-        "feddyn or vera or sms or ordinal or signs or import",
+        "feddyn or vera or sms or ordinal or signs or lies_below or circle or ancestors",
     ]
     said = call(["-m", "pytest", *options, *sorted(paths), "-rA"], copy)
     least = {"[feddyn]": 2, "[vera]": 3, "[sms-spam]": 3, "ordinal-text-": 3, "[signs]": 3}

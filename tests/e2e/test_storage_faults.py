@@ -4,15 +4,19 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tiny_run import TINY
 
 import trishul_ray
 from trishul_ray.errors import CorruptFileError
 from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.runs.runner import run_experiment
+from trishul_ray.tracking.progress import RunProgress
+
+pytestmark = pytest.mark.usefixtures("plain_figures")
 
 
 @pytest.fixture
@@ -26,16 +30,13 @@ def trishul_here(monkeypatch, called, tmp_path, cache):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, cache):
+def finished(tmp_path_factory, cache, plain_figures):
     """The folder of a finished run; tests copy it and never change it."""
     folder = tmp_path_factory.mktemp("finished")
-    environment = os.environ | {
-        "TRISHUL_CACHE": str(cache),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    words = [sys.executable, "-m", "trishul_ray.cli", "run", *TINY]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("TRISHUL_CACHE", str(cache))
+        run_experiment(load_experiment(None, TINY), RunProgress(2, Console(quiet=True)))
     (home,) = folder.glob("runs/*/")
     return home
 

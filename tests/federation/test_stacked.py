@@ -267,7 +267,7 @@ def test_the_model_is_its_own_again_after_a_stack():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fedit", "trishul", "scaffold"])
+@pytest.mark.parametrize("name", ["trishul", "scaffold"])
 def test_actors_a_kill_and_a_resume_change_nothing(
     name, local_ray, small, inline_result, assert_same, drive_to_end
 ):

@@ -45,6 +45,7 @@ def test_a_command_is_submitted_followed_and_not_repeated(
     runs = tmp_path / "results"
     there = ["--address", address]
     words = ["sweep", "mine.yaml", *tiny(f"storage.cache={cache}")]
+    assert_others_are_refused(address, trishul, project, tmp_path)
 
     def submit():
         command = trishul(
@@ -177,10 +178,14 @@ def coordinators():
     return [title for title in titles if "Coordinator" in title or "ClientActor" in title]
 
 
-@pytest.mark.parametrize("mode", ["token", None])
-def test_a_job_without_the_token_is_refused(cluster, trishul, project, tmp_path, mode):
-    # Without a mode, the token in the home directory turns it on; Ray 2.61 will do so by itself.
-    address = cluster(TOKEN, mode)
+def test_without_a_mode_the_token_in_the_home_directory_is_asked_for(
+    cluster, trishul, project, tmp_path
+):
+    # Ray 2.61 will do so by itself.
+    assert_others_are_refused(cluster(TOKEN, None), trishul, project, tmp_path)
+
+
+def assert_others_are_refused(address, trishul, project, tmp_path):
     words = ["--runs", tmp_path, "--working-dir", project, "--", "run", *tiny()]
     for wrong in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "f" * 64}):
         command = trishul("submit", "--address", address, *words, HOME=str(tmp_path), **wrong)

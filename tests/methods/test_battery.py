@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from method_runs import SINGLE, run, server_of
+from method_runs import KINDS, SINGLE, run, server_of
 from newcomers import NEWCOMERS
 from pydantic import ValidationError
 
@@ -16,6 +16,11 @@ from trishul_ray.federation.workbench import global_model
 from trishul_ray.methods.base import method_class
 
 METHODS = [*SINGLE, *NEWCOMERS]
+#: One of each algebra on the server: factors, cores and state; full matrices, their sum with a
+#: base, decompositions of a step, of all uploads, of heads that move.
+KINDS_OF_SERVERS = [
+    *KINDS, "fedavg", "fedex", "flexlora", "flora", "fedsb", "fedrpca", "fedsvd", "trishul-moving",
+]  # fmt: skip
 #: Promises of every method; "order" is checked with dropout below.
 EVERY = [
     methods.starts_pretrained,
@@ -94,12 +99,11 @@ def test_dropout_draws_from_the_clients_own_stream(name, executor, dropout_backb
     inline = executor(*with_dropout(name, dropout_backbone))
     torch.manual_seed(1)
     plain = run(inline, tmp_path, "plain")
-    for seed in (2, 3):
-        inline.bench.model.train(True)  # as a job that was interrupted may leave it
-        torch.manual_seed(seed)
-        again = run(Shuffled(inline, seed), tmp_path, f"again{seed}")
-        assert state_digest(again.checkpoint.state) == state_digest(plain.checkpoint.state)
-        assert untimed(again.checkpoint.records) == untimed(plain.checkpoint.records)
+    inline.bench.model.train(True)  # as a job that was interrupted may leave it
+    torch.manual_seed(2)
+    again = run(Shuffled(inline, 2), tmp_path, "again")
+    assert state_digest(again.checkpoint.state) == state_digest(plain.checkpoint.state)
+    assert untimed(again.checkpoint.records) == untimed(plain.checkpoint.records)
 
 
 def test_dropout_is_on_only_if_configured(executor, dropout_backbone, tmp_path):
@@ -118,7 +122,7 @@ def wide_backbone(vit_folder):
     return vit_folder(width=768, layers=1)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS_OF_SERVERS)
 def test_ambient_threads_change_nothing(name, executor, wide_backbone, tmp_path):
     """The caller's number of threads does not affect the run."""
     inline = executor(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from invented_outcomes import invent_run, product, random_of, square
 from rich.console import Console
 from scipy import stats
+from shipped import shipped
 
 from trishul_ray.paper.claims import VERDICTS, Claim, Part, all_claims, judge, measure_of
 from trishul_ray.paper.claims_section import claims_csv
@@ -75,7 +76,7 @@ def test_every_claim_is_about_cells_that_the_papers_sweeps_have():
     wanted |= {"water-filling", "lambda-peak", "gains", "overhead", "order"}
     assert wanted <= set(names)
     for claim in all_claims():
-        (found,) = find_sweeps([claim.sweep], "paper", [])
+        found = shipped("paper")[claim.sweep]
         assert claim.paper is None or claim.paper in {*PAPER.tables(), *PAPER.figures()}
         assert claim.by in found.axes
         assert bool(claim.pairs) != (claim.at_most is not None)
@@ -88,9 +89,10 @@ def test_every_claim_is_about_cells_that_the_papers_sweeps_have():
 
 
 @pytest.mark.parametrize("profile", ["paper", "small", "smoke"])
-def test_a_profile_without_runs_says_which_command_makes_them(profile, tmp_path):
-    names = list(dict.fromkeys(claim.sweep for claim in all_claims()))
-    sweeps = find_sweeps(names, profile, [f"storage.runs={tmp_path}"])
+def test_a_profile_without_runs_says_which_command_makes_them(profile, tmp_path, monkeypatch):
+    names = dict.fromkeys(claim.sweep for claim in all_claims())
+    sweeps = [shipped(profile)[name] for name in names]
+    monkeypatch.chdir(tmp_path)  # where no runs are
     findings = judge(collect(sweeps, examine(distinct(sweeps))))
     assert {finding.claim.name for finding in findings} >= {"between", "lambda-peak", "gains"}
     for finding in findings:
@@ -133,7 +135,7 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_the_papers_own_numbers_show_its_claims(name):
     """With hardly any spread, and with room: half of each difference would still count."""
-    (found,) = find_sweeps([name], "paper", [])
+    found = shipped("paper")[name]
     axes = {axis: labels for axis, labels in found.axes.items() if axis != "seed"}
 
     def value(labels):
@@ -393,7 +395,7 @@ def test_a_page_without_claims_has_no_section(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory):
+def real(tmp_path_factory, plain_figures):
     """Outcomes of the smoke profile's ablation of the penalty, of which some cells were run."""
     folder = tmp_path_factory.mktemp("runs")
     overrides = ["federation.rounds=2", "federation.local_steps=2", "evaluation.limit=32"]

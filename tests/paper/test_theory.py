@@ -254,7 +254,7 @@ def test_a_check_allows_rounding_and_no_more(relation, measured, holds):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, plain_figures):
     """The folder of a finished run of TRISHUL on overlapping bases, and one of FedIT; their ids."""
     folder = tmp_path_factory.mktemp("runs")
     ids = []
@@ -302,7 +302,7 @@ def test_what_the_server_has_shrunk_is_no_upload(rule, count):
     assert [check.bound for check in found] == [2.0, 200.0][:count]
 
 
-def test_heads_that_have_moved_are_counted_where_they_ended(tmp_path, monkeypatch):
+def test_heads_that_have_moved_are_counted_where_they_ended(plain_figures, tmp_path, monkeypatch):
     monkeypatch.setattr(slots, "MARGIN", 1.0)
     moving = ["method=trishul-moving", "method.move_every=1", "method.allocation=uniform"]
     more = ["federation.rounds=6", "federation.local_steps=6", "budget=2", "adapter.overflow=cap"]

@@ -98,6 +98,7 @@ def test_half_of_the_cells_make_a_figure_that_names_the_others(kind, tmp_path):
     texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
     note = " ".join(texts)
     assert drawn.pdf.startswith(b"%PDF-")
+    assert drawn.csv == data_of(figure_of(kind, where), sweep).csv("smoke")
     assert "Profile smoke" in note and "200 of 497 test rows" in note
     assert "missing: seed 2 of all" in note
     assert re.search(r"failed: (seed 1 of all|\S.*, seed 1)", note)
@@ -140,12 +141,12 @@ def test_the_same_outcomes_give_the_same_text(kind, tmp_path):
 def test_what_is_drawn_is_read_from_the_csv(kind, tmp_path):
     make, where = CASES[kind]
     sweep = make(tmp_path)
-    table = pd.read_csv(io.StringIO(draw(figure_of(kind, where), sweep).csv))
+    chart = data_of(figure_of(kind, where), sweep)
+    table = pd.read_csv(io.StringIO(chart.csv(sweep.profile)))
     assert {"profile", "metric", "value"} <= {*table.columns} and (table.profile == "smoke").all()
     assert table.value.dtype == float and table.value.notna().any()
-    rows = data_of(figure_of(kind, where), sweep).rows
-    assert len(table) == len(rows)
-    np.testing.assert_allclose(table.value, [row.value for row in rows])
+    assert len(table) == len(chart.rows)
+    np.testing.assert_allclose(table.value, [row.value for row in chart.rows])
 
 
 def test_what_was_sent_is_summed_over_rounds_and_averaged_over_seeds(tmp_path):
@@ -606,7 +607,7 @@ def test_styles_differ_without_colour():
 
 
 @pytest.fixture(scope="module")
-def real_sweep(tmp_path_factory):
+def real_sweep(tmp_path_factory, plain_figures):
     """Two real runs of two rounds: RAVAN and TRISHUL, with a private head, clipped, on digits."""
     own = ["evaluation.per_client=true"]
     runs = str(tmp_path_factory.mktemp("runs"))

@@ -12,13 +12,13 @@ from invented_outcomes import (
     sensitivity,
     vision,
 )
+from shipped import shipped
 
 from trishul_ray.paper.numbers import PAPER
 from trishul_ray.report.formats import to_latex, to_markdown
 from trishul_ray.report.outcomes import SweepOutcome, TableLayout
 from trishul_ray.report.references import Reference
 from trishul_ray.report.tables import TableCell, build_tables, make_slug
-from trishul_ray.sweeps.cells import find_sweeps
 
 
 def build(*sweeps):
@@ -229,7 +229,7 @@ def test_verdicts():
 def test_most_of_the_papers_comparisons_are_decided_with_three_seeds():
     """The paper's numbers are the truth, with a spread of 0.3 points between seeds."""
     rng, decided, compared, pages = np.random.default_rng(0), 0, 0, 2
-    shipped = [sweep for sweep in find_sweeps(["all"], "paper") if sweep.tables]
+    with_tables = [sweep for sweep in shipped("paper").values() if sweep.tables]
     for _ in range(pages):
         sweeps = [
             SweepOutcome(
@@ -240,7 +240,7 @@ def test_most_of_the_papers_comparisons_are_decided_with_three_seeds():
                     if (value := _papers(sweep, cell.labels)) is not None
                 ),
             )
-            for sweep in shipped
+            for sweep in with_tables
         ]  # fmt: skip
         for row in (row for table in build(*sweeps) for row in table.rows):
             compared += row.verdict.comparison is not None

@@ -7,6 +7,8 @@ from trishul_ray.data.partition import class_mix
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import prepare_run
 
+pytestmark = pytest.mark.usefixtures("plain_figures")
+
 CITIES = ("Aarhus", "Bergen", "Cork")
 
 

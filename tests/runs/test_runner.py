@@ -22,6 +22,8 @@ from trishul_ray.runs.export import open_run
 from trishul_ray.runs.runner import run_experiment, run_steps
 from trishul_ray.tracking.progress import RunProgress, format_count
 
+pytestmark = pytest.mark.usefixtures("plain_figures")
+
 
 @pytest.fixture
 def tiny(cache, tmp_path):

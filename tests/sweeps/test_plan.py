@@ -8,7 +8,7 @@ from rich.console import Console
 from summaries import invented_hardware, invented_summary
 
 from trishul_ray.errors import InputError
-from trishul_ray.sweeps.cells import distinct, load_sweep, sweep_from_axes
+from trishul_ray.sweeps.cells import distinct, find_sweeps, load_sweep, sweep_from_axes
 from trishul_ray.sweeps.cost import work_of
 from trishul_ray.sweeps.plan import device_of, make_plan, plan_notes, plan_table
 from trishul_ray.sweeps.status import CellState
@@ -213,18 +213,20 @@ def test_an_adaptive_search_counts_with_all_its_samples(tmp_path):
 def test_the_command_prints_runs_hours_and_cost(called, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "140")
-    code, out, err = called("plan", "vision", "--price", "2.5", "--device", "h100")
+    (found,) = find_sweeps(["allocation"], "paper")
+    count = str(len(found.cells))
+    code, out, err = called("plan", "allocation", "--price", "2.5", "--device", "h100")
     assert code == 0, err
     cells = out.splitlines()[0].split(), out.splitlines()[1].split()
     row = dict(zip(*cells, strict=True))
-    assert (row["sweep"], row["cells"], row["runs"], row["missing"]) == ("vision", *["600"] * 3)
+    assert (row["sweep"], row["cells"], row["runs"], row["missing"]) == ("allocation", *[count] * 3)
     assert float(row["cost"]) == pytest.approx(2.5 * float(row["hours"]), rel=0.02)
     monkeypatch.setenv("COLUMNS", "40")  # no number is cut, as by a pipe's 80 columns
-    assert called("plan", "vision", "--price", "2.5", "--device", "h100")[1] == out
-    assert "600 distinct runs; hours on one H100: 0 runs measured, 600 from the cost model" in out
+    assert called("plan", "allocation", "--price", "2.5", "--device", "h100")[1] == out
+    assert f"{count} distinct runs; hours on one H100: 0 runs measured, {count} from" in out
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     (tmp_path / "mine.yaml").write_text("base: {dataset: digits}\naxes: {seed: [0, 1]}\n")
     code, out, err = called("plan", "mine.yaml")
     assert code == 0 and "CPU-hours" in out and "one machine like this one" in out, out + err
-    assert called("plan", "visoin")[0] == 2 and called("plan", "vision", "--device", "x")[0] == 2
+    assert called("plan", "visoin")[0] == 2 and called("plan", "nuclear", "--device", "x")[0] == 2

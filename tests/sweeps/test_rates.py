@@ -5,6 +5,7 @@ import io
 import pytest
 from fake_cells import sweep_of
 from rich.console import Console
+from shipped import shipped
 from summaries import invented_summary
 from tiny_run import TINY
 
@@ -125,10 +126,12 @@ def test_shipped_grids_have_several_rates_for_each_setting_and_are_no_table(prof
     assert len(sweep.cells) == {"paper": 1256, "small": 273, "smoke": 18}[profile]
     assert {cell.experiment.seed for cell in sweep.cells} == {0}
     assert {1e-3, 1e-2} <= {cell.experiment.optimizer.lr for cell in sweep.cells}
-    assert all(each.name != "rates" for each in find_sweeps(["all"], profile))
+    assert "rates" not in shipped(profile)
 
 
-def test_the_command_writes_rates_that_a_sweep_reads(called, cache, tmp_path, monkeypatch):
+def test_the_command_writes_rates_that_a_sweep_reads(
+    plain_figures, called, cache, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     places = [f"storage.cache={cache}", f"storage.runs={tmp_path}/runs"]
     (tmp_path / "mine.yaml").write_text(

@@ -1,10 +1,10 @@
 """The sweeps of the paper's tables and figures, in each profile."""
 
-import functools
 import re
 from dataclasses import replace
 
 import pytest
+from shipped import shipped
 
 from trishul_ray.methods.base import method_class
 from trishul_ray.paper.numbers import PAPER, records
@@ -91,9 +91,8 @@ MEANING = {
 }
 
 
-@functools.cache
 def sweeps(profile):
-    return find_sweeps(["all"], profile)
+    return (*shipped(profile).values(),)
 
 
 def positions(sweep, table):

@@ -52,7 +52,6 @@ pytestmark = pytest.mark.usefixtures("local_ray")
         ([*MASKED, "resources.actors=2"], 2),
         ([*CODED, "resources.actors=2"], 2),
         ([*QUANTIZED, "resources.actors=2"], 2),
-        ([*DROPPED, "resources.actors=1"], 1),
         ([*DROPPED, "resources.actors=2"], 2),
     ],
     ids=[
@@ -61,8 +60,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
         "masked heads",
         "coded",
         "quantized",
-        "dropout, 1",
-        "dropout, 2",
+        "dropout",
     ],
 )
 def test_the_number_of_actors_changes_nothing(
