@@ -48,7 +48,8 @@ def second_round(small, tmp_path):
     """``second_round("method=ravan", ...)`` -> executor, broadcast and client states of round 2."""
 
     def after_one(*overrides):
-        experiment = small("resources.backend=inline", *overrides)
+        unread = ["evaluation.diagnostics_every=0", "evaluation.limit=8"]
+        experiment = small("resources.backend=inline", *unread, *overrides)
         inline = InlineExecutor(experiment, prepare_run(experiment))
         store = CheckpointStore(Store.open(str(tmp_path / experiment.id)), experiment.id)
         server = Server(experiment, inline, store, "a")

@@ -9,7 +9,7 @@ A device cannot be unregistered: use this in a process of its own.
 """
 
 import contextlib
-import traceback
+import sys
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "emulated"
-PACKAGE = Path(__file__).parents[2] / "trishul_ray"
+PACKAGE = str(Path(__file__).parents[2] / "trishul_ray") + "/"
 #: Operations whose CUDA kernels return a size, or check for errors on the host.
 WAITING = {
     "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount",
@@ -89,9 +89,12 @@ class EmulatedDevice(TorchDispatchMode):
 
     def wait(self, reason):
         if self.busy:
-            frames = traceback.extract_stack()
-            ours = [f for f in frames if Path(f.filename).is_relative_to(PACKAGE)]
-            place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "elsewhere"
+            frame = sys._getframe(1)
+            while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+                frame = frame.f_back
+            place = "elsewhere"
+            if frame is not None:
+                place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             self.waits.append(f"{reason} at {place}")
         self.busy = False
 

@@ -267,17 +267,16 @@ def test_a_command_with_nothing_to_do_imports_nothing_heavy_and_writes_nothing(
     )
 
     def run_alone():
-        """Return the output of the command in a process, which imports nothing heavy."""
+        """Return the output of the command in a process of its own, and what it has imported."""
         words = [sys.executable, "-c", script, *map(str, command)]
         done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
-        assert not done.stderr.rpartition("HEAVY")[2].split(), done.stderr
-        return done.stdout
+        return done.stdout, done.stderr.rpartition("HEAVY")[2].split()
 
     monkeypatch.chdir(tmp_path)
     code, first, error = called(*command)
     assert code == 0, error
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    assert run_alone() == first
+    assert run_alone() == (first, [])
     changed = {p for p, t in before.items() if p.suffix != ".lock" and p.stat().st_mtime_ns != t}
     assert not changed
     page = report / "report.html"
@@ -285,19 +284,13 @@ def test_a_command_with_nothing_to_do_imports_nothing_heavy_and_writes_nothing(
     page.write_bytes(whole[:-1])
     assert called(*command)[0] == 0
     assert page.read_bytes().partition(b"data-time")[0] == whole.partition(b"data-time")[0]
-    _, logged = logged_runs(tmp_path)
-    assert len(logged) == 3  # the sweep, and its cells
     store = tmp_path / "runs" / "mlflow.db"
     store.unlink()
-    assert called(*command)[0] == 0
-    _, again = logged_runs(tmp_path)
-    assert len(again) == 3
+    assert "mlflow" in run_alone()[1]
     with closing(sqlite3.connect(store)) as database, database:
         database.execute("update runs set lifecycle_stage = 'deleted'")  # as in another store
-    assert logged_runs(tmp_path)[1] == []
-    assert called(*command)[0] == 0
-    assert len(logged_runs(tmp_path)[1]) == 3
-    run_alone()
+    assert "mlflow" in run_alone()[1]
+    assert run_alone()[1] == []
 
 
 @pytest.mark.chaos
