@@ -1,4 +1,4 @@
-"""An existing cluster: joined, shared, left as it was, with a token and without."""
+"""An existing cluster: joined with a token, shared, left as it was; ray_nodes.py has none."""
 
 import json
 import os
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 def cluster(ray_head, tmp_path):
     """``cluster(token)`` -> its address, the environment to join it, and its command."""
 
-    def begin(token=None):
+    def begin(token):
         home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
         elsewhere.mkdir()
         command, port = ray_head(home, "--include-dashboard=false", token=token, cwd=elsewhere)
@@ -63,16 +63,6 @@ def actors_of(daemon):
         except psutil.Error:
             continue
     return [title for title in titles if "ClientActor" in title or "Coordinator" in title]
-
-
-def test_a_cluster_without_a_token_is_joined_too(cluster, trishul, small_words, tmp_path):
-    environment, daemon = cluster()
-    words = [*small_words, "storage.runs=runs", "federation.rounds=1"]
-    # A token of another cluster lies about: then its mode must be said.
-    environment |= {"RAY_AUTH_TOKEN": "f" * 64, "RAY_AUTH_MODE": "disabled"}
-    code, out, errors = trishul("run", *words, **environment).end()
-    assert code == 0, out + errors
-    assert daemon.process.poll() is None
 
 
 def test_a_cluster_that_does_not_answer_is_one_paragraph(trishul, small_words):
