@@ -357,6 +357,23 @@ def plain_figures():
         yield
 
 
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory):
+    """A database with MLflow's schema and nothing else, created once: it takes seconds."""
+    from trishul_ray.tracking.mlflow_store import open_client
+
+    file = tmp_path_factory.mktemp("store") / "mlflow.db"
+    open_client(f"sqlite:///{file}")
+    return file
+
+
+@pytest.fixture
+def mlflow_store(tmp_path, empty_store):
+    """MLflow's database, empty, in this test's folder ``runs``."""
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    return shutil.copy(empty_store, tmp_path / "runs" / "mlflow.db")
+
+
 @pytest.fixture
 def called(monkeypatch, capsys):
     """``called("run", ...)`` -> exit code, stdout, stderr of the command, in this process."""

@@ -31,7 +31,7 @@ RAYS_OWN = re.compile(r"raylet|gcs_|core_worker|\(pid=|WARNING|INFO|Traceback")
 
 
 @pytest.fixture
-def words(small_words):
+def words(small_words, mlflow_store):
     return [*small_words, *LONG, "storage.runs=runs"]
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.usefixtures("mlflow_store")]
 
 CELLS, ROUNDS = 4, 4
 #: Seconds for a command to get going on a loaded machine.

@@ -143,7 +143,7 @@ def test_a_password_in_the_address_is_written_nowhere(
     monkeypatch.delenv("MLFLOW_TRACKING_PASSWORD")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
-    words = [*TINY, "tracking.mlflow=true", f"tracking.uri={address}"]
+    words = [*TINY, "tracking.mlflow=true", f"tracking.uri={address}", "tracking.experiment=own"]
     code, shown, error = called("run", "--show", *words)
     assert code == 0 and "http://***@" in shown and PASSWORD not in shown + error
     code, said, error = trishul("run", *words).end()

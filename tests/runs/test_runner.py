@@ -71,6 +71,7 @@ def test_steps_are_the_rounds_and_end_with_the_result(tiny):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("mlflow_store")
 def test_a_run_closed_early_is_unlocked_killed_in_mlflow_and_can_be_continued(tiny, monkeypatch):
     from mlflow.tracking import MlflowClient
 
@@ -98,6 +99,7 @@ def test_a_run_closed_early_is_unlocked_killed_in_mlflow_and_can_be_continued(ti
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("mlflow_store")
 def test_a_finished_run_is_logged_once_where_it_is_asked_for(tiny, tmp_path):
     from mlflow.tracking import MlflowClient
 
@@ -144,6 +146,7 @@ def test_a_finished_run_is_logged_once_where_it_is_asked_for(tiny, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("mlflow_store")
 def test_files_added_to_a_finished_run_are_in_its_mlflow_run(tiny):
     from mlflow.tracking import MlflowClient
 
@@ -163,6 +166,7 @@ def test_files_added_to_a_finished_run_are_in_its_mlflow_run(tiny):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("mlflow_store")
 def test_a_run_that_starts_over_is_in_mlflow_once(tiny):
     from mlflow.entities import ViewType
     from mlflow.tracking import MlflowClient

@@ -27,7 +27,7 @@ from trishul_ray.tracking.progress import SweepProgress
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.usefixtures("local_ray"),
+    pytest.mark.usefixtures("local_ray", "mlflow_store"),
     pytest.mark.timeout(900),  # processes start several times
 ]
 
