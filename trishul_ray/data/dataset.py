@@ -160,6 +160,17 @@ def _stored(column: Column) -> pa.Array:
     return pa.FixedShapeTensorArray.from_numpy_ndarray(array) if array.ndim > 1 else pa.array(array)
 
 
+def _numbers(values: pa.Array) -> np.ndarray:
+    """Return numbers as a read-only view [N]; ``to_numpy`` would import pandas in every worker."""
+    kind, is_a = values.type, pa.types
+    sort = "f" if is_a.is_floating(kind) else "u" if is_a.is_unsigned_integer(kind) else "i"
+    dtype = np.dtype(f"{sort}{kind.bit_width // 8}")
+    if not len(values):
+        return np.empty(0, dtype)
+    view: np.ndarray = np.frombuffer(values.buffers()[1], dtype)
+    return view[values.offset : values.offset + len(values)]
+
+
 class Split:
     """The rows of one split: a file written by :func:`write_split`, mapped on first use.
 
@@ -220,9 +231,10 @@ class Split:
             if pa.types.is_large_string(values.type):
                 columns[name] = values
             elif isinstance(values, pa.FixedShapeTensorArray):
-                columns[name] = values.to_numpy_ndarray()
+                rows = _numbers(values.storage.values).reshape(-1, *values.type.shape)
+                columns[name] = rows[values.offset : values.offset + len(values)]
             else:
-                columns[name] = values.to_numpy()
+                columns[name] = _numbers(values)
         return columns
 
     def _of_kind(self, name: str, *, text: bool) -> Any:
