@@ -114,3 +114,12 @@ def test_equal_scores_have_the_equal_ranks_of_uniform_heads(executor, tmp_path):
     assert {*uniform.blueprint.ranks.values()} == {11}  # floor of sqrt(4 (64 + 64) / 4 heads)
     equal = uniform.checkpoint
     assert torch.equal(*(torch.from_numpy(c.state.shared.copy()) for c in (ranks, equal)))
+
+
+def test_a_preset_with_other_bases_is_refused_with_the_words_that_mend_it():
+    words = ["dataset=synthetic/sst2", "method=trishul-ranks"]
+    with pytest.raises(InputError, match=r"bases are orthonormal; .*: write ") as caught:
+        load_experiment(None, words)
+    bases, _, by = str(caught.value).rpartition(": write ")[2].partition(" or ")
+    assert load_experiment(None, [*words, bases]).adapter.init == "gram_schmidt"
+    assert load_experiment(None, [*words, by]).adapter.init == "random_normal"

@@ -167,7 +167,8 @@ class RankedTrishul(Limited, Trishul):
         if self.config.differ_by == "head" and init not in (None, "gram_schmidt"):
             raise ValueError(
                 f"adapter.init={init!r} cannot be set with method.ranks_by='head', whose bases are "
-                "orthonormal: gram_schmidt"
+                "orthonormal; a dataset's preset may have set it: write adapter.init=gram_schmidt "
+                "or method.ranks_by=block"
             )
 
     def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
