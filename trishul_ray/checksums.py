@@ -5,11 +5,12 @@ Folders of the cache, on which numbers rest, are sealed with checksums and check
 
 import hashlib
 import logging
+import re
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from trishul_ray.files import complete_folder, write_file
 
 #: Beginning of the text that stands for a file that Git LFS has not fetched.
 _LFS = b"version https://git-lfs.github.com/spec/"
+
+#: How the Hugging Face hub calls a file: by its SHA-256, or, if it is small, by git's hash of it.
+_HUB_HASH = re.compile("[0-9a-f]{64}|[0-9a-f]{40}")
 
 #: A file may change again without a visible change of its times within this many seconds, because
 #: the clocks of file systems advance in steps.
@@ -55,6 +59,49 @@ def checksum(file: Path) -> str:
     return _remembered(_checksum, file)
 
 
+def download_fault(folder: Path, files: Iterable[Path], made: Iterable[Path] = ()) -> str:
+    """Return which of the files from the Hugging Face hub is damaged; empty if none is known to be.
+
+    In the cache of the hub's client, a file is a link to one that has its hash as name. The command
+    ``hf download --local-dir FOLDER`` notes the hash, and when it did so, in the last two lines of
+    ``.cache/huggingface/download/<file>.metadata``: a file that was edited later has none. Files
+    without a hash are not checked. Every file is read, once per process unless it changes.
+
+    The text has the command that removes the file, and the folders that were ``made`` of it.
+    """
+    for file in files:
+        noted = _hub_hash(folder, file)
+        if noted and noted != (digest if len(noted) == 64 else _git_digest)(file):
+            remove = shlex.join(["rm", "-r", *map(str, [file.resolve(), *made])])
+            return (
+                f"{file} is damaged: its hash is not that of the hub ({noted[:12]}...); {remove}, "
+                "and download it again"
+            )
+    return ""
+
+
+def _hub_hash(folder: Path, file: Path) -> str:
+    stored = file.resolve()
+    hash = stored.name if stored.parent.name == "blobs" else ""
+    note = folder / ".cache/huggingface/download" / f"{file.relative_to(folder)}.metadata"
+    if not hash and note.is_file():
+        with suppress(ValueError):  # another version's
+            _, hash, noted = note.read_text().splitlines()
+            # As the hub's client tells whether its note still is of the file.
+            if stored.stat().st_mtime - 1 > float(noted):
+                hash = ""
+    return hash if _HUB_HASH.fullmatch(hash) else ""
+
+
+def _git_digest(file: Path) -> str:
+    return _remembered(_blob_digest, file)
+
+
+def _blob_digest(path: Path) -> str:
+    header = f"blob {path.stat().st_size}\0".encode()
+    return hashlib.sha1(header + path.read_bytes(), usedforsecurity=False).hexdigest()
+
+
 def _digest(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -83,11 +130,16 @@ def lfs_pointer(file: Path) -> str | None:
     """
     try:
         with file.open("rb") as stream:
-            if stream.read(len(_LFS)) != _LFS:
+            if not is_lfs_pointer(stream.read(len(_LFS))):
                 return None
     except OSError:
         return None
     return f"{file.name} is a pointer of Git LFS, not the file: run `git lfs pull` where it is"
+
+
+def is_lfs_pointer(content: bytes) -> bool:
+    """Return whether a file's content is a pointer of Git LFS; its beginning is enough."""
+    return content.startswith(_LFS)
 
 
 def seal(folder: Path, pattern: str = "[!.]*") -> None:

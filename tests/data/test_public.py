@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hub_cache import COMMIT, flip_a_bit, hub_hash, write_hub_cache
 from public_mirror import COLUMNS, write_mirror, write_table
 
 from trishul_ray.data import datasets
@@ -46,6 +47,44 @@ def test_newsgroups_are_read_from_parquet_and_from_json_lines(tmp_path):
     assert data.info.source == "mirror:SetFit/20_newsgroups"
     lines = prepare("20newsgroups", cache=tmp_path, hub=tmp_path / "b")
     assert lines.fingerprint == data.fingerprint
+
+
+@pytest.mark.parametrize("change", ["none", "damage", "edit"])
+def test_a_file_of_a_mirror_is_compared_with_the_hash_of_its_download(tmp_path, change):
+    """``hf download`` notes a commit, a hash and a time; an edit is later."""
+    folder = tmp_path / "SetFit/20_newsgroups"
+    for split in ("train", "test"):
+        file = write(tmp_path, f"SetFit/20_newsgroups/data/{split}", NEWS)
+        note = folder / f".cache/huggingface/download/data/{file.name}.metadata"
+        note.parent.mkdir(parents=True, exist_ok=True)
+        hash = hub_hash(file.read_bytes(), large=True)
+        note.write_text(f"{COMMIT}\n{hash}\n{file.stat().st_mtime}\n")
+    noted = file.stat().st_mtime
+    if change == "edit":
+        write(tmp_path, "SetFit/20_newsgroups/data/test", NEWS | {"label": [3, 4]})
+        os.utime(file, (noted + 60, noted + 60))
+    if change == "damage":
+        flip_a_bit(file)
+        os.utime(file, (noted, noted))
+        with pytest.raises(CorruptFileError, match=f"{file} is damaged: .*; rm -r {file}, and "):
+            prepare("20newsgroups", cache=tmp_path, hub=tmp_path)
+    else:
+        assert prepare("20newsgroups", cache=tmp_path, hub=tmp_path).info.num_classes == 20
+
+
+def test_a_downloaded_dataset_is_compared_with_the_hashes_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    files = {"README.md": b"rows", "data/train-0.parquet": b"a b c"}
+    folder = write_hub_cache(tmp_path / "hub", "datasets--me--rows", files)
+    repo = HubRepo("me/rows", revision=COMMIT)
+    with pytest.raises(InputError) as caught:  # its rows are not among those of `datasets`
+        repo.download("train")
+    assert not isinstance(caught.value, CorruptFileError)
+    file = folder / "data/train-0.parquet"
+    flip_a_bit(file)
+    with pytest.raises(CorruptFileError, match=f"{file} is damaged: .*; rm -r {file.resolve()}, "):
+        repo.download("train")
 
 
 def test_both_validation_splits_of_mnli_are_groups_of_test_rows(tmp_path):

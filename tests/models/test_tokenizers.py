@@ -135,6 +135,14 @@ def test_a_malformed_tokenizer_is_named(text, says, tmp_path):
         load(tmp_path / "m", tmp_path)
 
 
+@pytest.mark.parametrize("file", ["tokenizer.json", "vocab.txt"])
+def test_a_pointer_of_git_lfs_is_no_tokenizer(file, tmp_path):
+    BertConfig().save_pretrained(tmp_path / "m")
+    (tmp_path / "m" / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
+    with pytest.raises(CorruptFileError, match=f"{file} is a pointer of Git LFS"):
+        load(tmp_path / "m", tmp_path)
+
+
 def test_a_model_of_images_takes_no_text(tmp_path):
     with pytest.raises(InputError, match="'vit-digits' classifies images"):
         load("vit-digits", tmp_path)

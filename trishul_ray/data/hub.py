@@ -8,14 +8,15 @@ import logging
 import re
 import shlex
 import unicodedata
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
-from trishul_ray.errors import InputError, one_line
+from trishul_ray.checksums import download_fault
+from trishul_ray.errors import CorruptFileError, InputError, one_line
 from trishul_ray.lazy import datasets
 from trishul_ray.network import check_depth, hub_fault, hub_or_cache
 
@@ -63,6 +64,7 @@ class HubRepo:
 
         Raises:
             InputError: the mirror has some of the splits, but not all, or is a folder inside one.
+            CorruptFileError: a file is not as it was downloaded.
         """
         if hub is None:
             return None
@@ -73,7 +75,10 @@ class HubRepo:
             missing = [split for split, split_files in files.items() if not split_files]
             if not missing:
                 more = {s: sorted(folder.glob(pattern.format(split=s))) for s in others}
-                return files | {split: found for split, found in more.items() if found}
+                files |= {split: found for split, found in more.items() if found}
+                if fault := download_fault(folder, [file for of in files.values() for file in of]):
+                    raise CorruptFileError(fault)
+                return files
             if len(missing) < len(splits):
                 name = pattern.format(split=missing[0])
                 raise InputError(f"mirror {folder} lacks {name} of {self.repo}")
@@ -127,13 +132,16 @@ class HubRepo:
 
         Raises:
             InputError: the download failed; the message is the reason alone.
+            CorruptFileError: a downloaded file is damaged.
         """
         files = {split: self.fetch.format(split=split)} if self.fetch else None
         name = None if self.fetch else self.config
+        self._check_downloads()
         with _hub_errors_as_input_errors():
             loaded = datasets.load_dataset(
                 self.repo, name, data_files=files, split=split, revision=self.revision
             )
+        self._check_downloads({Path(file["filename"]).parent for file in loaded.cache_files})
         wanted = [column for column in columns or () if column in loaded.column_names]
         if wanted:
             loaded = loaded.select_columns(wanted)
@@ -141,6 +149,25 @@ class HubRepo:
             if isinstance(feature, datasets.Image):
                 loaded = loaded.cast_column(column, datasets.Image(decode=False))
         return loaded.data.table
+
+    def _check_downloads(self, made: Iterable[Path] = ()) -> None:
+        """Compare the files of the pinned commit, or of the newest one here, with their hashes."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        if self.on_hub:
+            with suppress(LocalEntryNotFoundError):  # nothing was downloaded
+                folder = Path(
+                    snapshot_download(
+                        self.repo,
+                        repo_type="dataset",
+                        revision=self.revision,
+                        local_files_only=True,
+                    )
+                )
+                files = sorted(file for file in folder.rglob("*") if file.is_file())
+                if fault := download_fault(folder, files, made):
+                    raise CorruptFileError(fault)
 
     def split_names(self) -> tuple[str, ...]:
         """Return the names of the splits on the hub, or raise an InputError with the reason."""

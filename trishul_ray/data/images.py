@@ -28,8 +28,9 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image, ImageOps
 
+from trishul_ray.checksums import is_lfs_pointer, lfs_pointer
 from trishul_ray.data.columns import get_column, holds_images
-from trishul_ray.errors import CorruptFileError, join_limited, one_line
+from trishul_ray.errors import CorruptFileError, InputError, join_limited, one_line
 
 # Python would print what Pillow logs on malformed files.
 logging.getLogger("PIL").addHandler(logging.NullHandler())
@@ -327,8 +328,21 @@ def _open_image(encoded: bytes | Path, where: str) -> Iterator[Image.Image]:
     except CorruptFileError:
         raise
     except _UNREADABLE as error:
+        _reject_pointer(encoded, where)
         reason = re.sub(r" <_io\.BytesIO object at \w+>", "", one_line(error))
         raise CorruptFileError(f"{where}: not a readable image ({reason})") from error
+
+
+def _reject_pointer(encoded: bytes | Path, where: str) -> None:
+    """Raise an InputError for a pointer of Git LFS: no broken image, whatever is to be skipped."""
+    if isinstance(encoded, Path):
+        pointer = lfs_pointer(encoded) is not None
+    else:
+        pointer = is_lfs_pointer(encoded)
+    if pointer:
+        raise InputError(
+            f"{where} is a pointer of Git LFS, not the image: run `git lfs pull` where it is"
+        )
 
 
 def _to_array(image: Image.Image) -> np.ndarray:

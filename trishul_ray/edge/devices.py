@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from trishul_ray.checksums import lfs_pointer
 from trishul_ray.config import NotedText, PathText, Section, not_in_id
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.lazy import pq
@@ -243,7 +244,8 @@ def _read(field: str, path: str, needed: Sequence[str], optional: Sequence[str] 
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{field}={path!r} is no Parquet file: {first_line(error)}") from error
+        reason = lfs_pointer(place) or first_line(error)
+        raise InputError(f"{field}={path!r} is no Parquet file: {reason}") from error
 
 
 def _numbers(field: str, path: str, table: "pa.Table", name: str) -> np.ndarray:

@@ -14,16 +14,16 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import RemoteEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from huggingface_hub.utils import logging as hub_logging
 
-from trishul_ray.checksums import digest, lfs_pointer
+from trishul_ray.checksums import digest, download_fault, lfs_pointer
 from trishul_ray.errors import (
     CorruptFileError,
     InputError,
@@ -119,14 +119,16 @@ class ModelFiles:
     mirror: Path | None
 
     @contextmanager
-    def reading(self, *more: type[Exception]) -> Iterator[None]:
+    def reading(self, *more: type[Exception], weights: bool = False) -> Iterator[None]:
         """Read the files with :func:`quiet_transformers`, and say of which model a failure is.
 
         If they are on the hub and it does not answer at once, only what was downloaded before is
-        read. ``more`` is what may be raised besides :data:`READ_ERRORS`.
+        read. What was downloaded, now or before, is compared with the hub's hashes at the end, the
+        ``weights`` only if they are read. ``more`` is what may be raised besides
+        :data:`READ_ERRORS`.
 
         Raises:
-            CorruptFileError: The files in a folder cannot be read.
+            CorruptFileError: The files in a folder cannot be read, or a downloaded one is damaged.
             InputError: They are on the hub, which cannot be reached or refuses them.
         """
         faults: tuple[type[Exception], ...] = (*READ_ERRORS, *more)
@@ -137,13 +139,29 @@ class ModelFiles:
             except InputError:
                 raise
             except faults as error:
+                self.check(weights=weights)
                 raise self._error(first_line(error)) from error
+        self.check(weights=weights)
+
+    def check(self, *, weights: bool = False) -> None:
+        """Raise a CorruptFileError for a pointer of Git LFS, or for a damaged download."""
+        folder = self.location
+        if isinstance(folder, str):
+            config = None
+            with suppress(HFValidationError):  # no name of a repository, as its reader will say
+                config = try_to_load_from_cache(folder, "config.json")
+            if not isinstance(config, str):
+                return
+            folder = Path(config).parent
+        if not folder.is_dir():
+            return
+        files = source_files(folder, weights=weights)
+        fault = next(filter(None, map(lfs_pointer, files)), "") or download_fault(folder, files)
+        if fault:
+            raise CorruptFileError(f"model.name={self.name!r}: cannot load {folder}: {fault}")
 
     def _error(self, reason: str) -> InputError:
         if isinstance(self.location, Path):
-            if self.location.is_dir():
-                pointers = (lfs_pointer(file) for file in source_files(self.location))
-                reason = next((each for each in pointers if each), reason)
             return CorruptFileError(
                 f"model.name={self.name!r}: cannot load {self.location}: {reason}"
             )

@@ -46,6 +46,7 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
             raise InputError(f"model.name={name!r} classifies images: it takes no text")
         return byte_tokenizer(model_type)
     if isinstance(location, Path):
+        files.check()
         _check_file(location / "tokenizer.json")
     try:
         with files.reading(ImportError):

@@ -116,7 +116,8 @@ def build_weights(plan: Plan) -> tuple[nn.Module, list[str]]:
         return drawn, []
     if isinstance(checkpoint, Path) and not any(checkpoint.glob("*.safetensors")):
         raise _no_safetensors(config, checkpoint, AUTO_CLASSES[kind].__name__)
-    with plan.files.reading(RuntimeError, SafetensorError), torch.random.fork_rng(devices=[]):
+    errors = RuntimeError, SafetensorError
+    with plan.files.reading(*errors, weights=True), torch.random.fork_rng(devices=[]):
         model, info = AUTO_CLASSES[kind].from_pretrained(
             checkpoint,
             config=plan.architecture,
