@@ -10,6 +10,8 @@ from rich.table import Column, Table
 
 from trishul_ray.cli import output
 
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
 
 def printed(monkeypatch, capsys, table, width, terminal=True):
     file = io.StringIO()
@@ -69,6 +71,9 @@ def test_a_configuration_is_shown_as_it_is_read(called, tmp_path):
         (["dataset=table", "data.path=notes.xlsx"], "must be one of .parquet"),
         (["dataset=digits", "data.path=notes.xlsx"], "data.path is for your own data"),
         (["model=vit-digit"], "did you mean 'vit-digits'?"),
+        (["dataset=table", "data.path=x.csv", "data.columns={label: b}"], "data.columns.label='b'"),
+        (["dataset=table", "data.path=x.csv"], "all rows are of class 'yes'"),
+        (["dataset=images", "data.path=photos"], "a/1.png is a pointer of Git LFS"),
     ],
 )
 @pytest.mark.parametrize("show", [True, False])
@@ -77,8 +82,30 @@ def test_what_a_run_refuses_has_no_id(called, monkeypatch, tmp_path, words, mess
     monkeypatch.setattr("trishul_ray.federation.on_ray.session.ray_session", None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.xlsx").write_bytes(b"PK")
+    (tmp_path / "x.csv").write_text("text,label\n" + 9 * "a,yes\n")
+    for name in "ab":
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        (tmp_path / "photos" / name / "1.png").write_text(LFS)
     code, out, error = called("run", *words, *["--show"] * show)
     assert (code, out) == (2, "") and message in error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["federation.clients=2000"], "needs 2000 training rows"),
+        (["resources.actors=50", "resources.cpus_per_actor=50"], "exceed the cluster's"),
+        (["tracking.uri=databricks", "tracking.mlflow=true"], "tracking.uri='databricks'"),
+        (["devices.kind=file", "devices.path=nowhere.parquet"], "devices.path='nowhere.parquet'"),
+    ],
+)
+def test_what_needs_no_torch_is_refused_before_ray_starts(
+    called, monkeypatch, tmp_path, words, message
+):
+    monkeypatch.setattr("trishul_ray.federation.on_ray.session.ray_session", None)
+    monkeypatch.chdir(tmp_path)
+    code, _, error = called("run", *words)
+    assert code == 2 and message in error and "starting Ray" not in error
 
 
 def test_the_shell_completes_commands(start):

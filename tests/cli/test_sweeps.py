@@ -51,6 +51,23 @@ def test_wrong_input_is_one_line(called, monkeypatch, tmp_path, words, message):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("command", ["plan", "sweep"])
+def test_adapters_that_do_not_fit_are_named_with_their_cell(called, tmp_path, command):
+    file = tmp_path / "ranks.yaml"
+    file.write_text("base: {method: fedit}\naxes: {adapter.rank: [4, 65]}\n")
+    code, _, error = called(command, file, f"storage.runs={tmp_path}/runs")
+    assert code == 2 and "cell 'ranks: adapter.rank=65': adapter.rank=65 gives fedit" in error
+
+
+def test_own_data_that_are_refused_are_named_with_a_cell(called, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.csv").write_text("text,label\n" + 9 * "a,yes\n")
+    words = ["dataset=table", "data.path=x.csv", "model=bert-tiny"]
+    code, _, error = called("sweep", "--axis", "seed=0,1", *words)
+    assert code == 2 and "cell 'sweep: seed=0': " in error
+    assert "all rows are of class 'yes'" in error and not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("command", ["plan", "report", "sweep"])
 @pytest.mark.parametrize(
     ("content", "message"),

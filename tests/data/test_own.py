@@ -27,7 +27,7 @@ from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.federation.prepare import partition_rows
+from trishul_ray.experiment.rows import partition_rows
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.runs.prediction import input_columns
@@ -182,6 +182,14 @@ def break_images(root):
     Image.fromarray(noise).save(root / "green/cut.png")
     whole = (root / "green/cut.png").read_bytes()
     (root / "green/cut.png").write_bytes(whole[: len(whole) // 2])
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_pointer_of_git_lfs_is_no_broken_image(tmp_path, skip):
+    root = paint_classes(tmp_path / "photos")
+    (root / "red/2.png").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
+    message = r"red/2.png is a pointer of Git LFS, not the image: run `git lfs pull`"
+    refused(message, "images", root, tmp_path, skip_broken=skip)
 
 
 def test_all_broken_images_are_named_at_once_or_skipped(tmp_path):

@@ -1,7 +1,7 @@
 """Commands on one experiment: run it, compare it with another, and export its adapter."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -73,7 +73,9 @@ def run(
     can change a result makes a different run, with a different id.
     """
     from trishul_ray.cli.listing import field_list
+    from trishul_ray.data.own import CUSTOM
     from trishul_ray.experiment.identity import check_found
+    from trishul_ray.experiment.rows import check_rows
 
     experiment = load_arguments(arguments)
     if fields:
@@ -82,6 +84,8 @@ def run(
     # Refuse what needs no data to see before anything imports torch or starts Ray.
     check_found(experiment)
     if show:
+        if experiment.data.name in CUSTOM:
+            check_rows(experiment)
         print_line(f"# id: {experiment.id}\n{experiment.to_yaml().decode().rstrip()}")
         return
     _run_and_show(experiment, fresh=fresh, central=central)
@@ -207,8 +211,17 @@ def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun"
 def _workers_for(
     experiment: "Experiment", fresh: bool, progress: "RunProgress"
 ) -> Iterator["Workers | None"]:
-    """Start Ray, and then the run's actors, while a thread imports what this process needs."""
+    """Start Ray, and then the run's actors, while a thread imports what this process needs.
+
+    What is refused without torch and Ray is refused before, while the parent of the actors, another
+    process, imports.
+    """
+    import ray
+
+    from trishul_ray.federation.on_ray.fork_server import ForkServer
     from trishul_ray.federation.on_ray.session import forks_workers, joins_cluster, ray_session
+    from trishul_ray.federation.on_ray.slices import plan_slices, usable_cores
+    from trishul_ray.runs.first_checks import check_first
     from trishul_ray.runs.folder import RunFolder
 
     resources, finished = experiment.resources, False
@@ -219,16 +232,22 @@ def _workers_for(
     if not early or joins_cluster():
         yield None
         return
-    progress.phase("starting Ray")
-    ahead = import_ahead("trishul_ray.runs.runner")
-    with ray_session():
+    with ExitStack() as stack:
+        forks = forks_workers() and not ray.is_initialized()
+        fork_server = stack.enter_context(ForkServer()) if forks else None
+        if forks:  # there is no GPU, and the CPUs of Ray will be these
+            plan_slices(experiment, {"CPU": float(usable_cores())})
+        check_first(experiment, progress.task_progress("preparing data"))
+        progress.phase("starting Ray")
+        ahead = import_ahead("trishul_ray.runs.runner")
+        stack.enter_context(ray_session(fork_server=fork_server))
         ahead.join()
         from trishul_ray.federation.on_ray.driver import Workers
 
-        with Workers() as workers:
-            if forks_workers():  # others import first, and would slow this one down
-                workers.request(experiment)
-            yield workers
+        workers = stack.enter_context(Workers())
+        if forks:  # others import first, and would slow this one down
+            workers.request(experiment)
+        yield workers
 
 
 def _how_to_continue(experiment: "Experiment", fails_again: bool) -> str:

@@ -214,6 +214,7 @@ def plan(
     """
     from trishul_ray.sweeps.cells import distinct
     from trishul_ray.sweeps.plan import make_plan, plan_notes, plan_table, usual_device
+    from trishul_ray.sweeps.reproduce import cell_name, check_adapters
     from trishul_ray.sweeps.status import examine, other_results
     from trishul_ray.tracking.progress import RunProgress
 
@@ -223,6 +224,9 @@ def plan(
         report = progress.task_progress("reading results")
         states = examine(experiments, report)
         measured = other_results(experiments, report)
+    missing = {id: each for id, each in experiments.items() if states[id].summary is None}
+    named = {cell.experiment.id: cell_name(sweep, cell) for sweep in sweeps for cell in sweep.cells}
+    check_adapters(missing, named.__getitem__)
     device = device or usual_device({sweep.profile for sweep in sweeps})
     made = make_plan(sweeps, states, device, measured)
     print_table(plan_table(made, devices=devices, price=price))

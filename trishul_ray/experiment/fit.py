@@ -50,7 +50,7 @@ def with_builtin_defaults(experiment: Experiment, *, budget: bool, weights: bool
     ]
     for choice in choices if budget else ():
         with suppress(InputError):
-            _check_fits(choice)
+            check_adapters(choice)
             return choice
     return experiment
 
@@ -121,7 +121,7 @@ def check_fits(experiment: Experiment) -> None:
             "takes one where there is one, or join a cluster that has one (RAY_ADDRESS)"
         )
     try:
-        _check_fits(experiment)
+        check_adapters(experiment)
     except InputError:
         if experiment.data.name in CUSTOM:
             places = experiment.storage.places
@@ -129,7 +129,8 @@ def check_fits(experiment: Experiment) -> None:
         raise
 
 
-def _check_fits(experiment: Experiment) -> None:
+def check_adapters(experiment: Experiment) -> None:
+    """Check the adapters alone; see :func:`check_fits`."""
     site = build_site(Backbone.of(experiment.model, experiment.storage.places).shapes, experiment)
     adapters = build_method(experiment.method, experiment.adapter).adapters(site)
     denoise = experiment.section(PrivacyConfig).denoise

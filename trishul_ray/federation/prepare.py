@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from trishul_ray.data.dataset import PreparedDataset, ProgressCallback
-from trishul_ray.data.partition import Partition, partition, partition_column
+from trishul_ray.data.partition import Partition
 from trishul_ray.data.prepare import Coverage, encode, hold_out, measure_coverage, prepare
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import check_content
+from trishul_ray.experiment.rows import partition_rows
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.passed import PassedModel, passed_model
-from trishul_ray.rng import numpy_rng
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.verbalizer import Verbalizer
@@ -148,26 +148,6 @@ def _encode_rows(
     if isinstance(task, Verbalizer):  # the names of the classes may be the answers
         sources["answers"] = ",".join(map(str, task.answer_ids))
     return dataset, task, sources
-
-
-def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partition:
-    """Return the training rows of each client.
-
-    Raises:
-        InputError: the rows cannot be partitioned as configured.
-    """
-    rows = np.arange(len(dataset.train))
-    if experiment.data.train_limit is not None:
-        rng = numpy_rng(experiment.seed, "train-limit")
-        rows = np.sort(rng.permutation(rows)[: experiment.data.train_limit])
-    shards = partition(
-        partition_column(dataset.train, experiment.partition)[rows],
-        experiment.partition,
-        experiment.federation.clients,
-        experiment.seed,
-        dataset.train.info.clients,
-    )
-    return Partition(rows[shards.permutation], shards.offsets)
 
 
 def coverage_of(experiment: Experiment, prepared: Prepared) -> Coverage:

@@ -6,12 +6,14 @@ the store and runs only the cells that have none that can be used.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
+from trishul_ray.data.own import CUSTOM
 from trishul_ray.errors import InputError, at_loss, how_to_install
 from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.rows import check_rows
 from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.report.summary import attempt_of, read_metrics
 from trishul_ray.runs.folder import RunFolder
@@ -24,6 +26,9 @@ from trishul_ray.tracking.mlflow_store import tracking_uri, ui_command
 from trishul_ray.tracking.mlflow_sweep import AXIS_TAG, CELL_TAG, SWEEP_TAG, CellLog, SweepRun
 from trishul_ray.tracking.progress import SweepProgress
 from trishul_ray.tracking.tracker import Status
+
+#: Sections on which it depends whether adapters fit.
+_ADAPTERS = ("model", "adapter", "budget", "method")
 
 #: A number of more digits than a name needs.
 _LONG = re.compile(r"\d+\.\d{5,}(e[-+]?\d+)?")
@@ -318,20 +323,52 @@ class _Work:
 
 
 def check_cells(experiments: Mapping[str, Experiment], name: Callable[[str], str]) -> None:
-    """Check that the adapters of all cells fit their backbones.
+    """Check own data and their partition, and that the adapters of all cells fit their backbones.
 
     Raises:
-        InputError: One does not; the message names the cell.
+        InputError: Something does not fit; the message names the cell.
     """
+    own = {id: each for id, each in experiments.items() if each.data.name in CUSTOM}
+    _check_each(own, {"data", "partition", "federation", "seed"}, name, check_rows)
+
+    def fits(experiment: Experiment) -> None:
+        from trishul_ray.experiment.fit import check_fits  # imports torch
+
+        check_fits(experiment)
+
+    _check_each(experiments, _ADAPTERS, name, fits)
+
+
+def check_adapters(experiments: Mapping[str, Experiment], name: Callable[[str], str]) -> None:
+    """Check the adapters of all cells whose model is known on this machine, as ``check_cells``."""
+    from trishul_ray.experiment import fit
+    from trishul_ray.models.backbone import Backbone
+
+    def fits(experiment: Experiment) -> None:
+        backbone = Backbone.of(experiment.model, experiment.storage.places)
+        try:
+            _ = backbone.shapes
+        except InputError:
+            return  # a plan says that its time is unknown, and why
+        fit.check_adapters(experiment)
+
+    _check_each(experiments, _ADAPTERS, name, fits)
+
+
+def _check_each(
+    experiments: Mapping[str, Experiment],
+    sections: Collection[str],
+    name: Callable[[str], str],
+    check: Callable[[Experiment], None],
+) -> None:
+    """Call ``check`` once for all experiments that are alike in some sections."""
     checked: set[str] = set()
     for id, experiment in experiments.items():
-        kept = experiment.model_dump_json(include={"model", "adapter", "budget", "method"})
-        if kept not in checked:
-            from trishul_ray.experiment.fit import check_fits
-
-            checked.add(kept)
+        found = experiment.model_dump_json(include=set(sections))
+        if found not in checked:
+            checked.add(found)
             try:
-                check_fits(experiment)
+                check(experiment)
             except InputError as error:
                 raise InputError(f"cell {name(id)!r}: {error}") from error
 

@@ -1,0 +1,49 @@
+"""The rows of an experiment and the partition of them, which need neither torch nor a backbone."""
+
+import numpy as np
+
+from trishul_ray.data.dataset import PreparedDataset, ProgressCallback
+from trishul_ray.data.hub import ON_HUB
+from trishul_ray.data.partition import Partition, partition, partition_column
+from trishul_ray.data.prepare import find_source, hold_out, prepare
+from trishul_ray.errors import InputError
+from trishul_ray.experiment.experiment import Experiment
+from trishul_ray.rng import numpy_rng
+
+
+def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partition:
+    """Return the training rows of each client.
+
+    Raises:
+        InputError: the rows cannot be partitioned as configured.
+    """
+    rows = np.arange(len(dataset.train))
+    if experiment.data.train_limit is not None:
+        rng = numpy_rng(experiment.seed, "train-limit")
+        rows = np.sort(rng.permutation(rows)[: experiment.data.train_limit])
+    shards = partition(
+        partition_column(dataset.train, experiment.partition)[rows],
+        experiment.partition,
+        experiment.federation.clients,
+        experiment.seed,
+        dataset.train.info.clients,
+    )
+    return Partition(rows[shards.permutation], shards.offsets)
+
+
+def check_rows(experiment: Experiment, progress: ProgressCallback | None = None) -> None:
+    """Check the rows that are on this machine, and that clients can share them as configured.
+
+    Rows that are on the hub alone are not downloaded.
+
+    Raises:
+        InputError: own data are malformed or no data of a task, or the rows cannot be partitioned.
+    """
+    data, places = experiment.data, experiment.storage.places
+    try:
+        rows = prepare(data, cache=places.cache, hub=places.hub, progress=progress, download=False)
+    except InputError:
+        if find_source(data).key(places.hub).startswith(ON_HUB):
+            return
+        raise
+    partition_rows(hold_out(rows, data.validation_share, cache=places.cache), experiment)

@@ -1,0 +1,27 @@
+"""Refuse a run before anything imports torch or starts Ray, as far as that can be known by then."""
+
+from trishul_ray.data.dataset import ProgressCallback
+from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.identity import check_content
+from trishul_ray.experiment.rows import check_rows
+from trishul_ray.plugins import find_plugin
+from trishul_ray.stages import Stages
+from trishul_ray.tracking.mlflow_store import tracking_uri
+
+
+def check_first(experiment: Experiment, progress: ProgressCallback | None = None) -> None:
+    """Check plug-ins, rows, the files of stages and the address of the tracking store.
+
+    Whether adapters fit the backbone needs its modules, and so torch; see ``experiment.fit``.
+
+    Raises:
+        InputError: One of them is missing, has changed or is malformed.
+    """
+    for plugin in experiment.plugins:
+        find_plugin(plugin)
+    check_content(experiment)
+    if experiment.tracking.mlflow:
+        tracking_uri(experiment.tracking.uri, experiment.storage.runs)
+    for stage in Stages.of(experiment):
+        stage.prepare()
+    check_rows(experiment, progress)
