@@ -153,10 +153,10 @@ class HubRepo:
     def _check_downloads(self, made: Iterable[Path] = ()) -> None:
         """Compare the files of the pinned commit, or of the newest one here, with their hashes."""
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
         if self.on_hub:
-            with suppress(LocalEntryNotFoundError):  # nothing was downloaded
+            with suppress(LocalEntryNotFoundError, HFValidationError):  # nothing was downloaded
                 folder = Path(
                     snapshot_download(
                         self.repo,
