@@ -23,7 +23,12 @@ its worker, by ascending ``wire``; what the server makes of it passes :meth:`Sta
 :meth:`Stage.mean` the other way. All of them act on changes of the shared part since the broadcast:
 while a stage acts on changes, clients send these in place of values.
 
-Legend: W entries of the shared part, U units of aggregation.
+The hooks of a round, in order: :meth:`Stage.broadcast`, :meth:`Stage.cohort`,
+:meth:`Stage.instruct`, :meth:`Stage.send`, :meth:`Stage.total`, :meth:`Stage.average`,
+:meth:`Stage.mean`, :meth:`Stage.end`. A method's survey is round 0: :meth:`Stage.cohort`,
+:meth:`Stage.instruct`, :meth:`Stage.answer`, :meth:`Stage.survey`.
+
+Legend: W entries of the shared part, U units of aggregation, N clients.
 """
 
 from __future__ import annotations
@@ -31,13 +36,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from trishul_ray import plugins
 from trishul_ray.adapters.layout import Layout, Unit
 from trishul_ray.config import Noted, OptimizerConfig, Section
+from trishul_ray.files import Json
 from trishul_ray.methods.base import Method, MethodConfig, Settings, State
 from trishul_ray.rng import numpy_rng
 
@@ -81,7 +87,7 @@ class Sender:
         units: The units of the shared part, in the order of the wire.
         active: [U] bool, the units that it trained; None means all.
         kept: What stages left with it in its last round; empty before its first.
-        clip_norm: The norm to clip to, if the server sets one for the round.
+        instructions: Numbers that stages sent with the broadcast, by name.
         broadcast: [W] float32, the shared part that it was sent, which its change is relative to.
     """
 
@@ -92,7 +98,7 @@ class Sender:
     units: Sequence[Unit]
     active: np.ndarray | None = None
     kept: dict[str, np.ndarray] = field(default_factory=dict)
-    clip_norm: float | None = None
+    instructions: Mapping[str, float] = field(default_factory=dict)
     broadcast: np.ndarray | None = None
 
     def rng(self, purpose: str) -> np.random.Generator:
@@ -118,6 +124,54 @@ class Sent:
     def is_exact(self) -> bool:
         """Whether clients read what the server has."""
         return self.read is self.state
+
+
+class StepFlops(NamedTuple):
+    """FLOPs of one local step: of the frozen model, and of all that is trained."""
+
+    backbone: float
+    adapter: float
+
+
+class Traffic(NamedTuple):
+    """Bytes that a client of a round is expected to transfer."""
+
+    down: float  # of the broadcast
+    first: float  # more of them at a client's first time
+    up: float  # of an upload
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """The clients of a round.
+
+    Attributes:
+        clients: The clients that train, ascending.
+        steps: Local steps of those that do not make all.
+        missing: Why a client that was asked does not train, by client, ascending.
+        wasted: Broadcasts that clients receive without training.
+        repeated: Clients that have received what is downloaded once in a failed attempt.
+        fixed: Whether no other stage may choose: a guarantee rests on how these were drawn.
+        traffic: Return the traffic that is expected of each client.
+    """
+
+    clients: list[int]
+    steps: Mapping[int, int] = field(default_factory=dict)
+    missing: Mapping[int, str] = field(default_factory=dict)
+    wasted: int = 0
+    repeated: frozenset[int] = frozenset()
+    fixed: bool = False
+    traffic: Callable[[], Traffic] = lambda: Traffic(0, 0, 0)
+
+
+class ClientRound(NamedTuple):
+    """A client's part in a round."""
+
+    client: int
+    down_bytes: float  # received in it
+    up_bytes: float
+    loss: float  # means over the local steps
+    squared_loss: float
 
 
 @dataclass
@@ -151,11 +205,13 @@ class MeanChange:
         state: The mean; ``shared`` [W] is a change, and zero where ``trained`` is not.
         trained: [U] bool, the units that move.
         clients: How many clients are in it.
+        metrics: Numbers of stages for the round's record, by name.
     """
 
     state: ArrayState
     trained: np.ndarray
     clients: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def with_shared(self, shared: np.ndarray) -> MeanChange:
         """Return the mean with another change of the shared part, [W]."""
@@ -170,13 +226,27 @@ class RunPlan:
         method: The method.
         layout: The layout of a client's vector.
         units: The units of the shared part, in the order of the wire.
+        lengths: Numbers in each array that a client sends, by name: ``shared``, and the method's.
+        participants: Clients that may take part, ascending int64.
+        capacities: [N] float64, share of the budget that each client trains.
+        quorum: Valid uploads that a round needs at least.
         unit_shares: Return the share of the clients that train a unit, on average, [U] float64.
+        sent_units: Return the units that clients send in a round, [U] bool; None means all.
+        flops: FLOPs of a local step; None unless a stage needs them.
+        shard_sizes: int64 [N], training rows of the clients; None unless a stage needs them.
     """
 
     method: Method
     layout: Layout
     units: tuple[Unit, ...]
+    lengths: Mapping[str, int]
+    participants: np.ndarray
+    capacities: np.ndarray
+    quorum: int
     unit_shares: Callable[[], np.ndarray]
+    sent_units: Callable[[int], np.ndarray | None]
+    flops: StepFlops | None = None
+    shard_sizes: np.ndarray | None = None
 
 
 def norm_of(arrays: Iterable[np.ndarray]) -> float:
@@ -226,6 +296,8 @@ class Stage:
         name: The section's name; :func:`register_stage` sets it.
         wire: The place in the row of stages; larger is nearer to the wire.
         moves_beyond_mean: Whether the next state is another one than the mean of what clients have.
+        hides_clients: Whether no client may be told apart: a client without a finite loss sends
+            zeros instead of ending the run, and no quorum is counted.
         summed: Metrics of changes of which a round's record has the sum over clients; of others it
             has the mean.
         registries: Fields that name something registered, and its registry. The plug-ins of what
@@ -240,6 +312,7 @@ class Stage:
     name: ClassVar[str] = ""
     wire: ClassVar[int] = 0
     moves_beyond_mean: ClassVar[bool] = False
+    hides_clients: ClassVar[bool] = False
     summed: ClassVar[frozenset[str]] = frozenset()
     registries: ClassVar[Mapping[str, plugins.Registry[Any]]] = {}
 
@@ -304,6 +377,11 @@ class Stage:
         return ()
 
     @property
+    def needs(self) -> frozenset[str]:
+        """Facts of :class:`RunPlan` that a worker measures for it: ``flops``, ``shard_sizes``."""
+        return frozenset()
+
+    @property
     def quorum(self) -> dict[str, int]:
         """How many valid uploads a round needs, by the field that says so (default: none)."""
         return {}
@@ -319,6 +397,14 @@ class Stage:
         """Return the broadcast of a round (from 1), as clients read it."""
         return sent
 
+    def cohort(self, number: int, cohort: Cohort) -> Cohort:
+        """Return the clients of a round (0: of the survey); drawn uniformly, given no stage."""
+        return cohort
+
+    def instruct(self, number: int) -> dict[str, float]:
+        """Return numbers for the clients of a round (0: of the survey), by name."""
+        return {}
+
     def send(self, change: Change, sender: Sender) -> Change:
         """Return what goes on of a client's change, on its worker.
 
@@ -326,13 +412,51 @@ class Stage:
         """
         return change
 
+    def answer(
+        self, answers: dict[str, np.ndarray], instructions: Mapping[str, float]
+    ) -> dict[str, np.ndarray]:
+        """Return what goes on of a client's answers to a survey, by name, on its worker."""
+        return answers
+
+    def survey(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+        """Return the mean answers, given their sums; None: the sums over the clients (default)."""
+        return None
+
     def total(self, total: Partial) -> Partial:
         """Return the sum of a round's uploads, decoded if :meth:`send` has encoded them."""
         return total
 
+    def average(
+        self, number: int, total: Partial, reported: Mapping[int, Mapping[str, float]]
+    ) -> MeanChange | None:
+        """Return the mean change of a round (from 1); None: the weighted mean (default).
+
+        Args:
+            number: The round.
+            total: The sum of the valid uploads.
+            reported: Metrics of each client's change, by client.
+        """
+        return None
+
     def mean(self, number: int, mean: MeanChange) -> MeanChange:
         """Return the mean change of a round (from 1) that goes on."""
         return mean
+
+    def end(
+        self, number: int, state: ArrayState, clients: Sequence[ClientRound]
+    ) -> dict[str, float]:
+        """Return numbers for the record of a round (from 1), given the state after it, by name."""
+        return {}
+
+    def report(self, last: Mapping[str, float]) -> Json | None:
+        """Return what the summary of a run says of it; None for nothing (default).
+
+        ``memory`` is that of the end of the run, and ``plan`` is not set.
+
+        Args:
+            last: Numbers of stages in the last record, by name.
+        """
+        return None
 
     def restore(self, shared: np.ndarray, weight: float) -> np.ndarray:
         """Return a client's change [W] as it was before :meth:`send` encoded it, for diagnostics.
@@ -391,6 +515,16 @@ class Stages:
         return any(stage.moves_beyond_mean for stage in self)
 
     @property
+    def hide_clients(self) -> bool:
+        """Whether no client may be told apart."""
+        return any(stage.hides_clients for stage in self)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Facts of :class:`RunPlan` that a worker measures."""
+        return frozenset().union(*(stage.needs for stage in self))
+
+    @property
     def summed(self) -> frozenset[str]:
         """Metrics of changes that add up over clients."""
         return frozenset().union(*(stage.summed for stage in self))
@@ -418,6 +552,29 @@ class Stages:
             sent = stage.broadcast(number, sent)
         return sent
 
+    def cohort(self, number: int, cohort: Cohort) -> Cohort:
+        """Return the clients of a round, given those that were drawn uniformly."""
+        for stage in reversed(self._stages):
+            cohort = stage.cohort(number, cohort)
+        return cohort
+
+    def instruct(self, number: int) -> dict[str, float]:
+        """Return numbers for the clients of a round, by name."""
+        return {k: v for stage in self for k, v in stage.instruct(number).items()}
+
+    def answer(
+        self, answers: dict[str, np.ndarray], instructions: Mapping[str, float]
+    ) -> dict[str, np.ndarray]:
+        """Pass a client's answers to a survey through the stages, on its worker."""
+        for stage in self:
+            answers = stage.answer(answers, instructions)
+        return answers
+
+    def survey(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+        """Return the mean answers to a survey by the first stage that has its own."""
+        found = (stage.survey(sums) for stage in reversed(self._stages))
+        return next((each for each in found if each is not None), None)
+
     def send(self, change: Change, sender: Sender) -> tuple[Change, dict[str, np.ndarray]]:
         """Pass a client's change through the stages, on its worker.
 
@@ -438,11 +595,37 @@ class Stages:
             total = stage.total(total)
         return total
 
+    def average(
+        self, number: int, total: Partial, reported: Mapping[int, Mapping[str, float]]
+    ) -> MeanChange | None:
+        """Return the mean change of a round by the first stage that has its own."""
+        found = (stage.average(number, total, reported) for stage in reversed(self._stages))
+        return next((each for each in found if each is not None), None)
+
     def mean(self, number: int, mean: MeanChange) -> MeanChange:
         """Pass the mean change of a round through the stages."""
         for stage in reversed(self._stages):
             mean = stage.mean(number, mean)
         return mean
+
+    def end(
+        self, number: int, state: ArrayState, clients: Sequence[ClientRound]
+    ) -> dict[str, float]:
+        """Return numbers for the record of a round, by name."""
+        each = [stage.end(number, state, clients) for stage in reversed(self._stages)]
+        return {name: value for found in each for name, value in found.items()}
+
+    def reports(self, memories: Mapping[str, Memory], last: Mapping[str, float]) -> dict[str, Json]:
+        """Return what the summary of a run says of its stages, by the stage's name.
+
+        Args:
+            memories: What each stage keeps at the end of the run, by name.
+            last: Numbers of stages in the last record, by name.
+        """
+        for stage in self:
+            stage.memory = memories.get(stage.name, {})
+        found = {stage.name: stage.report(last) for stage in self}
+        return {name: each for name, each in found.items() if each is not None}
 
     def restore(self, shared: np.ndarray, weight: float) -> np.ndarray:
         """Return a client's change [W] as it was before it was encoded."""

@@ -194,10 +194,13 @@ def outcome(checkpoint):
 
 def renamed(outcome):
     """Return an outcome of an earlier commit with what stages keep where it is now."""
-    edge = dict(outcome["edge"])
-    moments = edge.pop("moments", {})
-    stages = outcome.get("stages", {"server": moments} if moments else {})
-    return {**outcome, "edge": edge, "stages": {k: v for k, v in stages.items() if v}}
+    found = dict(outcome)
+    edge, stages = found.pop("edge", {}), dict(found.pop("stages", {}))
+    if privacy := edge.get("privacy"):
+        stages["privacy"] = {k: v for k, v in privacy.items() if k != "arrays"} | privacy["arrays"]
+    stages |= {n: edge[k] for n, k in (("server", "moments"), ("devices", "clock")) if k in edge}
+    kept = found.get("kept", edge.get("kept", {}))
+    return found | {"kept": kept, "stages": {k: v for k, v in stages.items() if v}}
 
 
 def recorded(found):

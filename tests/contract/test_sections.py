@@ -14,7 +14,7 @@ ON = {
     ],
     "downloads": ["codec=int8"],
     "privacy": [
-        *("epsilon=2", "epsilon=8", "noise=1", "noise=1 privacy.denoise=hard"),
+        *("epsilon=2", "epsilon=8", "noise=1", "noise=1 privacy.adaptive=true"),
         "noise=1 privacy.sampling=fixed",
     ],
     "devices": ["kind=lognormal"],

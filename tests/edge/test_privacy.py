@@ -1,11 +1,10 @@
-"""Clipping, noise, denoising and the audit: the identities that make a run private."""
+"""Clipping, noise and the audit: the identities that make a run private."""
 
 import math
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.stats import binom, chi2
@@ -15,10 +14,8 @@ from trishul_ray.edge.privacy.accounting import Guarantee
 from trishul_ray.edge.privacy.audit import ERROR, canaries, shift_interval, threshold_epsilon
 from trishul_ray.edge.privacy.clipping import CLIPPED, Clip, clip, next_norm
 from trishul_ray.edge.privacy.config import PrivacyConfig
-from trishul_ray.edge.privacy.denoise import denoise, shrink_cores
 from trishul_ray.edge.privacy.mechanism import Mechanism
-from trishul_ray.edge.state import PrivacyState
-from trishul_ray.stages import Change, Sender, norm_of
+from trishul_ray.stages import Change, norm_of
 
 floats = st.floats(-1e6, 1e6, width=32)
 vectors = arrays(np.float32, st.integers(1, 40), elements=floats)
@@ -71,8 +68,7 @@ def test_the_sums_of_neighbouring_cohorts_differ_by_at_most_the_norm(uploads, bo
 
 def test_the_filter_reports_who_was_clipped():
     def sent(norm, of):
-        sender = Sender(0, 1, 2, 1.0, UNITS, clip_norm=norm)
-        return Clip()(Change(np.full(4, of, dtype=np.float32), {}), sender)
+        return Clip(norm)(Change(np.full(4, of, dtype=np.float32), {}))
 
     assert sent(1.0, 1.0).metrics[CLIPPED] == 1.0 and sent(2.0, 1.0).metrics[CLIPPED] == 0.0
     assert norm_of([sent(1.0, 1.0).shared]) == pytest.approx(1.0)
@@ -89,8 +85,7 @@ def test_the_clip_norm_finds_the_quantile_of_fixed_norms(quantile):
 @pytest.mark.parametrize("norm", [1.0, 0.5])
 def test_where_rounding_takes_up_the_norm_nothing_is_sent(norm):
     """Four numbers that move by 1/2 each lengthen a change by 1."""
-    sender = Sender(0, 1, 2, 1.0, UNITS, clip_norm=norm)
-    sent = Clip(rounding=0.5)(Change(np.full(4, 3, dtype=np.float32), {}), sender)
+    sent = Clip(norm, rounding=0.5)(Change(np.full(4, 3, dtype=np.float32), {}))
     assert not sent.shared.any() and sent.metrics[CLIPPED] == 1
 
 
@@ -145,85 +140,6 @@ def test_the_ratio_printed_is_that_of_equal_changes_to_their_noise():
     noises = [private.mean(t, np.zeros(LAYOUT.size), {}, 1.0)[0] for t in range(200)]
     measured = np.linalg.norm(8 * direction / 8) / np.mean([np.linalg.norm(n) for n in noises])
     assert private.signal_to_noise(private.numbers) == pytest.approx(measured, rel=0.02)
-
-
-def low_rank(rng, size, rank, smallest):
-    left, right = (np.linalg.qr(rng.standard_normal((size, rank)))[0] for _ in range(2))
-    return left * np.linspace(2 * smallest, smallest, rank) @ right.T
-
-
-@pytest.mark.parametrize("rank, share", [(5, 0.12), (20, 0.4)])
-def test_shrinkage_removes_most_of_the_noise_of_a_core_of_low_rank(rank, share):
-    rng, size = np.random.default_rng(0), 110
-    signal = low_rank(rng, size, rank, 3 * math.sqrt(size))  # the edge is at 2
-    noisy = signal + rng.standard_normal((size, size))
-    error = {}
-    for how in ("shrink", "hard"):
-        found = shrink_cores(torch.from_numpy(noisy[None]), torch.ones(1).double(), how)[0].numpy()
-        error[how] = float(np.square(found - signal).sum() / np.square(noisy - signal).sum())
-    assert error["shrink"] < share and error["shrink"] < error["hard"] < 1
-
-
-def test_shrinkage_is_the_published_map_of_singular_values():
-    rng, sigma = np.random.default_rng(1), 0.3
-    core = rng.standard_normal((6, 6))
-    u, s, vt = np.linalg.svd(core)
-    y = s / (sigma * math.sqrt(6))
-    for how, kept in (
-        ("shrink", np.sqrt(np.maximum(y**2 - 4, 0))),
-        ("hard", np.where(y > 4 / math.sqrt(3), y, 0)),
-    ):
-        expected = u * (kept * sigma * math.sqrt(6)) @ vt
-        found = shrink_cores(torch.from_numpy(core[None]), torch.tensor([sigma]).double(), how)
-        np.testing.assert_allclose(found[0].numpy(), expected, atol=1e-9)
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 1000), sigma=st.floats(0.05, 0.5))
-def test_shrinkage_commutes_with_changes_of_basis_and_scale(seed, sigma):
-    rng = np.random.default_rng(seed)
-    core = rng.standard_normal((5, 5))
-    q, p = (np.linalg.qr(rng.standard_normal((5, 5)))[0] for _ in range(2))
-
-    def shrunk(x, deviation):
-        stack, deviations = torch.from_numpy(x[None]), torch.tensor([deviation]).double()
-        return shrink_cores(stack, deviations, "shrink")[0].numpy()
-
-    # At the edge the map is a root: errors of squares, about 1e-15 s^2, become their roots.
-    near = {"atol": 1e-5, "rtol": 0}
-    np.testing.assert_allclose(shrunk(q @ core @ p, sigma), q @ shrunk(core, sigma) @ p, **near)
-    np.testing.assert_allclose(shrunk(3 * core, 3 * sigma), 3 * shrunk(core, sigma), **near)
-
-
-def test_denoising_touches_cores_alone_each_with_its_own_noise():
-    rng = np.random.default_rng(2)
-    noisy = rng.standard_normal(LAYOUT.size)
-    deviations = np.array([1e-9, 10.0, 0.0, 0.3, 0.3, 0.3])
-    found = denoise(noisy, UNITS, deviations, "shrink")
-    np.testing.assert_allclose(found[UNITS[0].wire], noisy[UNITS[0].wire], atol=1e-6)
-    assert not found[UNITS[1].wire].any()  # all noise
-    np.testing.assert_array_equal(found[UNITS[2].wire], noisy[UNITS[2].wire])
-    np.testing.assert_array_equal(found[UNITS[5].wire], noisy[UNITS[5].wire])
-    for unit, sigma in zip(UNITS[3:5], deviations[3:5], strict=True):
-        core = torch.from_numpy(noisy[unit.wire].reshape(1, 6, 6))
-        alone = shrink_cores(core, torch.tensor([sigma]).double(), "shrink")
-        np.testing.assert_allclose(found[unit.wire], alone.numpy().ravel(), atol=1e-12)
-
-
-def test_the_scope_core_keeps_what_lies_below_the_edge_until_it_rises_above():
-    """A steady change of y = 1.5 a round passes the edge of 2 sqrt t when 1.5 t > 2 sqrt t."""
-    private = mechanism(1.0, cohort=1, denoise="shrink", scope="core")
-    state, value = PrivacyState(1.0, 1.0), np.zeros(LAYOUT.size)
-    step = np.zeros(LAYOUT.size)
-    step[0] = 1.5 * 2.0  # sigma sqrt r = 2 in a core of rank 4
-    seen = []
-    for _ in range(4):
-        value = value + private.denoised(step, value.astype(np.float32), 1.0, state)
-        seen.append(value[0])
-    edges = [2.0 * math.sqrt(t) for t in (1, 2, 3, 4)]
-    expected = [e * math.sqrt(max((3 * t / e) ** 2 - 4, 0)) for t, e in enumerate(edges, 1)]
-    assert expected[0] == 0 < expected[1]
-    np.testing.assert_allclose(seen, expected, atol=1e-5)
 
 
 def test_canaries_are_unit_directions_that_hardly_overlap():

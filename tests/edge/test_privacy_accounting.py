@@ -12,7 +12,7 @@ from opacus.accountants import PRVAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from trishul_ray.edge.draws import poisson_cohort, uniform_cohort
+from trishul_ray.draws import poisson_cohort, uniform_cohort
 from trishul_ray.edge.privacy.accounting import (
     ORDERS,
     Guarantee,

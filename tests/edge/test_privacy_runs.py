@@ -9,16 +9,14 @@ import pytest
 from invented_outcomes import invent_sweep
 from method_runs import KINDS, SINGLE, Recording, server_of
 
-from trishul_ray.edge.draws import poisson_cohort
+from trishul_ray.draws import poisson_cohort
 from trishul_ray.edge.privacy import accounting
 from trishul_ray.edge.privacy.clipping import automatic_norm
 from trishul_ray.edge.privacy.mechanism import SURVEY_NORM
 from trishul_ray.edge.privacy.stage import promised
 from trishul_ray.errors import FailsAgainError, InputError
-from trishul_ray.experiment.fit import check_fits
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.federation.edge import privacy_report
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_class
@@ -26,13 +24,13 @@ from trishul_ray.report.page import comparable
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.mlflow_log import PRIVACY_TAG, end_of, grouped_metrics
 from trishul_ray.runs.runner import central_twin, run_steps
-from trishul_ray.stages import norm_of
+from trishul_ray.stages import Cohort, Stages, norm_of
 from trishul_ray.tracking.progress import RunProgress
 
 #: A part of each that is kept between rounds.
 EVERYTHING = [
     "privacy.epsilon=8", "privacy.population=10000", "privacy.cohort=1000",
-    "privacy.adaptive=true", "privacy.denoise=shrink", "privacy.scope=core",
+    "privacy.adaptive=true",
 ]  # fmt: skip
 
 
@@ -113,8 +111,9 @@ def test_a_run_keeps_the_noise_that_it_began_with(edge_run, small, monkeypatch, 
     again = edge_run(*words)
     accounting.guarantee.cache_clear()
     assert "continuing after round 1" in again.events and again.digest == whole.digest
-    report = privacy_report(experiment, again.checkpoint.edge, again.checkpoint.records[-1])
-    assert report["noise"] == known
+    last = again.checkpoint.records[-1].edge
+    reports = Stages.of(experiment).reports(again.checkpoint.stages, last)
+    assert reports["privacy"]["noise"] == known
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed", "none"])
@@ -150,7 +149,7 @@ def test_what_a_survey_tells_is_clipped_noisy_and_divided_by_a_constant(small, t
     noise = np.concatenate([(told[layer] - total[layer] / 2).ravel() for layer in told])
     assert noise.std() == pytest.approx(3 * SURVEY_NORM / 2, rel=5 / np.sqrt(2 * noise.size))
     assert server.checkpoint.records[0].uploaded_parameters == len(clients) * noise.size
-    server.cohort = lambda number: []
+    server.stages.cohort = lambda number, cohort: Cohort([])
     again = server.survey()
     for layer, answer in again.items():  # the same noise, and nothing else
         np.testing.assert_allclose(answer, told[layer] - total[layer] / 2, atol=1e-12)
@@ -305,14 +304,6 @@ def test_methods_that_need_more_than_a_mean_are_refused(setting):
             "privacy.sampling='none'",
         ),
         (["privacy.noise=1", "privacy.quantile=0.3"], "quantile=0.3 has no effect without"),
-        (["privacy.noise=1", "privacy.scope=core"], "privacy.scope='core' needs"),
-        (
-            [
-                "privacy.noise=1", "privacy.scope=core", "privacy.denoise=shrink",
-                "server.optimizer=sgd",
-            ],
-            "server.optimizer='sgd'",
-        ),
         (
             [
                 "privacy.noise=1", "privacy.canaries=50", "privacy.population=100",
@@ -344,13 +335,6 @@ def test_what_only_the_noise_decides_is_refused_before_anything_is_written(small
     ):
         with pytest.raises(InputError, match=said):
             promised(small(*options))
-
-
-def test_denoising_needs_cores_before_anything_is_prepared(small):
-    words = ["privacy.noise=1", "privacy.denoise=shrink"]
-    with pytest.raises(InputError, match=r"^privacy.denoise='shrink' needs a method with cores"):
-        check_fits(small("method=fedit", *words))
-    check_fits(small("method=fedsb", *words))
 
 
 def test_a_budget_cuts_the_rounds_and_is_no_part_of_the_id():

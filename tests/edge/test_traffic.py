@@ -221,7 +221,7 @@ def test_a_resumed_run_sends_what_an_uninterrupted_one_sends(
     whole = edge_run(*options, place)
     assert_same(again, whole)
     stored = [
-        open_checkpoints(small("resources.backend=inline", *options, *more)).newest().edge.kept
+        open_checkpoints(small("resources.backend=inline", *options, *more)).newest().kept
         for more in ([], [place])
     ]
     assert len(stored[0]) == 4 and stored[0].keys() == stored[1].keys()
@@ -229,7 +229,7 @@ def test_a_resumed_run_sends_what_an_uninterrupted_one_sends(
         assert kept.keys() == stored[1][client].keys() >= {"left/shared", "since/shared"}
         for name, values in kept.items():
             np.testing.assert_array_equal(values, stored[1][client][name])
-    assert not again.checkpoint.edge.kept  # a result is small
+    assert not again.checkpoint.kept  # a result is small
 
 
 def test_bytes_of_a_run_are_those_of_the_format(edge_run):
@@ -254,8 +254,7 @@ def test_a_lossless_codec_changes_nothing_but_the_bytes(edge_run):
 def test_what_is_clipped_after_decoding_is_within_the_norm(name, seed, bound):
     change = change_of(np.random.default_rng(seed))
     change = replace(change, extra={"control": change.shared})
-    who = replace(sender(), clip_norm=bound)
-    sent = Clip()(UploadCodec.of(UploadsConfig(codec=name))(change, who), who)
+    sent = Clip(bound)(UploadCodec.of(UploadsConfig(codec=name))(change, sender()))
     assert norm_of([sent.shared, *sent.extra.values()]) <= bound
     assert sent.uploaded_bytes is not None and "codec_error" in sent.metrics
 
@@ -327,15 +326,14 @@ def test_with_all_sections_off_no_run_meets_any_part_of_the_edge(method, small, 
     assert not {*stage_names(), "edge_numerics"} & experiment.identity().keys()
     assert "edge_numerics" in small(f"method={method}", "devices.kind=lognormal").identity()
     server = InlineDriver(experiment, prepare_run(experiment), "a")
-    assert not list(server.stages) and not list(server.executor.stages)
-    assert server.fleet is None and server.private is None
+    assert not list(server.stages) and not list(server.executor.bench.stages)
     checkpoint = drive_to_end(server).checkpoint
     assert (
-        not checkpoint.edge
+        not checkpoint.kept
         and not checkpoint.stages
         and not any(record.edge for record in checkpoint.records)
     )
-    assert b'"edge"' not in checkpoint.to_bytes()
+    assert b'"edge"' not in checkpoint.to_bytes() and b'"kept"' not in checkpoint.to_bytes()
     server.close()
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from trishul_ray.config import FederationConfig
-from trishul_ray.edge.draws import participants
+from trishul_ray.draws import participants
 from trishul_ray.edge.privacy.stage import promised
 from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import state_digest

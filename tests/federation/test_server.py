@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trishul_ray.edge.draws import capacities
+from trishul_ray.draws import capacities
 from trishul_ray.errors import RunError
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
@@ -126,7 +126,7 @@ def test_uploads_are_summed_as_they_come_and_given_up(small):
     experiment = small(*words, "federation.compute=uniform", "federation.weighting=size")
     executor = InlineExecutor(experiment, prepare_run(experiment))
     server = Server(experiment, executor, open_checkpoints(experiment), "a")
-    jobs = [TrainJob(1, client) for client in server.cohort(1)]
+    jobs = [TrainJob(1, client) for client in range(40)]
     everything = executor.run(server.broadcast(), jobs)
     reducer = server._reducer()
     summed = executor.run(server.broadcast(), jobs, reducer)

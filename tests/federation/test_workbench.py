@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
-from trishul_ray.edge.draws import capacities
+from trishul_ray.draws import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineExecutor

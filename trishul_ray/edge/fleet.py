@@ -10,11 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
 from trishul_ray.config import FederationConfig, Section
+from trishul_ray.draws import participants
 from trishul_ray.edge.availability import DAY, MOST_DAYS, next_time, source_of
 from trishul_ray.edge.clock import ClientOutcome, Plan, Times, jain, plan
 from trishul_ray.edge.cohorts import (
@@ -26,12 +27,20 @@ from trishul_ray.edge.cohorts import (
     utility,
 )
 from trishul_ray.edge.devices import DECILES, Devices, DevicesConfig
-from trishul_ray.edge.draws import participants
 from trishul_ray.errors import FailsAgainError
-from trishul_ray.files import Json
 from trishul_ray.methods.base import Method, exact_share
 from trishul_ray.rng import numpy_rng
-from trishul_ray.stages import Stage, StageSettings, register_stage
+from trishul_ray.stages import (
+    ArrayState,
+    ClientRound,
+    Cohort,
+    Memory,
+    Stage,
+    StageSettings,
+    StepFlops,
+    Traffic,
+    register_stage,
+)
 
 #: Names of what a round's record has of the clock; see docs/clock.md.
 CLOCK_NUMBERS = {
@@ -45,21 +54,6 @@ MOST_ATTEMPTS = 100
 
 #: Least seconds until the server looks again at batteries that are low.
 _LOOK_AGAIN = 600.0
-
-
-class StepFlops(NamedTuple):
-    """FLOPs of one local step: of the frozen model, and of all that is trained."""
-
-    backbone: float
-    adapter: float
-
-
-class Traffic(NamedTuple):
-    """Bytes that a client of a round is expected to transfer."""
-
-    down: float  # of the broadcast
-    first: float  # more of them at a client's first time
-    up: float  # of an upload
 
 
 @dataclass(frozen=True)
@@ -81,9 +75,13 @@ class ClockState:
     battery: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @classmethod
-    def from_json(cls, fields: Json) -> "ClockState":
-        """Return the state that JSON holds."""
-        return cls(**fields | {"past": Past(**fields["past"])})
+    def of(cls, memory: Memory) -> "ClockState":
+        """Return the state that a checkpoint holds."""
+        return cls(**memory | {"past": Past(**memory["past"])})
+
+    def to_memory(self) -> Memory:
+        """Return the state as a checkpoint holds it."""
+        return vars(self) | {"past": vars(self.past)}
 
 
 @dataclass(frozen=True)
@@ -225,25 +223,19 @@ class Fleet:
     def close(
         self,
         asked: Asked,
-        *,
-        down_bytes: np.ndarray,
-        up_bytes: np.ndarray,
         number: int,
-        loss: np.ndarray,
-        squared: np.ndarray,
+        done: Sequence[ClientRound],
     ) -> tuple[ClockState, dict[str, float]]:
         """Return the state after a round, and numbers for its record.
 
         Args:
-            asked: The round.
-            down_bytes: Bytes that each of its clients has received.
-            up_bytes: Bytes that each has sent.
+            asked: The round before its clients trained.
             number: The round.
-            loss: Mean training loss of each.
-            squared: Mean squared training loss of each.
+            done: The parts of its clients.
         """
         state, numbers = asked.state, {}
         clients = np.array(asked.clients, dtype=np.int64)
+        _, down_bytes, up_bytes, loss, squared = np.array(done, dtype=np.float64).reshape(-1, 5).T
         if self.devices is not None:
             last = asked.plans[-1].with_bytes(down_bytes, up_bytes)
             joules = self._joules(last)
@@ -424,7 +416,10 @@ class Clock(Stage):
 
     def __init__(self, config: Section, settings: StageSettings) -> None:
         super().__init__(config, settings)
-        self.devices, self.cohort = settings.section(DevicesConfig), settings.section(CohortConfig)
+        self.devices = settings.section(DevicesConfig)
+        self.options = settings.section(CohortConfig)
+        self._fleet: Fleet | None = None
+        self._asked = Asked([])
 
     @property
     def acts_on_changes(self) -> bool:
@@ -434,7 +429,7 @@ class Clock(Stage):
     def check(self, method: Method) -> None:
         """Refuse sections that do not go together."""
         private = self.settings.is_set("privacy")
-        check_fleet(self.devices, self.cohort, self.settings.federation, private=private)
+        check_fleet(self.devices, self.options, self.settings.federation, private=private)
 
     @property
     def files(self) -> dict[str, str]:
@@ -449,6 +444,58 @@ class Clock(Stage):
         source_of(self.devices, self.settings.seed, self.settings.federation.clients)
         line = clock_line(self.devices)
         return () if line is None else (line,)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """FLOPs for the length of a step, and the sizes of shards for a strategy."""
+        found = {"flops": self.devices.on, "shard_sizes": self.options.select != "uniform"}
+        return frozenset(name for name, needed in found.items() if needed)
+
+    def begin(self) -> Sequence[str]:
+        """Set up the clients, and start the clock unless a checkpoint holds it."""
+        if not self.needs:
+            return ()
+        plan, sizes = self.plan, self.plan.shard_sizes
+        self._fleet = Fleet(
+            self.devices,
+            self.options,
+            self.settings.federation,
+            self.settings.seed,
+            rows=np.zeros(0, dtype=np.int64) if sizes is None else sizes,
+            capacity=plan.capacities,
+            flops=plan.flops,
+            least=plan.quorum,
+        )
+        if not self.memory:
+            self.memory.update(self._fleet.start().to_memory())
+        return ()
+
+    def cohort(self, number: int, cohort: Cohort) -> Cohort:
+        """Ask clients until enough of them come in time."""
+        if self._fleet is None or number == 0:
+            return cohort
+        chosen = cohort.clients if cohort.fixed else None
+        state = ClockState.of(self.memory)
+        self._asked = asked = self._fleet.ask(number, state, cohort.traffic(), chosen)
+        earlier = {client for each in asked.plans[:-1] for client in each.clients.tolist()}
+        return replace(
+            cohort,
+            clients=asked.clients,
+            steps=asked.steps,
+            missing=asked.missing,
+            wasted=asked.wasted,
+            repeated=frozenset(earlier),
+        )
+
+    def end(
+        self, number: int, state: ArrayState, clients: Sequence[ClientRound]
+    ) -> dict[str, float]:
+        """Move the clock to the end of the round."""
+        if self._fleet is None:
+            return {}
+        after, numbers = self._fleet.close(self._asked, number, clients)
+        self.memory.update(after.to_memory())
+        return numbers
 
 
 @register_stage("cohort")

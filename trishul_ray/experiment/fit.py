@@ -7,7 +7,6 @@ from contextlib import suppress
 import torch
 
 from trishul_ray.adapters.check import check_kinds
-from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.adapters.quantized import check_library, squared_norm
 from trishul_ray.adapters.targets import find_layers, scored_layers
 from trishul_ray.config import Places
@@ -15,7 +14,6 @@ from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.hub import ON_HUB
 from trishul_ray.data.own import CUSTOM
 from trishul_ray.data.prepare import find_source, prepare
-from trishul_ray.edge.privacy.config import PrivacyConfig
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.methods.base import Site, build_method
@@ -109,8 +107,8 @@ def check_fits(experiment: Experiment) -> None:
 
     Raises:
         InputError: a rank, or heads x rank, exceeds the width of a layer, or a target is unknown;
-            an adapter of a plug-in cannot be exported;
-            ``privacy.denoise`` finds no cores; if something is wrong with own data, too, then that;
+            an adapter of a plug-in cannot be exported; if something is wrong with own data, too,
+            then that;
             or there is no GPU for ``resources.device=cuda``, or no library for ``model.quantize``.
     """
     if (kind := experiment.model.quantize) != "none":
@@ -133,12 +131,6 @@ def check_adapters(experiment: Experiment) -> None:
     """Check the adapters alone; see :func:`check_fits`."""
     site = build_site(Backbone.of(experiment.model, experiment.storage.places).shapes, experiment)
     adapters = build_method(experiment.method, experiment.adapter).adapters(site)
-    denoise = experiment.section(PrivacyConfig).denoise
-    if denoise != "none" and not any(isinstance(each, MultiHead) for each in adapters.values()):
-        raise InputError(
-            f"privacy.denoise={denoise!r} needs a method with cores (fedsb, ravan, trishul), not "
-            f"method={experiment.method.name!r}; allowed: none"
-        )
     for layer in site.layers:
         rank = getattr(adapters.get(layer.name), "rank", 0)
         width = min(layer.d_out, layer.d_in)

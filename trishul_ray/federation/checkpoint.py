@@ -28,7 +28,6 @@ from safetensors.numpy import save as save_tensors
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from trishul_ray.data.dataset import DatasetInfo
-from trishul_ray.edge.state import EdgeState
 from trishul_ray.errors import first_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays
@@ -97,7 +96,7 @@ class Checkpoint:
         sources: hashes of data and weights; see ``Blueprint``.
         info: description of the data.
         stages: what each stage keeps, by its name.
-        edge: what filters, privacy and the clock keep.
+        kept: what stages left with each client, by client.
     """
 
     experiment_id: str
@@ -112,7 +111,7 @@ class Checkpoint:
     sources: dict[str, str] = field(default_factory=dict)
     info: DatasetInfo | None = None
     stages: dict[str, Memory] = field(default_factory=dict, metadata=OPTIONAL)
-    edge: EdgeState = field(default_factory=EdgeState, metadata=OPTIONAL)
+    kept: dict[int, Arrays] = field(default_factory=dict, metadata=OPTIONAL)
 
     def is_last(self, rounds: int) -> bool:
         """Return whether a run of so many rounds is over: all are done, and the last is scored."""
@@ -146,13 +145,13 @@ class Checkpoint:
             meta = tensors.pop(_META).tobytes()
             found = json.loads(meta, object_hook=lambda d: tensors[d[_ARRAY]] if _ARRAY in d else d)
             info, states = found.pop("info"), found.pop("client_states")
-            edge = found.pop("edge", None)
+            kept = found.pop("kept", {})
             made = cls(
                 state=State(**found.pop("state")),
                 client_states={int(client): state for client, state in states.items()},
                 records=[RoundRecord(**record) for record in found.pop("records")],
                 info=None if info is None else DatasetInfo.from_json(info),
-                edge=EdgeState() if edge is None else EdgeState.from_json(edge),
+                kept={int(client): arrays for client, arrays in kept.items()},
                 **found,
             )
             made._check()
@@ -349,7 +348,7 @@ class CheckpointStore:
 
 def _kept_by_clients(checkpoint: Checkpoint) -> dict[_Key, Arrays]:
     """Return the arrays of both fields that hold what clients keep."""
-    parts = {"state": checkpoint.client_states, "kept": checkpoint.edge.kept}
+    parts = {"state": checkpoint.client_states, "kept": checkpoint.kept}
     return {(part, c): arrays for part, held in parts.items() for c, arrays in held.items()}
 
 
@@ -366,8 +365,7 @@ def _with_kept(checkpoint: Checkpoint, kept: Mapping[_Key, Arrays]) -> Checkpoin
     parts: dict[str, dict[int, Arrays]] = {"state": {}, "kept": {}}
     for (part, client), arrays in kept.items():
         parts[part][client] = arrays
-    edge = replace(checkpoint.edge, kept=parts["kept"])
-    return replace(checkpoint, client_states=parts["state"], edge=edge)
+    return replace(checkpoint, client_states=parts["state"], kept=parts["kept"])
 
 
 def _size(kept: Mapping[_Key, Arrays]) -> int:

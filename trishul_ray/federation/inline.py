@@ -31,7 +31,7 @@ from trishul_ray.federation.workbench import (
     blueprint_of,
     build_workbench,
 )
-from trishul_ray.stages import ArrayState, Partial, Stages
+from trishul_ray.stages import ArrayState, Partial
 
 
 class InlineExecutor:
@@ -46,14 +46,13 @@ class InlineExecutor:
         self.experiment, self.residents = experiment, residents or Residents()
         with deterministic(experiment):
             self.bench: Workbench = build_workbench(experiment, prepared, self.residents)
-        self.stages = Stages.of(experiment)
 
     def describe(self, survey: Arrays) -> Blueprint:
         """Return the blueprint of the workbench, given the survey."""
         with deterministic(self.experiment):
             adapt_to(self.bench, survey)
             blueprint = blueprint_of(self.bench)
-            if self.experiment.is_set("devices"):
+            if "flops" in self.bench.stages.needs:
                 blueprint = replace(blueprint, flops=count_flops(self.bench))
             return blueprint
 
@@ -65,10 +64,10 @@ class InlineExecutor:
             adapt_to(self.bench, broadcast.survey)
             trained = train_together(self.bench, broadcast, jobs)
             # Round 0: answers to a survey.
-            if jobs[0].round == 0 or not self.stages.act_on_changes:
+            if jobs[0].round == 0 or not self.bench.stages.act_on_changes:
                 return trained
             return [
-                send_change(self.bench, self.stages, broadcast, job, *each)
+                send_change(self.bench, broadcast, job, *each)
                 for job, each in zip(jobs, trained, strict=True)
             ]
 

@@ -24,8 +24,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from trishul_ray import plugins
 from trishul_ray.adapters.model import Trained
 from trishul_ray.data.dataset import Split
-from trishul_ray.edge.fleet import StepFlops
-from trishul_ray.edge.privacy.clipping import clip
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.federation.messages import (
     Arrays,
@@ -41,7 +39,7 @@ from trishul_ray.federation.reduce import configured_weight
 from trishul_ray.federation.workbench import Workbench, global_model, new_run, rows_of
 from trishul_ray.methods.base import LocalRun, Method, State, Tensors, count_numbers
 from trishul_ray.rng import numpy_rng, torch_rng
-from trishul_ray.stages import ArrayState, Change, Sender, Stages
+from trishul_ray.stages import ArrayState, Change, Sender, StepFlops
 from trishul_ray.tasks.sums import EvalSums
 
 if TYPE_CHECKING:
@@ -58,7 +56,8 @@ def train_client(
     is the method's survey, at the pretrained model.
 
     Raises:
-        FailsAgainError: The training loss is not finite, without privacy; names client and step.
+        FailsAgainError: The training loss is not finite, and no stage hides clients; names client
+            and step.
         RunError: The memory of the device, or this process's share of it, is too small.
     """
     if job.round == 0:
@@ -82,7 +81,7 @@ def train_together(
     up to the last bits; its seconds are its share of those of all.
 
     Raises:
-        FailsAgainError: The training loss of a client is not finite, without privacy.
+        FailsAgainError: The training loss of a client is not finite, and no stage hides clients.
         RunError: The memory of the device, or this process's share of it, is too small.
     """
     if len(jobs) == 1:
@@ -130,8 +129,8 @@ def _uploaded(
     bench: Workbench, steps: "LocalSteps", job: TrainJob, losses: Tensor
 ) -> tuple[State, Tensors]:
     vector, settings = steps.run.vector, bench.settings
-    private, finite = settings.is_set("privacy"), bool(torch.isfinite(losses).all())
-    if not finite and not private:
+    hidden, finite = bench.stages.hide_clients, bool(torch.isfinite(losses).all())
+    if not finite and not hidden:
         step = int((~torch.isfinite(losses)).nonzero()[0]) + 1
         remedy = f"(optimizer.lr={settings.optimizer.lr}): try a smaller learning rate"
         if job.round == step == 1:
@@ -143,7 +142,7 @@ def _uploaded(
             f"training loss of client {job.client} is not finite at round {job.round}, local "
             f"step {step} {remedy}"
         )
-    if private:
+    if hidden:
         # Ending the run would reveal something of this client: its upload is refused, as zeros.
         finite = finite and bool(torch.isfinite(vector).all())
         vector.nan_to_num_(0.0, 0.0, 0.0)
@@ -198,7 +197,6 @@ def _answer(
 
 def send_change(
     bench: Workbench,
-    stages: Stages,
     broadcast: ArrayState,
     job: TrainJob,
     upload: Upload,
@@ -211,11 +209,11 @@ def send_change(
     if upload.active is not None:
         moved[np.repeat(~upload.active, [unit.size for unit in units])] = 0
     weight = configured_weight(settings.federation.weighting, upload)
-    change, read = stages.send(
+    change, read = bench.stages.send(
         Change(moved, upload.arrays.extra),
         Sender(
             settings.seed, job.round, job.client, weight, units, upload.active, job.kept,
-            job.clip_norm, broadcast.shared,
+            job.instructions, broadcast.shared,
         ),
     )  # fmt: skip
     corrected = {n: job.state.get(n, 0.0) + read[n] for n in method.mirrored if n in read}
@@ -446,9 +444,7 @@ def _answer_survey(bench: Workbench, job: TrainJob) -> tuple[Upload, TrainReport
     began = time.perf_counter()
     with _client_stream(bench, "survey-dropout", job.client):
         answer = State(torch.empty(0), extra=bench.method.survey(gradients())).map(to_array)
-    if job.clip_norm is not None:  # what is not finite counts as zeros
-        finite = {k: np.nan_to_num(v, nan=0, posinf=0, neginf=0) for k, v in answer.extra.items()}
-        answer = replace(answer, extra=clip(answer.shared, finite, job.clip_norm)[1])
+    answer = replace(answer, extra=bench.stages.answer(answer.extra, job.instructions))
     seconds, numbers = time.perf_counter() - began, sum(a.size for a in answer.extra.values())
     return (
         Upload(job.client, len(shard), answer),

@@ -13,9 +13,8 @@ import numpy as np
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.data.dataset import DatasetInfo, RowSet
-from trishul_ray.edge.fleet import StepFlops
 from trishul_ray.lazy import torch
-from trishul_ray.stages import ArrayState
+from trishul_ray.stages import ArrayState, StepFlops
 from trishul_ray.tasks.sums import EvalSums, Metrics
 
 #: Arrays by name, as they are sent and stored: the object store returns views without a copy.
@@ -49,7 +48,7 @@ class TrainJob:
     client: int
     state: Arrays = field(default_factory=dict)  # the client's persistent state
     kept: Arrays = field(default_factory=dict)  # and that of what filters its uploads
-    clip_norm: float | None = None  # see stages.Sender
+    instructions: Mapping[str, float] = field(default_factory=dict)  # of stages, by name
     steps: int | None = None  # local steps, the first of the round's; None means all
 
 
@@ -170,8 +169,8 @@ class Blueprint:
     (``answers``), and the weights and configuration of the ``backbone``.
     Unknown sources are left out. ``client_mix`` is there if clients are scored by it
     (``evaluation.per_client``). ``scored`` is the number of rows of every set that is scored, and
-    ``client_rows`` [C] that of every client if each client's own model is scored. ``flops`` are
-    there if clients have devices, and ``shard_sizes`` [C] if a cohort is chosen by them.
+    ``client_rows`` [C] that of every client if each client's own model is scored. ``flops`` and
+    ``shard_sizes`` [C] are there if a stage needs them.
     ``remarks`` are what the worker has mended, a line each.
     """
 

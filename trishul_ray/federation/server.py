@@ -9,7 +9,6 @@ evaluation and training run together, and the record of round t is complete one 
 
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -20,14 +19,7 @@ import numpy as np
 import torch
 
 from trishul_ray import plugins
-from trishul_ray.data.dataset import RowSet, score_name
-from trishul_ray.data.partition import client_names
-from trishul_ray.edge.cohorts import CohortConfig
-from trishul_ray.edge.devices import DevicesConfig
-from trishul_ray.edge.draws import capacities, participants, poisson_cohort, uniform_cohort
-from trishul_ray.edge.fleet import Asked, Fleet, Traffic
-from trishul_ray.edge.privacy.config import PrivacyConfig
-from trishul_ray.edge.privacy.mechanism import SURVEY_NORM
+from trishul_ray.draws import capacities, participants, uniform_cohort
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
@@ -38,13 +30,10 @@ from trishul_ray.federation.diagnostics import (
     compare_everyone,
     upload_diagnostics,
 )
-from trishul_ray.federation.edge import audited, mechanism_of, release, unit_shares
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
     Arrays,
     Blueprint,
-    EvalJob,
-    EvalReport,
     Job,
     Outcome,
     TrainJob,
@@ -63,10 +52,20 @@ from trishul_ray.federation.reduce import (
     rejection_reason,
     round_units,
 )
+from trishul_ray.federation.scoring import Scoring
 from trishul_ray.methods.base import ClientUpload, Method, Round, State, build_method
 from trishul_ray.rng import numpy_rng
-from trishul_ray.stages import ArrayState, MeanChange, Partial, RunPlan, Sent, Stages
-from trishul_ray.tasks.sums import EvalSums, client_metrics, score_by_mix
+from trishul_ray.stages import (
+    ArrayState,
+    ClientRound,
+    Cohort,
+    MeanChange,
+    Partial,
+    RunPlan,
+    Sent,
+    Stages,
+    Traffic,
+)
 
 A = TypeVar("A", int, float)
 
@@ -161,7 +160,6 @@ class Server:
         for record in self.checkpoint.records:
             self._remember(record)
         self.blueprint = executor.describe(self.checkpoint.state.survey)
-        self.private = mechanism_of(experiment, self.method, self.blueprint, self.checkpoint.edge)
         lines = self._begin()
         if restored is None:
             with deterministic(experiment):
@@ -172,42 +170,32 @@ class Server:
                 f"run {experiment.id} was started with other {changed}: restore the original, or "
                 "start over with --fresh"
             )
-        if self.private is not None:
-            self.events += self.private.lines()
         self.events += lines
         self.checkpoint.sources = self.blueprint.sources
         self.checkpoint.info = self.blueprint.info
-        self.fleet = self._fleet()
-        if self.fleet is not None and self.checkpoint.edge.clock is None:
-            self.checkpoint.edge.clock = self.fleet.start()
+        self.scoring = Scoring(
+            experiment, self.blueprint, self.participants, personal=self.method.personal
+        )
 
     def _begin(self) -> list[str]:
         """Let the stages prepare for the rounds; return lines for the reader of the run."""
-        layout = self.blueprint.layout
-        units = tuple(layout.units(self.blueprint.wire))
-        shares = partial(unit_shares, self.experiment, self.method, self.blueprint)
-        return self.stages.begin(
-            RunPlan(self.method, layout, units, shares), self.checkpoint.stages
+        fed, seed, blueprint = self.experiment.federation, self.experiment.seed, self.blueprint
+        method, layout = self.method, blueprint.layout
+        every = np.array(capacities(fed.compute, seed, fed.clients, fed.compute_shares))
+        plan = RunPlan(
+            method,
+            layout,
+            tuple(layout.units(blueprint.wire)),
+            blueprint.expected.lengths,
+            self.participants,
+            every,
+            quorum=max(self.stages.quorum.values(), default=1),
+            unit_shares=lambda: method.unit_shares(layout, every[self.participants].tolist()),
+            sent_units=partial(round_units, method, layout),
+            flops=blueprint.flops,
+            shard_sizes=blueprint.shard_sizes,
         )
-
-    def _fleet(self) -> Fleet | None:
-        """Return the clients on the simulated clock; None if cohorts are drawn without one."""
-        settings, fed = self.experiment, self.experiment.federation
-        devices, cohort = settings.section(DevicesConfig), settings.section(CohortConfig)
-        if not devices.on and cohort.select == "uniform":
-            return None
-        sizes = self.blueprint.shard_sizes
-        shares = capacities(fed.compute, settings.seed, fed.clients, fed.compute_shares)
-        return Fleet(
-            devices,
-            cohort,
-            fed,
-            settings.seed,
-            rows=np.zeros(0, dtype=np.int64) if sizes is None else sizes,
-            capacity=np.array(shares),
-            flops=self.blueprint.flops,
-            least=max(self.stages.quorum.values(), default=1),
-        )
+        return self.stages.begin(plan, self.checkpoint.stages)
 
     def _initial_state(self) -> ArrayState:
         """Return the state before round 1; a survey comes before it, as round 0."""
@@ -222,40 +210,27 @@ class Server:
         return replace(state, survey=decisive)
 
     def survey(self) -> Arrays:
-        """Return the mean answer of some clients to the method's survey; empty without one.
-
-        Under privacy it is a release like those of rounds, of a cohort that is drawn like theirs.
-        """
+        """Return the mean answer of some clients to the method's survey; empty without one."""
         plan, fed = self.method.survey_plan, self.experiment.federation
         if plan is None:
             return {}
-        if self.private is None:
-            rng = numpy_rng(self.experiment.seed, "survey-cohort")
-            size = min(plan.clients, fed.participants)
-            cohort = sorted(rng.choice(self.participants, size, replace=False).tolist())
-            jobs = [TrainJob(0, client) for client in cohort]
-        else:
-            cohort = self.cohort(0)
-            jobs = [TrainJob(0, client, clip_norm=SURVEY_NORM) for client in cohort]
-            # An empty cohort needs the names and shapes of answers: take one of zeros.
-            jobs = jobs or [TrainJob(0, int(self.participants[0]), clip_norm=0.0)]
+        rng = numpy_rng(self.experiment.seed, "survey-cohort")
+        size = min(plan.clients, fed.participants)
+        drawn = sorted(rng.choice(self.participants, size, replace=False).tolist())
+        cohort = self.stages.cohort(0, Cohort(drawn)).clients
+        # An empty cohort needs the names and shapes of answers: take one, which counts as zeros.
+        jobs = [self._job(0, client) for client in cohort or self.participants[:1].tolist()]
         state, record = self.checkpoint.state, self.checkpoint.records[0]
         reducer = Reducer(self.method, self.blueprint.layout, fed.weighting, None)
         outcome = self.executor.run(state, jobs, reducer)
         self.events += outcome.events
         total = self._sum(0, outcome, reducer)
         record.uploaded_parameters = sum(r.uploaded for r in outcome.reports if r.client in cohort)
-        if self.private is None:
+        assert total.sums is not None  # one is valid
+        sums = {k: v if cohort else np.zeros_like(v) for k, v in total.sums.extra.items()}
+        found = self.stages.survey(sums)
+        if found is None:
             found = finish(total, state, reducer)[0].extra
-        else:
-            assert total.sums is not None  # answers are finite
-            found = self.private.surveyed(total.sums.extra)
-            if self.private.noise > 0:
-                numbers = sum(answer.size for answer in found.values())
-                self.events.append(
-                    "privacy: signal-to-noise ratio of the survey "
-                    f"{self.private.signal_to_noise(numbers):.2g} at most, with {numbers:,} numbers"
-                )
         return {layer: answer.astype(np.float32) for layer, answer in found.items()}
 
     @property
@@ -273,29 +248,21 @@ class Server:
             FailsAgainError: too few uploads are valid.
         """
         began = time.perf_counter()
-        now, fed = self.checkpoint, self.experiment.federation
-        complete, number = now.records[-1], now.round + 1
+        now, number = self.checkpoint, self.checkpoint.round + 1
+        complete, over = now.records[-1], number > self.experiment.federation.rounds
         with deterministic(self.experiment):
             state = self.broadcast()
-            sent = Sent(state, state)
-            if number <= fed.rounds:
+            sent, cohort = Sent(state, state), Cohort([])
+            if not over:
                 sent = self.stages.broadcast(number, state)
-            asked = self._ask(number, sent) if number <= fed.rounds else Asked([])
-            cohort = asked.clients
-            train = [self._job(number, client, asked.steps.get(client)) for client in cohort]
-            outcome = self._run(sent, train)
-            self.events += outcome.events
-            for rows in self.blueprint.scored if outcome.evaluations else ():
-                found = [each for each in outcome.evaluations if each.rows == rows]
-                self._score(complete, rows, found)
-                if each := [report.each for report in found if report.each]:
-                    now.test_rows = {k: np.concatenate([part[k] for part in each]) for k in each[0]}
-            if number <= fed.rounds:  # under privacy, even a cohort of nobody is a round
+                cohort = self._cohort(number, sent)
+            outcome = self._run(number, sent, cohort)
+            self.scoring.add(now, outcome.evaluations)
+            if not over:  # even a cohort of nobody is a round
                 paused = time.perf_counter()
                 everyone = self._compare_everyone(number, sent.read, outcome)
                 began += time.perf_counter() - paused
-                record = self._aggregate(number, sent, outcome)
-                self._tick(asked, sent, outcome, record)
+                record = self._aggregate(number, sent, cohort, outcome)
                 self._remember(record)
                 now.matrices |= everyone
                 record.seconds = time.perf_counter() - began
@@ -311,80 +278,54 @@ class Server:
         last = self._asked.get(client)
         return self.method.setup_parameters(broadcast, self.blueprint.layout, last)
 
-    def _run(self, sent: Sent, train: list[TrainJob]) -> Outcome:
-        """Train and evaluate.
+    def _run(self, number: int, sent: Sent, cohort: Cohort) -> Outcome:
+        """Train the clients of a round, and score the model after the previous one.
 
         What is evaluated is the state as it is, which is the one that a run ends with. If clients
         read another one, both cannot run together: evaluation waits for training.
         """
-        evaluation = self._evaluation_jobs()
+        train = [self._job(number, client, cohort.steps.get(client)) for client in cohort.clients]
+        evaluation = self.scoring.jobs(self.checkpoint)
         every = self.method.needs_uploads or self.experiment.evaluation.diagnostics_cohort == "all"
         reducer = None if every else self._reducer()
         if sent.is_exact:
-            return self.executor.run(sent.state, [*train, *evaluation], reducer)
-        outcome = self.executor.run(sent.read, train, reducer)
-        scored = self.executor.run(sent.state, evaluation) if evaluation else Outcome([], [], [])
-        events = outcome.events + scored.events
-        return replace(outcome, evaluations=scored.evaluations, events=events)
+            outcome = self.executor.run(sent.state, [*train, *evaluation], reducer)
+        else:
+            outcome = self.executor.run(sent.read, train, reducer)
+            if evaluation:
+                scored = self.executor.run(sent.state, evaluation)
+                outcome.evaluations += scored.evaluations
+                outcome.events += scored.events
+        self.events += outcome.events
+        return outcome
 
-    def _ask(self, number: int, sent: Sent) -> Asked:
-        """Return whom a round asks; on the clock, by the bytes that are expected.
+    def _cohort(self, number: int, sent: Sent) -> Cohort:
+        """Return the clients of a round, drawn without replacement unless a stage chooses."""
+        fed, seed = self.experiment.federation, self.experiment.seed
+        drawn = uniform_cohort(seed, number, len(self.participants), fed.clients_per_round)
+        clients = self.participants[drawn].tolist()
+        return self.stages.cohort(number, Cohort(clients, traffic=partial(self._traffic, sent)))
+
+    def _traffic(self, sent: Sent) -> Traffic:
+        """Return the bytes that a client of the next round is expected to transfer.
 
         Who comes in time must be known before anyone trains: a client is expected to send as much
         as those of the round before on average, and in round 1 four bytes for each number.
         """
-        clock, last = self.checkpoint.edge.clock, self.checkpoint.records[-1]
-        if self.fleet is None or clock is None:
-            return Asked(self.cohort(number))
-        tensors, expected = sent.state.map(as_tensor), self.blueprint.expected
-        up = 4.0 * sum(expected.lengths.values())
+        tensors, last = sent.state.map(as_tensor), self.checkpoint.records[-1]
+        layout, before = self.blueprint.layout, last.accepted_uploads
+        up = 4.0 * sum(self.blueprint.expected.lengths.values())
         if last.clients:
             up = last.metrics()["uploaded_bytes"] / len(last.clients)
-        layout, before = self.blueprint.layout, last.accepted_uploads
         down = 4 * self.method.download_parameters(tensors, layout, 0, before)
         down = down if sent.size is None else sent.size
-        traffic = Traffic(down, 4 * self.method.setup_parameters(tensors, layout, None), up)
-        chosen = None if self.private is None else self.cohort(number)
-        return self.fleet.ask(number, clock, traffic, chosen)
-
-    def _tick(self, asked: Asked, sent: Sent, outcome: Outcome, record: RoundRecord) -> None:
-        """Move the clock to the end of a round, and add what it says to the round's record."""
-        if self.fleet is None:
-            return
-        method, layout, reports = self.method, self.blueprint.layout, outcome.reports
-        tensors, before = sent.read.map(as_tensor), self.checkpoint.records[-1].accepted_uploads
-
-        def down(unsent: int) -> int:
-            return method.download_parameters(tensors, layout, unsent, before)
-
-        size = sent.size
-        setup = sum(self._setup(tensors, client) for client in asked.missing)
-        if record.downloaded_parameters is not None:
-            record.downloaded_parameters += asked.wasted * down(0) + setup
-        if record.downloaded_bytes is not None and size is not None:
-            record.downloaded_bytes += asked.wasted * size + 4 * setup
-        record.missing = {str(client): fate for client, fate in asked.missing.items()}
-        # What is downloaded once came with an earlier attempt of this round, if there was one.
-        earlier = {c for each in asked.plans[:-1] for c in each.clients.tolist()}
-        once = [0 if c in earlier else self._setup(tensors, c) for c in asked.clients]
-        downs = [4 * down(r.unsent) if size is None else size for r in reports]
-        ups = [4 * r.uploaded if r.uploaded_bytes is None else r.uploaded_bytes for r in reports]
-        self.checkpoint.edge.clock, numbers = self.fleet.close(
-            asked,
-            number=record.round,
-            down_bytes=np.array(downs, dtype=np.float64) + 4 * np.array(once, dtype=np.float64),
-            up_bytes=np.array(ups, dtype=np.float64),
-            loss=np.array([r.loss for r in reports]),
-            squared=np.array([r.squared_loss for r in reports]),
-        )
-        record.edge |= numbers
+        return Traffic(down, 4 * self.method.setup_parameters(tensors, layout, None), up)
 
     def _job(self, number: int, client: int, steps: int | None = None) -> TrainJob:
         """Return the job of a client in a round, with what it has kept."""
-        now = self.checkpoint
-        state, kept = now.client_states.get(client, {}), now.edge.kept.get(client, {})
-        norm = None if now.edge.privacy is None else now.edge.privacy.clip_norm
-        return TrainJob(number, client, state, kept, norm, steps)
+        state = self.checkpoint.client_states.get(client, {})
+        kept = self.checkpoint.kept.get(client, {})
+        return TrainJob(number, client, state, kept, self.stages.instruct(number), steps)
 
     def _values(self, uploads: list[Any], broadcast: ArrayState) -> list[Upload]:
         """Bring uploads into this process, as values even where clients send changes."""
@@ -398,110 +339,10 @@ class Server:
         value = broadcast.shared + self.stages.restore(upload.arrays.shared, weight)
         return replace(upload, arrays=replace(upload.arrays, shared=value.astype(np.float32)))
 
-    def _score(self, record: RoundRecord, rows: RowSet, reports: list[EvalReport]) -> None:
-        """Add to a record the metrics of a set of rows, and of the test rows more than numbers.
-
-        These are the scores by class and, if asked for, by client, of which the last are kept: of
-        the global model and, for a method that leaves a part of it with the clients, of their own.
-        """
-        metrics, info = self.blueprint.metrics, self.blueprint.info
-        sums = [report.sums for report in reports if report.client is None]
-        found, recall = metrics.merge(sums), metrics.recall(sums)
-        by_client: dict[int, float] = {}
-        own: dict[int, float] = {}
-        if self.experiment.evaluation.per_client:
-            mix = self.blueprint.client_mix
-            by_client = metrics.by_client(sums) if mix is None else score_by_mix(recall, mix)
-            if self.method.personal:
-                # The model of a client that has kept nothing yet is the global one.
-                own = by_client | self._personal_scores(reports)
-            took_part = self._participation()
-            found |= client_metrics(by_client, own, took_part)
-        record.scores |= {score_name(name, rows): value for name, value in found.items()}
-        if rows == "validation":
-            return
-        record.recall = recall
-        if by_client:
-            for earlier in self.checkpoint.records:
-                earlier.per_client, earlier.personal, earlier.participation = {}, {}, {}
-            names = info.clients if self.blueprint.client_mix is None else self._client_names()
-
-            def named(values: dict[int, A]) -> dict[str, A]:
-                return {names[c] if names else str(c): value for c, value in values.items()}
-
-            record.per_client, record.personal = named(by_client), named(own)
-            record.participation = named(took_part)
-
-    def _client_names(self) -> tuple[str, ...]:
-        fed, partition = self.experiment.federation, self.experiment.partition
-        return client_names(self.blueprint.info, partition, fed.clients)
-
-    def _participation(self) -> dict[int, int]:
-        """Return in how many rounds each client has counted, of those that may take part.
-
-        Empty if what is scored are clients of the data, and not those of the run.
-        """
-        if self.blueprint.client_mix is None and not self._client_names():
-            return {}
-        counts = Counter(
-            client
-            for record in self.checkpoint.records
-            for client in record.clients
-            if str(client) not in record.refused
-        )
-        return {client: counts[client] for client in self.participants.tolist()}
-
-    def _personal_scores(self, reports: list[EvalReport]) -> dict[int, float]:
-        """Return the score of each client's own model on this client's rows, or by its mix."""
-        metrics, mix = self.blueprint.metrics, self.blueprint.client_mix
-        sums: dict[int, list[EvalSums]] = {}
-        for report in reports:
-            if report.client is not None:
-                sums.setdefault(report.client, []).append(report.sums)
-        if mix is None:
-            return {client: metrics.by_client(own)[client] for client, own in sums.items()}
-        return {
-            client: score
-            for client, own in sums.items()
-            for score in score_by_mix(metrics.recall(own), mix[client : client + 1]).values()
-        }
-
-    def cohort(self, round_number: int) -> list[int]:
-        """Return the clients of a round, ascending; with Poisson sampling, their number varies."""
-        fed, options = self.experiment.federation, self.experiment.section(PrivacyConfig)
-        poisson = options.on and options.sampling == "poisson"
-        draw = poisson_cohort if poisson else uniform_cohort
-        seed, size = self.experiment.seed, len(self.participants)
-        drawn: list[int] = self.participants[
-            draw(seed, round_number, size, fed.clients_per_round)
-        ].tolist()
-        return drawn
-
     def broadcast(self) -> ArrayState:
         """Return the broadcast of the next round."""
         with deterministic(self.experiment):
             return broadcast_of(self.method, self.checkpoint.state)
-
-    def _evaluation_jobs(self) -> list[EvalJob]:
-        number = self.checkpoint.round
-        fed = self.experiment.federation
-        if not self.experiment.evaluation.scores(number, fed.rounds):
-            return []
-        size = self.experiment.evaluation.batch_size
-
-        def chunks(count: int) -> list[tuple[int, int]]:
-            return [(start, min(start + size, count)) for start in range(0, count, size)]
-
-        jobs = []
-        last = number == self.experiment.federation.rounds
-        for rows, count in self.blueprint.scored.items():
-            each = last and rows == "test"
-            jobs += [EvalJob(number, *chunk, rows, each=each) for chunk in chunks(count)]
-            if (counts := self.blueprint.client_rows.get(rows)) is not None and number:
-                for client, state in sorted(self.checkpoint.client_states.items()):
-                    own = chunks(int(counts[client]))
-                    jobs += [EvalJob(number, *chunk, rows, client, state) for chunk in own]
-        return jobs
 
     def _compare_everyone(self, number: int, broadcast: ArrayState, outcome: Outcome) -> Arrays:
         """In the last round, train the other clients, too, if all are to be compared.
@@ -531,83 +372,109 @@ class Server:
         weighting, blueprint = self.experiment.federation.weighting, self.blueprint
         return Reducer(self.method, blueprint.layout, weighting, blueprint.expected)
 
-    def _aggregate(self, number: int, sent: Sent, outcome: Outcome) -> RoundRecord:
+    def _aggregate(self, number: int, sent: Sent, cohort: Cohort, outcome: Outcome) -> RoundRecord:
         """Aggregate the uploads of a round into the next state and return the round's record."""
-        fed, layout, now = self.experiment.federation, self.blueprint.layout, self.checkpoint
-        reducer, broadcast = self._reducer(), sent.read
+        now, reducer = self.checkpoint, self._reducer()
         total = self.stages.total(self._sum(number, outcome, reducer))
-        accepted, count = set(total.clients), len(total.clients)
-        reported = dict(total.metrics)
-        changes = self.stages.act_on_changes
-        if self.private is None:
-            # A unit that nobody trained keeps its value, or does not change.
-            before = now.state
-            if changes:
-                before = replace(before, shared=np.zeros_like(before.shared))
-            mean, trained = finish(total, before, reducer)
-        else:
-            mean, trained, released = release(
-                self.private, number, total, reducer, now.state, outcome.reports, now.edge
-            )
-            reported |= released
-            count = fed.clients_per_round  # how many came is private
+        accepted = set(total.clients)
+        mean = self.stages.average(number, total, {r.client: r.edge for r in outcome.reports})
+        if mean is None:
+            mean = self._mean(total, reducer)
         # Before the state changes: fetching may fail if a node is lost.
         needed = None if self.method.needs_uploads else MOST_CLIENTS
-        fetched = self._values(outcome.uploads[:needed], broadcast)
-        sample = fetched[:MOST_CLIENTS]
-        singles: tuple[ClientUpload, ...] = ()
-        if self.method.needs_uploads:
-            singles = tuple(_single(u, reducer) for u in fetched if u.client in accepted)
-        round_ = Round(
-            number, count, fed.participants, torch.from_numpy(trained), singles, rounds=fed.rounds
-        )
-        if changes:
-            round_ = replace(round_, change=torch.from_numpy(mean.shared))
-            mean = self.stages.mean(number, MeanChange(mean, trained, count)).state
-            moved = now.state.shared + mean.shared.astype(np.float64)
-            mean = replace(mean, shared=moved.astype(np.float32))
-        new = self.method.aggregate(now.state.map(to_tensor), mean.map(to_tensor), round_, layout)
-        after = new.map(to_array)
-        if not _is_finite(after) and _is_finite(mean):
-            raise FailsAgainError(
-                f"round {number}: aggregate() of {plugins.named(type(self.method))} returns a "
-                "state that is not finite, of uploads that are"
-            )
-        now.state = replace(after, survey=now.state.survey)
-        now.client_states |= {
-            r.client: r.state for r in outcome.reports if r.state and r.client in accepted
-        }
-        now.edge.kept |= {
-            r.client: r.kept for r in outcome.reports if r.kept and r.client in accepted
-        }
+        fetched = self._values(outcome.uploads[:needed], sent.read)
+        valid = [upload for upload in fetched if upload.client in accepted]
+        round_ = self._round(number, mean, valid, reducer)
+        now.state = self._next_state(number, mean, round_)
+        reports = [report for report in outcome.reports if report.client in accepted]
+        now.client_states |= {r.client: r.state for r in reports if r.state}
+        now.kept |= {r.client: r.kept for r in reports if r.kept}
         now.round = number
-        record = self._record(number, sent, outcome, total)
-        record.edge |= reported | audited(self.private, number, now.state, now.edge)
-        if self.experiment.evaluation.diagnoses(number, fed.rounds):
-            valid = [u for u in sample if u.client in accepted]
-            diagnosed = upload_diagnostics(
-                valid,
-                broadcast,
-                self.blueprint,
-                self.experiment,
-                [report for report in outcome.reports if report.client in accepted],
-            )
-            record.diagnostics = diagnosed.metrics
-            units = round_units(self.method, layout, number)
-            alike = all(
-                u.active is None or (units is not None and np.array_equal(u.active, units))
-                for u in valid
-            )
-            if len(valid) == len(total.clients) and alike and not self.stages.move_beyond_mean:
-                error = aggregation_error(valid, reducer, broadcast, self.broadcast())
-                if error is not None:
-                    record.diagnostics["aggregation_error"] = error
-            now.spectra = (diagnosed.spectra | round_.spectra) or now.spectra
-            now.matrices = append_round(now.matrices, number, diagnosed.matrices)
+        record = self._record(number, sent, cohort, outcome, total)
+        record.edge |= {**total.metrics, **mean.metrics}
+        clients = self._client_rounds(sent, cohort, outcome)
+        record.edge |= self.stages.end(number, now.state, clients)
+        if self.experiment.evaluation.diagnoses(number, self.experiment.federation.rounds):
+            compared = {upload.client for upload in fetched[:MOST_CLIENTS]}
+            sample = [upload for upload in valid if upload.client in compared]
+            self._diagnose(record, sample, sent.read, reducer, reports, round_)
         record.diagnostics |= round_.metrics
         if number == 1 and (warning := self.method.warning(round_.metrics)):
             self.events.append(f"warning: {warning}")
         return record
+
+    def _mean(self, total: Partial, reducer: Reducer) -> MeanChange:
+        """Return the weighted mean; a unit that nobody trained keeps its value, or stays."""
+        before = self.checkpoint.state
+        if self.stages.act_on_changes:
+            before = replace(before, shared=np.zeros_like(before.shared))
+        return MeanChange(*finish(total, before, reducer), len(total.clients))
+
+    def _round(
+        self, number: int, mean: MeanChange, valid: Sequence[Upload], reducer: Reducer
+    ) -> Round:
+        """Return what a method may know of a round, given its valid uploads."""
+        fed = self.experiment.federation
+        singles: tuple[ClientUpload, ...] = ()
+        if self.method.needs_uploads:
+            singles = tuple(_single(upload, reducer) for upload in valid)
+        change = torch.from_numpy(mean.state.shared) if self.stages.act_on_changes else None
+        return Round(
+            number,
+            mean.clients,
+            fed.participants,
+            torch.from_numpy(mean.trained),
+            singles,
+            change=change,
+            rounds=fed.rounds,
+        )
+
+    def _next_state(self, number: int, mean: MeanChange, round_: Round) -> ArrayState:
+        """Return the state after a round.
+
+        Raises:
+            FailsAgainError: It is not finite, and the mean is.
+        """
+        now, method = self.checkpoint.state, self.method
+        if self.stages.act_on_changes:
+            mean = self.stages.mean(number, mean)
+            moved = now.shared + mean.state.shared.astype(np.float64)
+            mean = mean.with_shared(moved.astype(np.float32))
+        new = method.aggregate(
+            now.map(to_tensor), mean.state.map(to_tensor), round_, self.blueprint.layout
+        )
+        after = new.map(to_array)
+        if not _is_finite(after) and _is_finite(mean.state):
+            raise FailsAgainError(
+                f"round {number}: aggregate() of {plugins.named(type(method))} returns a state "
+                "that is not finite, of uploads that are"
+            )
+        return replace(after, survey=now.survey)
+
+    def _diagnose(
+        self,
+        record: RoundRecord,
+        sample: list[Upload],
+        broadcast: ArrayState,
+        reducer: Reducer,
+        reports: list[TrainReport],
+        round_: Round,
+    ) -> None:
+        """Add the diagnostics of some uploads to a record and to the checkpoint."""
+        now = self.checkpoint
+        found = upload_diagnostics(sample, broadcast, self.blueprint, self.experiment, reports)
+        record.diagnostics = found.metrics
+        units = round_units(self.method, self.blueprint.layout, record.round)
+        alike = all(
+            u.active is None or (units is not None and np.array_equal(u.active, units))
+            for u in sample
+        )
+        if len(sample) == len(reports) and alike and not self.stages.move_beyond_mean:
+            error = aggregation_error(sample, reducer, broadcast, self.broadcast())
+            if error is not None:
+                record.diagnostics["aggregation_error"] = error
+        now.spectra = (found.spectra | round_.spectra) or now.spectra
+        now.matrices = append_round(now.matrices, record.round, found.matrices)
 
     def _sum(self, number: int, outcome: Outcome, reducer: Reducer) -> Partial:
         """Validate and sum the uploads of a round; name those that are refused.
@@ -621,9 +488,9 @@ class Server:
         quorum, sent = self.experiment.federation.quorum, len(outcome.reports)
         for client, reason in sorted(total.refused.items()):
             self.events.append(f"round {number}: upload of client {client} rejected: {reason}")
-        private = self.experiment.is_set("privacy")  # what is refused counts as zeros
+        hidden = self.stages.hide_clients  # what is refused counts as zeros
         needed = self.stages.quorum if number else {}
-        if len(total.clients) < max([quorum * sent, *needed.values()]) and not private:
+        if len(total.clients) < max([quorum * sent, *needed.values()]) and not hidden:
             remedy = f"a smaller learning rate (optimizer.lr={self.experiment.optimizer.lr:g})"
             limits = {"federation.quorum": quorum} | needed
             below = " or ".join(f"{field}={value}" for field, value in limits.items())
@@ -634,31 +501,47 @@ class Server:
             )
         return total
 
-    def _record(self, number: int, sent: Sent, outcome: Outcome, total: Partial) -> RoundRecord:
+    def _record(
+        self, number: int, sent: Sent, cohort: Cohort, outcome: Outcome, total: Partial
+    ) -> RoundRecord:
         tensors, reports = sent.read.map(as_tensor), outcome.reports
         uploaded = {report.client: report.uploaded for report in reports}  # ascending
-        before = self.checkpoint.records[-1].accepted_uploads
-        down = sum(
-            self.method.download_parameters(tensors, self.blueprint.layout, r.unsent, before)
-            for r in reports
-        )
-        setup = sum(self._setup(tensors, client) for client in uploaded)
-        size = sent.size
+        down = sum(self._download(tensors, report.unsent) for report in reports)
+        if cohort.wasted:
+            down += cohort.wasted * self._download(tensors, 0)
+        setup = sum(self._setup(tensors, client) for client in [*uploaded, *cohort.missing])
+        size, received = sent.size, len(reports) + cohort.wasted
         losses = [r.loss for r in reports if math.isfinite(r.loss)]
         coded = [r.uploaded_bytes for r in reports if r.uploaded_bytes is not None]
         return RoundRecord(
             round=number,
             clients=list(uploaded),
             refused={str(client): why for client, why in total.refused.items()},
+            missing={str(client): why for client, why in cohort.missing.items()},
             accepted_uploads=[uploaded[client] for client in total.clients],
             train_loss=float(np.mean(losses)) if losses else None,
             uploaded_parameters=sum(uploaded.values()),
             uploaded_bytes=sum(coded) if coded else None,
             downloaded_parameters=down + setup,
-            downloaded_bytes=None if size is None else size * len(reports) + 4 * setup,
+            downloaded_bytes=None if size is None else size * received + 4 * setup,
             client_seconds=float(np.mean([r.seconds for r in reports])) if reports else None,
             edge=_over_clients(reports, self.stages.summed),
         )
+
+    def _download(self, broadcast: Any, unsent: int) -> int:
+        """Return how many numbers of a broadcast a client receives in this round."""
+        before = self.checkpoint.records[-1].accepted_uploads
+        return self.method.download_parameters(broadcast, self.blueprint.layout, unsent, before)
+
+    def _client_rounds(self, sent: Sent, cohort: Cohort, outcome: Outcome) -> list[ClientRound]:
+        tensors, size = sent.read.map(as_tensor), sent.size
+        found = []
+        for r in outcome.reports:
+            once = 0 if r.client in cohort.repeated else self._setup(tensors, r.client)
+            down = 4 * self._download(tensors, r.unsent) if size is None else size
+            up = 4 * r.uploaded if r.uploaded_bytes is None else r.uploaded_bytes
+            found.append(ClientRound(r.client, down + 4 * once, up, r.loss, r.squared_loss))
+        return found
 
     def progress(self) -> RoundReport:
         """Return the records that no later step changes, and the events since the last report."""
@@ -673,9 +556,8 @@ class Server:
     def result(self) -> RunResult:
         """Return the result of a finished run."""
         # What the clients keep may be large, and the result is sent to the driver.
-        edge = replace(self.checkpoint.edge, kept={})
-        kept = replace(self.checkpoint, client_states={}, edge=edge)
-        return RunResult(kept, self.blueprint, self.broadcast())
+        whole = replace(self.checkpoint, client_states={}, kept={})
+        return RunResult(whole, self.blueprint, self.broadcast())
 
 
 def _over_clients(reports: Sequence[TrainReport], summed: AbstractSet[str]) -> dict[str, float]:

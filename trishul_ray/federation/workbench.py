@@ -17,8 +17,7 @@ from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.config import OptimizerConfig
 from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, RowSet, Split
 from trishul_ray.data.partition import Partition, class_mix, client_names
-from trishul_ray.edge.cohorts import CohortConfig
-from trishul_ray.edge.draws import capacities
+from trishul_ray.draws import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import build_site
@@ -33,7 +32,7 @@ from trishul_ray.models.passed import remember
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.models.shared_weights import set_head
 from trishul_ray.rng import numpy_rng, torch_rng
-from trishul_ray.stages import ArrayState
+from trishul_ray.stages import ArrayState, Stages
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
 
@@ -133,6 +132,7 @@ class Workbench(ModelBench):
     train: Split
     scored: Mapping[RowSet, tuple[Split, np.ndarray]]  # the split of every set, and its rows
     shards: Partition
+    stages: Stages
 
     @property
     def test(self) -> Split:
@@ -174,6 +174,7 @@ def build_workbench(
         train=dataset.train,
         scored=_scored_rows(dataset, experiment.evaluation.limit, source),
         shards=prepared.shards,
+        stages=Stages.of(experiment),
     )
 
 
@@ -267,7 +268,6 @@ def blueprint_of(bench: Workbench) -> Blueprint:
     counts = count_parameters(model.adapters, model.specs)
     adapters = [(spec.block, model.adapters[spec.name]) for spec in model.specs]
     with_cores = [(block, a) for block, a in adapters if isinstance(a, MultiHead)]
-    select = bench.settings.section(CohortConfig).select
     return Blueprint(
         info=bench.info,
         layout=layout,
@@ -293,7 +293,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
         sources=bench.sources,
         client_mix=_client_mix(bench),
         client_rows=_client_rows(bench),
-        shard_sizes=None if select == "uniform" else bench.shards.sizes,
+        shard_sizes=bench.shards.sizes if "shard_sizes" in bench.stages.needs else None,
     )
 
 

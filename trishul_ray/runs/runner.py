@@ -26,7 +26,6 @@ from trishul_ray.experiment.fit import (
     image_size_line,
     random_weights_line,
 )
-from trishul_ray.federation.edge import privacy_report
 from trishul_ray.federation.on_ray.driver import Driver, Workers, open_driver
 from trishul_ray.federation.on_ray.session import opening, ray_session
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
@@ -257,9 +256,10 @@ class _Run:
             state = result.checkpoint
             before = [r for r in state.records if r.round <= earlier]
             wall = time.perf_counter() - began + sum(r.seconds or 0.0 for r in before)
+            reports = Stages.of(experiment).reports(state.stages, state.records[-1].edge)
             summary = replace(
                 summarize(experiment, result, coverage, wall, tracker.run_id),
-                privacy=privacy_report(experiment, state.edge, state.records[-1]),
+                privacy=reports.get("privacy"),
                 logged_to=tracker.place,
                 unread_fields=unread,
             )

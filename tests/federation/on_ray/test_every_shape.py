@@ -49,7 +49,7 @@ SHAPES = {
     "a base for everyone": f"method=flora {LIMITED}",
     "nothing is uploaded": "method=local",
     "a survey": "method=fedsb",
-    "encoded and private": f"method=trishul privacy.denoise=shrink {LIMITED} {PRIVATE}",
+    "encoded and private": f"method=trishul {LIMITED} {PRIVATE}",
     "a private survey": f"method=fedsb {PRIVATE}",
     "on a clock": f"method=scaffold {CLOCK}",
     "in the ring": f"method=ravan server.sum=ring server.optimizer=sgd devices.kind=lognormal "

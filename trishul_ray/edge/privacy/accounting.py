@@ -25,7 +25,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from trishul_ray.edge.draws import uniform_cohort
+from trishul_ray.draws import uniform_cohort
 from trishul_ray.edge.privacy.config import SMALLEST_NOISE, PrivacyConfig, Sampling
 from trishul_ray.errors import InputError, how_to_install
 from trishul_ray.lazy import scipy

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trishul_ray.stages import Change, Sender, norm_of
+from trishul_ray.stages import Change, norm_of
 
 #: What a client reports: whether it was clipped, and the norm before.
 CLIPPED, NORM = "privacy_clipped", "privacy_norm"
@@ -47,18 +47,19 @@ class Clip:
     this norm.
 
     Attributes:
+        norm: The clip norm.
         rounding: The most that each number changes after it, in fixed point; the norm leaves room.
     """
 
+    norm: float
     rounding: float = 0.0
 
-    def __call__(self, change: Change, sender: Sender) -> Change:
+    def __call__(self, change: Change) -> Change:
         """Return the clipped change; report its norm and whether it was clipped."""
-        assert sender.clip_norm is not None
         numbers = sum(array.size for array in (change.shared, *change.extra.values()))
-        bound = max(sender.clip_norm - rounding_room(self.rounding, numbers), 0.0)
+        bound = max(self.norm - rounding_room(self.rounding, numbers), 0.0)
         shared, extra, before = clip(change.shared, change.extra, bound)
-        found = {CLIPPED: float(before > sender.clip_norm), NORM: before}
+        found = {CLIPPED: float(before > self.norm), NORM: before}
         return replace(change, shared=shared, extra=extra, metrics=change.metrics | found)
 
 

@@ -71,15 +71,6 @@ class PrivacyConfig(Section):
     cohort: int | None = Field(
         None, ge=1, description="clients of a round in this deployment, on average"
     )
-    denoise: Literal["none", "shrink", "hard"] = Field(
-        "none",
-        description="shrink: shrink the singular values of the noisy mean of each core, which "
-        "costs no privacy; hard: keep those above a threshold as they are",
-    )
-    scope: Literal["increment", "core"] = Field(
-        "increment",
-        description="what is denoised: the mean change of a round, or the sum of all so far",
-    )
     canaries: int = Field(
         0,
         ge=0,
@@ -139,8 +130,6 @@ class PrivacyConfig(Section):
                 f"privacy.canaries={self.canaries} are drawn one by one, unlike clients with "
                 f"privacy.sampling={self.sampling!r}; allowed: poisson"
             )
-        if self.scope == "core" and self.denoise == "none":
-            raise ValueError("privacy.scope='core' needs privacy.denoise=shrink or hard")
         if not self.adaptive:
             adaptive = ["quantile", "clip_lr", "bit_noise"]
             self.reject_unused(adaptive, "without privacy.adaptive=true")
@@ -164,7 +153,6 @@ def refusal(
     clients: int,
     cohort: int,
     weighting: str,
-    server: str,
 ) -> str | None:
     """Return why an experiment cannot be private; None if it can.
 
@@ -173,7 +161,6 @@ def refusal(
         clients: Number of clients that may take part.
         cohort: ``federation.clients_per_round``.
         weighting: ``federation.weighting``.
-        server: ``server.optimizer``.
     """
     if weighting != "uniform":
         return (
@@ -189,10 +176,5 @@ def refusal(
         return (
             f"privacy.cohort={options.cohort} is below federation.clients_per_round={cohort}: it "
             "is the cohort of a deployment, at least the simulated one"
-        )
-    if options.scope == "core" and server != "none":
-        return (
-            f"privacy.scope='core' sets the cores themselves: server.optimizer={server!r} cannot "
-            "move them; allowed: none, or privacy.scope=increment"
         )
     return None

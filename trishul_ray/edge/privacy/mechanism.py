@@ -28,8 +28,6 @@ from trishul_ray.edge.privacy import audit
 from trishul_ray.edge.privacy.accounting import Guarantee, bit_deviation, change_noise
 from trishul_ray.edge.privacy.clipping import next_norm
 from trishul_ray.edge.privacy.config import PrivacyConfig
-from trishul_ray.edge.privacy.denoise import denoise
-from trishul_ray.edge.state import PrivacyState
 from trishul_ray.files import Json
 from trishul_ray.rng import numpy_rng
 
@@ -181,33 +179,6 @@ class Mechanism:
             for name, total in sorted(sums.items())
         }
 
-    def denoised(
-        self, change: np.ndarray, before: np.ndarray, norm: float, state: PrivacyState
-    ) -> np.ndarray:
-        """Return the change after denoising, [W] float64; update what the scope "core" keeps.
-
-        Args:
-            change: [W] float64, the noisy mean change.
-            before: [W], the shared part before the round.
-            norm: S of the round.
-            state: What is kept between rounds.
-        """
-        options = self.options
-        state.squared_norms += norm**2
-        if options.canaries or options.scope == "core":
-            state.arrays.setdefault("start", before.copy())
-        if options.denoise == "none" or self.noise == 0:
-            return change
-        if options.scope == "increment":
-            return denoise(change, self.units, self.deviations(norm), options.denoise)
-        # What lies below the edge is kept, and counts once it rises above it. The rounds' noises
-        # add up to one of deviation z sqrt(sum of S^2).
-        state.arrays["released"] = state.arrays.get("released", 0.0) + change
-        total = self.deviations(float(np.sqrt(state.squared_norms)))
-        sums = denoise(state.arrays["released"], self.units, total, options.denoise)
-        moved: np.ndarray = state.arrays["start"] + sums - before
-        return moved
-
     def next_norm(self, number: int, norm: float, balance: float) -> float:
         """Return S of the next round.
 
@@ -244,22 +215,19 @@ class Mechanism:
         return total
 
     def audited(
-        self, number: int, now: np.ndarray, state: PrivacyState
+        self, number: int, moved: np.ndarray, sent: np.ndarray, mean_square: float
     ) -> tuple[float, float] | None:
         """Return the interval of ε that canaries show; None if none has taken part.
 
         Args:
             number: The round, from 1.
-            now: The shared part [W] after it.
-            state: What is kept between rounds.
+            moved: [W] float64, the movement of the shared part in all rounds so far.
+            sent: [W] float64, the sum of what canaries sent.
+            mean_square: Mean of S^2 over these rounds.
         """
-        if not self.options.canaries:
+        if (found := audit.shift_interval(moved, sent)) is None:
             return None
-        moved = now.astype(np.float64) - state.arrays["start"]
-        found = audit.shift_interval(moved, state.arrays["canaries"])
-        if found is None:
-            return None
-        norm, rate = math.sqrt(state.squared_norms / number), self.cohort / self.clients
+        norm, rate = math.sqrt(mean_square), self.cohort / self.clients
         low, high = (
             audit.threshold_epsilon(norm * shift, rate, number, self.promised.delta)
             for shift in found
