@@ -23,10 +23,10 @@ import torch
 from _results import Goal, Report, Section, Times, told_by
 from _setups import small
 
-from trishul_ray.edge.codecs.base import CodecFields, Units, build_codec, codec_names
-from trishul_ray.edge.privacy.accounting import Guarantee
 from trishul_ray.experiment.loading import build_experiment
 from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.lab.codecs.base import CodecFields, Units, build_codec, codec_names
+from trishul_ray.lab.privacy.accounting import Guarantee
 
 ALL = ("codecs", "round")
 RANK, CORES = 110, 96

@@ -4,8 +4,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trishul_ray import plugins, stages
-from trishul_ray.edge import cohorts
-from trishul_ray.edge.codecs import base as codecs
+from trishul_ray.lab.clock import cohorts
+from trishul_ray.lab.codecs import base as codecs
 from trishul_ray.methods import base
 from trishul_ray.tasks import base as tasks
 

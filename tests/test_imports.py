@@ -39,14 +39,16 @@ MAY_IMPORT = {
     "data": {"config"},
     "models": {"adapters", "config", "data"},
     # The id has the content of own data and models; some defaults depend on what a backbone takes.
-    "experiment": {"adapters", "config", "data", "edge", "methods", "models", "stages", "tasks"},
+    "experiment": {"adapters", "config", "data", "methods", "models", "stages", "tasks"},
     # A contract, which knows the part of an experiment that it may read as a protocol.
     "stages": {"adapters", "config", "methods"},
-    "edge": {"adapters", "config", "methods", "spectral", "stages"},
+    "draws": {"config", "methods"},
     "tasks": {"config", "data", "models"},
     "tracking": {"config", "storage"},
     # Plug-ins: what the guides document, and nothing imports them.
-    "lab": {"adapters", "config", "edge", "methods", "report", "spectral", "stages"},
+    "lab": {
+        *("adapters", "config", "contract", "draws", "methods", "report", "spectral", "stages"),
+    },
 }
 #: Content of the lab and of the folder of the paper, as other parts would name it.
 EXTENSIONS = (

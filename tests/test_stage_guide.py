@@ -8,7 +8,8 @@ import pytest
 from method_runs import resumed, run
 from newcomers import unloaded_after
 
-from trishul_ray.plugins import load_plugin
+from trishul_ray.contract.plugin_checks import check_plugin
+from trishul_ray.plugins import load_plugin, used_by
 
 PAGE = Path(__file__).parents[1] / "docs" / "plugins.md"
 
@@ -31,7 +32,49 @@ def test_it_is_short_and_moves_as_the_built_in_optimizer(example, executor, tmp_
     np.testing.assert_array_equal(mine.state.shared, ours.checkpoint.state.shared)
 
 
-def test_it_is_in_an_id_only_while_it_is_set(example, executor):
-    ids = [executor("method=trishul", *w).experiment.id for w in ([], ["fedadam.lr=0.01"])]
-    assert ids[0] != ids[1]
-    assert executor("method=trishul", "fedadam.lr=0").experiment.id == ids[0]
+def test_it_keeps_the_contract(example):
+    """Loaded from a file of its own, as ``trishul check --plugin fedadam.py`` runs it."""
+    plugin = next(p for p in used_by(["stage=fedadam"]))
+    outcomes = list(check_plugin(plugin))
+    assert {each.subject for each in outcomes} == {"stage=fedadam"} and len(outcomes) == 4
+    assert {(each.result, each.reason) for each in outcomes} == {("ok", "")}
+
+
+@pytest.mark.parametrize("fault", ["memory", "purity"])
+def test_a_broken_promise_is_named(fault, tmp_path):
+    """A stage that keeps state outside its memory, or draws from a stream that is not its own."""
+    body = {
+        "memory": "    def mean(self, number, mean):\n"
+        "        self.last = getattr(self, 'last', 0) + mean.state.shared\n"
+        "        return mean.with_shared(self.last)\n",
+        "purity": "    def send(self, change, sender):\n"
+        "        noise = np.random.default_rng().standard_normal(len(change.shared))\n"
+        "        return replace(change, shared=change.shared + noise.astype(np.float32))\n",
+    }[fault]
+    file = tmp_path / "broken.py"
+    file.write_text(
+        "from dataclasses import replace\n"
+        "import numpy as np\n"
+        "from pydantic import Field\n"
+        "from trishul_ray.config import Section\n"
+        "from trishul_ray.stages import Stage, register_stage\n"
+        "class BrokenConfig(Section):\n"
+        "    on: bool = Field(False, description='on')\n"
+        "@register_stage('broken')\n"
+        "class Broken(Stage):\n"
+        "    Config, example = BrokenConfig, {'on': True}\n" + body
+    )
+    with unloaded_after():
+        outcomes = {each.name: each.result for each in check_plugin(load_plugin(file))}
+    failed = {name for name, result in outcomes.items() if result == "failed"}
+    assert (
+        failed
+        == {
+            "memory": {"resumes with the same bytes"},
+            "purity": {
+                "repeats a client's call",
+                "does not depend on the order of clients",
+                "resumes with the same bytes",
+            },
+        }[fault]
+    )

@@ -188,6 +188,16 @@ def commands(taken: Iterable[str]) -> dict[str, Callable[..., Any]]:
     return found
 
 
+@cache
+def objects(kind: str) -> dict[str, Any]:
+    """Return what the entry points of ``trishul_ray.plugins.<kind>`` name, by their names.
+
+    They are ``check`` (the checks of what a field names: a function of the name), ``group`` (the
+    names of numbers in records that MLflow shows together) and ``older`` (:class:`Older`).
+    """
+    return {name: entry.load() for name, entry in _named(kind).items()}
+
+
 def faults() -> list[str]:
     """Return why installed plug-ins could not be loaded, or cannot be known, one line each."""
     outdated = _outdated()
@@ -273,8 +283,8 @@ def of_today(section: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def older_fields() -> list[str]:
     """Return the dotted names of fields that older versions had."""
-    found = ((name, entry.load()) for name, entry in _named("older").items())
-    return [f"{section}.{field}" for section, older in found for field in sorted(older.fields)]
+    found: dict[str, Older] = objects("older")
+    return [f"{name}.{field}" for name, older in found.items() for field in sorted(older.fields)]
 
 
 def numerics(cls: type) -> dict[str, int]:

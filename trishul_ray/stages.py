@@ -294,6 +294,7 @@ class Stage:
     Attributes:
         Config: The section's class. All its fields have defaults, at which the stage is off.
         name: The section's name; :func:`register_stage` sets it.
+        example: Fields, with values other than the defaults, with which ``trishul check`` runs it.
         wire: The place in the row of stages; larger is nearer to the wire.
         moves_beyond_mean: Whether the next state is another one than the mean of what clients have.
         hides_clients: Whether no client may be told apart: a client without a finite loss sends
@@ -310,6 +311,7 @@ class Stage:
 
     Config: ClassVar[type[Section]] = Section
     name: ClassVar[str] = ""
+    example: ClassVar[Mapping[str, Any]] = {}
     wire: ClassVar[int] = 0
     moves_beyond_mean: ClassVar[bool] = False
     hides_clients: ClassVar[bool] = False

@@ -9,8 +9,8 @@ __version__ = "0.1.0"
 #: Increase this with every code change that can change a bit of a result. It is part of every
 #: experiment's id, so results of different numerics never share an id.
 NUMERICS = 5
-#: The same for changes that concern only experiments with a section of the edge (codecs, privacy,
-#: the clock, server optimizers), whose ids alone have it.
+#: The same for changes that concern only experiments with a section of a stage, whose ids alone
+#: have it.
 EDGE_NUMERICS = 2
 #: The same for runs with canaries (``privacy.canaries``).
 AUDIT_NUMERICS = 2

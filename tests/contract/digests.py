@@ -200,13 +200,17 @@ def renamed(outcome):
         stages["privacy"] = {k: v for k, v in privacy.items() if k != "arrays"} | privacy["arrays"]
     stages |= {n: edge[k] for n, k in (("server", "moments"), ("devices", "clock")) if k in edge}
     kept = found.get("kept", edge.get("kept", {}))
+    found["records"] = [
+        {"stages" if name == "edge" else name: value for name, value in record.items()}
+        for record in found["records"]
+    ]
     return found | {"kept": kept, "stages": {k: v for k, v in stages.items() if v}}
 
 
 def recorded(found):
     """Return what the last record and the arrays beside the state name."""
     record = {k: v for k, v in found["records"][-1].items() if v not in (None, {}, [])}
-    named = {k: record.pop(k, {}) for k in ("diagnostics", "scores", "edge")}
+    named = {k: record.pop(k, {}) for k in ("diagnostics", "scores", "stages")}
     named |= {k: found[k] for k in ("spectra", "matrices")} | {"extra": found["state"]["extra"]}
     return sorted([*record, *(f"{kind}.{name}" for kind, names in named.items() for name in names)])
 

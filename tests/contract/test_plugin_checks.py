@@ -60,7 +60,7 @@ FAULTS = {
 }
 CODEC = """
 import numpy as np
-from trishul_ray.edge.codecs.base import Codec, register_codec
+from trishul_ray.lab.codecs.base import Codec, register_codec
 
 @register_codec("lossy")
 class Lossy(Codec):
@@ -186,7 +186,7 @@ def test_an_adapter_that_contradicts_itself_is_named(tmp_path):
 
 
 def test_the_exit_code_says_whether_all_is_kept(tmp_path, called):
-    good = Path(__file__).parents[1] / "edge" / "newcomers" / "half.py"
+    good = Path(__file__).parents[1] / "lab" / "stages" / "newcomers" / "half.py"
     code, said, error = called("check", "--plugin", str(good))
     assert (code, error) == (0, "") and said.splitlines()[0].startswith("ok       codec=half  ")
     (tmp_path / "lossy.py").write_text(CODEC)
@@ -197,5 +197,5 @@ def test_the_exit_code_says_whether_all_is_kept(tmp_path, called):
 
 
 def test_a_file_that_defines_nothing_is_refused(tmp_path):
-    with pytest.raises(InputError, match="plug-in empty defines no method, adapter, dataset"):
+    with pytest.raises(InputError, match=r"defines nothing that has checks .*, codecs"):
         outcomes("x = 1\n", tmp_path / "empty.py")

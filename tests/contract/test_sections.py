@@ -64,10 +64,10 @@ def test_every_method_that_needs_the_mean_alone_runs_and_resumes(
     whole, parts = resumed(executor(f"method={name}", *words), tmp_path)
     assert outcome(parts) == outcome(whole)
     for record in whole.records[1:]:
-        assert not record.refused and record.edge["simulated_seconds"] > 0
+        assert not record.refused and record.stages["simulated_seconds"] > 0
         bytes_up, numbers = record.uploaded_bytes, record.uploaded_parameters
         if "uploads.codec=int8" in words:
-            assert 0 < bytes_up < 0.55 * 4 * numbers and 0 < record.edge["codec_error"] < 1
-            assert record.edge["privacy_epsilon"] > 0 <= record.edge["privacy_clipped"] <= 1
+            assert 0 < bytes_up < 0.55 * 4 * numbers and 0 < record.stages["codec_error"] < 1
+            assert record.stages["privacy_epsilon"] > 0 <= record.stages["privacy_clipped"] <= 1
         else:
-            assert bytes_up >= 8 * numbers and record.edge["clipped_entries"] == 0
+            assert bytes_up >= 8 * numbers and record.stages["clipped_entries"] == 0

@@ -71,7 +71,7 @@ def test_the_newest_are_kept_and_a_round_is_replaced(store):
 
 def keeping(round_number, states, kept=None):
     made = make(round_number)
-    made.client_states, made.edge.kept = dict(states), dict(kept or {})
+    made.client_states, made.kept = dict(states), dict(kept or {})
     return made
 
 
@@ -104,8 +104,8 @@ def test_what_a_client_keeps_is_written_when_it_changes(store):
             store = CheckpointStore(store.store, "abc", keep=2)
         found = store.newest()
         assert values(found.client_states) == values(states)
-        assert values(found.edge.kept) == values(kept)
-        states, kept = found.client_states, found.edge.kept
+        assert values(found.kept) == values(kept)
+        states, kept = found.client_states, found.kept
     assert np.median(written) < 3 * 4600 and np.mean(written) < 9 * 4600
     assert len([n for n in store.store.names() if n.startswith("round-")]) == 2
     store.save(keeping(41, {}))
@@ -234,7 +234,7 @@ def test_the_digest_depends_on_names_dtypes_and_values():
 ODD = {
     "round": "1", "attempt": None, "experiment_id": 7, "state": {"shared": [1.0]}, "records": [],
     "client_states": [], "spectra": {"before": "x"}, "test_rows": 3, "sources": {"rows": 1},
-    "info": {"name": "digits"}, "edge": {"kept": 5}, "matrices": None, "more": 1,
+    "info": {"name": "digits"}, "kept": 5, "stages": [], "matrices": None, "more": 1,
 }  # fmt: skip
 
 

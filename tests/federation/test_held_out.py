@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 from trishul_ray.config import FederationConfig
 from trishul_ray.draws import participants
-from trishul_ray.edge.privacy.stage import promised
 from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.lab.privacy.stage import promised
 
 ON = ["federation.held_out=0.3", "evaluation.per_client=true", "federation.clients=10"]
 CLOCK = ["devices.kind=lognormal", "cohort.extra=1.6"]

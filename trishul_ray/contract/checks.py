@@ -1,10 +1,14 @@
 """The type of a check, which raises if its promise is broken, and helpers to write one."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class BrokenPromiseError(AssertionError):

@@ -8,21 +8,21 @@ from typing import Literal
 import torch
 
 from trishul_ray import plugins
-from trishul_ray.contract import codecs, datasets, methods, tasks
+from trishul_ray.contract import datasets, methods, stages, tasks
 from trishul_ray.contract.checks import BrokenPromiseError, Check
 from trishul_ray.data.prepare import dataset_names
-from trishul_ray.edge.codecs.base import codec_names
 from trishul_ray.errors import InputError
 from trishul_ray.files import scratch_folder
 from trishul_ray.methods.base import method_names
 from trishul_ray.plugins import Plugin, fault_of
+from trishul_ray.stages import stage_names
 from trishul_ray.tasks.base import task_kinds
 
 #: The checks of what a field names.
 _CHECKS: dict[str, Callable[[str], list[Check]]] = {
     "method": methods.checks_of,
+    "stage": stages.checks_of,
     "task.kind": tasks.checks_of,
-    "codec": codecs.checks_of,
     "data.name": datasets.checks_of,
 }
 
@@ -46,8 +46,9 @@ def check_plugin(plugin: Plugin) -> Iterator[Outcome]:
     found = subjects_of(plugin)
     if not found:
         raise InputError(
-            f"plug-in {plugin.name} defines no method, adapter, dataset, task or codec: register a "
-            "class, or name a PublicDataset at its top level"
+            f"plug-in {plugin.name} defines nothing that has checks (methods, stages, adapters, "
+            f"datasets, tasks, {', '.join(f'{kind}s' for kind in plugins.objects('check'))}): "
+            "register a class, or name a PublicDataset at its top level"
         )
     for subject, checks in found:
         told: set[str] = set()
@@ -77,10 +78,11 @@ def run_check(subject: str, check: Check) -> Outcome:
 
 def subjects_of(plugin: Plugin) -> list[tuple[str, list[Check]]]:
     """Return what a plug-in defines, such as ``method=mine``, and the checks of each."""
-    method_names(), task_kinds(), codec_names(), dataset_names()  # all are registered
+    method_names(), stage_names(), task_kinds(), dataset_names()  # all are registered
+    checks = _CHECKS | plugins.objects("check")
     found = []
     for field in plugins.provided_by(plugin):
         kind, _, name = field.partition("=")
-        if kind in _CHECKS:
-            found.append((field, _CHECKS[kind](name)))
+        if kind in checks:
+            found.append((field, checks[kind](name)))
     return found

@@ -223,7 +223,7 @@ def send_change(
         state={**report.state, **corrected},
         uploaded_bytes=change.uploaded_bytes,
         kept=change.kept,
-        edge=change.metrics,
+        stages=change.metrics,
     )
     return replace(upload, arrays=arrays, weighted=change.weighted), report
 

@@ -122,7 +122,7 @@ class TrainReport:
     spectra: Arrays = field(default_factory=dict)
     uploaded_bytes: int | None = None  # of an encoding; None: four for each number
     kept: Arrays = field(default_factory=dict)  # what filters of the upload leave with the client
-    edge: dict[str, float] = field(default_factory=dict)  # and what they report
+    stages: dict[str, float] = field(default_factory=dict)  # numbers of theirs, by name
     squared_loss: float = math.nan  # mean of the squared losses of the local steps
 
 

@@ -31,7 +31,7 @@ class RoundRecord:
         scores: Metrics of the model after the round, by name; empty if it was not scored.
         recall: Recall of each class on the test rows, None for a class without any.
         per_client: Headline on each client's test rows; of the last scored round alone.
-        edge: Numbers of stages, by name.
+        stages: Numbers of stages, by name.
         personal: Headline of each client's own model on them, likewise.
         participation: In how many rounds each client has counted, likewise; without those held out.
     """
@@ -53,7 +53,7 @@ class RoundRecord:
     per_client: dict[str, float] = field(default_factory=dict)
     personal: dict[str, float] = field(default_factory=dict)
     participation: dict[str, int] = field(default_factory=dict, metadata=OPTIONAL)
-    edge: dict[str, float] = field(default_factory=dict, metadata=OPTIONAL)
+    stages: dict[str, float] = field(default_factory=dict, metadata=OPTIONAL)
     missing: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
 
     @property
@@ -75,7 +75,7 @@ class RoundRecord:
             "downloaded_bytes": self._bytes(self.downloaded_bytes, down),
             "client_seconds": self.client_seconds,
             **self.diagnostics,
-            **self.edge,
+            **self.stages,
             "seconds": self.seconds,
             **self.scores,
             "refused_uploads": len(self.refused),

@@ -377,7 +377,7 @@ class Server:
         now, reducer = self.checkpoint, self._reducer()
         total = self.stages.total(self._sum(number, outcome, reducer))
         accepted = set(total.clients)
-        mean = self.stages.average(number, total, {r.client: r.edge for r in outcome.reports})
+        mean = self.stages.average(number, total, {r.client: r.stages for r in outcome.reports})
         if mean is None:
             mean = self._mean(total, reducer)
         # Before the state changes: fetching may fail if a node is lost.
@@ -391,9 +391,9 @@ class Server:
         now.kept |= {r.client: r.kept for r in reports if r.kept}
         now.round = number
         record = self._record(number, sent, cohort, outcome, total)
-        record.edge |= {**total.metrics, **mean.metrics}
+        record.stages |= {**total.metrics, **mean.metrics}
         clients = self._client_rounds(sent, cohort, outcome)
-        record.edge |= self.stages.end(number, now.state, clients)
+        record.stages |= self.stages.end(number, now.state, clients)
         if self.experiment.evaluation.diagnoses(number, self.experiment.federation.rounds):
             compared = {upload.client for upload in fetched[:MOST_CLIENTS]}
             sample = [upload for upload in valid if upload.client in compared]
@@ -525,7 +525,7 @@ class Server:
             downloaded_parameters=down + setup,
             downloaded_bytes=None if size is None else size * received + 4 * setup,
             client_seconds=float(np.mean([r.seconds for r in reports])) if reports else None,
-            edge=_over_clients(reports, self.stages.summed),
+            stages=_over_clients(reports, self.stages.summed),
         )
 
     def _download(self, broadcast: Any, unsent: int) -> int:
@@ -564,7 +564,7 @@ def _over_clients(reports: Sequence[TrainReport], summed: AbstractSet[str]) -> d
     """Return what stages report of a round's clients: means, or sums of the named ones."""
     found: dict[str, list[float]] = {}
     for report in reports:
-        for name, value in report.edge.items():
+        for name, value in report.stages.items():
             if math.isfinite(value):  # that of what is refused may not be
                 found.setdefault(name, []).append(value)
     return {n: float(np.sum(v) if n in summed else np.mean(v)) for n, v in found.items()}

@@ -111,7 +111,7 @@ class Settings(Protocol):
         """The fields, as ``field=value``, that add to a change what earlier rounds left."""
 
     def is_set(self, section: str) -> bool:
-        """Return whether a section that is off by default, such as ``privacy``, is on."""
+        """Return whether a section of a stage is set."""
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ class Method:
     personal: bool = False
     #: Whether the next state is a function of the mean of what clients upload, with weights by
     #: ``federation.weighting`` alone, and the broadcast's ``shared`` is the state's. What acts on
-    #: changes (codecs, privacy, server optimizers) needs it, and refuses other methods. A subclass
+    #: changes (see ``stages.py``) needs it, and refuses other methods. A subclass
     #: that changes what is averaged or broadcast, or needs all uploads, does not inherit it. An
     #: instance may override its class, depending on its configuration; so it may ``needs_uploads``.
     mean_is_enough: bool = False
@@ -347,8 +347,8 @@ class Method:
     #: ``round_.accepted`` times the mean.
     plain_mean: ClassVar[frozenset[str]] = frozenset()
     #: Names in ``extra`` of an upload that are the change of what the client keeps under the same
-    #: name (zero at first), so that the server can add up what all clients keep. If a codec or a
-    #: clip norm alters the change, the client keeps what it had, plus what the server reads.
+    #: name (zero at first), so that the server can add up what all clients keep. If a stage alters
+    #: the change, the client keeps what it had, plus what the server reads.
     mirrored: ClassVar[frozenset[str]] = frozenset()
     #: Whether :meth:`weight` also applies to the classification head. If not, the classification
     #: head is averaged by ``federation.weighting`` alone.
@@ -441,11 +441,16 @@ class Method:
     def after_step(self, run: LocalRun, step: int, steps: int) -> None:
         """End local step ``step`` of 1..``steps``, e.g. by a prox or a clip (default: nothing)."""
 
+    @property
+    def units_by_data(self) -> str:
+        """The setting by which a client's data decide which units it trains; empty if none."""
+        return ""
+
     def unit_shares(self, layout: Layout, capacities: Sequence[float]) -> np.ndarray:
         """Return [U] float64, the share of clients that train a unit, on average (default: all).
 
-        It must follow from the configuration, not from data: under privacy the mean of a unit is
-        its sum over the expected number of clients. Units that :meth:`round_wire` leaves out of a
+        It must follow from the configuration, not from data: a mean that hides who came is a sum
+        over the expected number of clients. Units that :meth:`round_wire` leaves out of a
         round do not count.
 
         Args:

@@ -31,7 +31,6 @@ from trishul_ray.methods.base import (
     LocalRun,
     Method,
     MethodConfig,
-    Settings,
     Site,
     State,
     Tensors,
@@ -75,14 +74,11 @@ class Ravan(Method):
     #: Basis initialization if the experiment does not set ``adapter.init``.
     default_init: ClassVar[BasisInit] = "random_normal"
 
-    def check(self, settings: Settings) -> None:
-        """Refuse privacy where clients choose core heads by their data."""
-        super().check(settings)
-        if settings.is_set("privacy") and self.config.selection != "random":
-            raise ValueError(
-                f"privacy: method.selection={self.config.selection!r} sends which heads a client's "
-                "data favours, in clear; allowed: random"
-            )
+    @property
+    def units_by_data(self) -> str:
+        """The selection, if clients choose core heads by their data."""
+        selection = self.config.selection
+        return "" if selection == "random" else f"method.selection={selection!r}"
 
     def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
         """Return the number of core heads on each adapted matrix, by transformer block.

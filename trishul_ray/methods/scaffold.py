@@ -76,7 +76,7 @@ class Scaffold(FedIT):
     reference = "Karimireddy et al., ICML 2020, arXiv 1910.06378"
     communication = "2 r (d_in + d_out) per matrix up and down"
     plain_mean = frozenset({"control"})
-    mirrored = frozenset({"control"})  # c is the mean of all c_i, whatever a codec or a clip leaves
+    mirrored = frozenset({"control"})  # c is the mean of all c_i, whatever a stage leaves
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Keep the broadcast, and the correction ``c - c_i`` of this client's gradients."""

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from trishul_ray import plugins
 from trishul_ray.config import RateSource
 from trishul_ray.data.prepare import Coverage
-from trishul_ray.edge.fleet import CLOCK_NUMBERS
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
 from trishul_ray.files import scratch_folder
@@ -139,12 +139,11 @@ def _grouped(name: str) -> str:
         return f"traffic/{name}"
     if name in DIAGNOSTICS or name == "aggregation_error":
         return f"cores/{name}"
-    if name in CLOCK_NUMBERS:
-        return f"clock/{name}"
-    # The prox; the clients' changes of their cores; the rows held out; what noise is worth.
-    for prefix in ("svt", "delta", "validation", "privacy"):
-        if name.startswith(f"{prefix}_"):
-            return f"{prefix}/{name.removeprefix(f'{prefix}_')}"
+    # The prox; the clients' changes of their cores; the rows held out; groups of stages.
+    groups = {"svt": (), "delta": (), "validation": ()} | plugins.objects("group")
+    for group, names in groups.items():
+        if name in names or name.startswith(f"{group}_"):
+            return f"{group}/{name.removeprefix(f'{group}_')}"
     return f"{SCORES}{name}"
 
 

@@ -256,7 +256,7 @@ class _Run:
             state = result.checkpoint
             before = [r for r in state.records if r.round <= earlier]
             wall = time.perf_counter() - began + sum(r.seconds or 0.0 for r in before)
-            reports = Stages.of(experiment).reports(state.stages, state.records[-1].edge)
+            reports = Stages.of(experiment).reports(state.stages, state.records[-1].stages)
             summary = replace(
                 summarize(experiment, result, coverage, wall, tracker.run_id),
                 privacy=reports.get("privacy"),

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from trishul_ray.edge.devices import DevicesConfig
-from trishul_ray.edge.fleet import clock_line
+from trishul_ray.lab.clock.devices import DevicesConfig
+from trishul_ray.lab.clock.stage import clock_line
 from trishul_ray.report.outcomes import (
     COLUMNS,
     CellOutcome,

@@ -1,0 +1,27 @@
+"""half: float16 with one scale a unit, written by the guide alone."""
+
+import numpy as np
+
+from trishul_ray.lab.codecs.base import Codec, register_codec
+
+
+@register_codec("half")
+class Half(Codec):
+    """Two bytes an entry, relative to the largest of its unit."""
+
+    def pack(self, values, units, known, rng):
+        scales = self._scales(values, units)
+        return scales.tobytes() + (values / np.repeat(scales, units.sizes)).astype("<f2").tobytes()
+
+    def unpack(self, body, units, known):
+        scales = np.frombuffer(body, dtype="<f4", count=len(units.sizes))
+        values = np.frombuffer(body[scales.nbytes :], dtype="<f2").astype(np.float32)
+        return values * np.repeat(scales, units.sizes)
+
+    def bound(self, values, units, known):
+        # Half the distance of neighbours: 2^-11 of an entry, and 2^-25 below the smallest normal.
+        scales = np.repeat(self._scales(values, units), units.sizes)
+        return 2.0**-11 * np.abs(values) + 2.0**-25 * scales
+
+    def _scales(self, values, units):
+        return np.maximum.reduceat(np.abs(values), units.starts).astype("<f4")

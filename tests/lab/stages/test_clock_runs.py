@@ -1,0 +1,330 @@
+"""Runs on the clock: what it changes and what it leaves, in whole runs on digits."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trishul_ray.contract.methods import untimed
+from trishul_ray.errors import InputError, RunError
+from trishul_ray.experiment.identity import check_content
+from trishul_ray.experiment.loading import build_experiment
+from trishul_ray.federation.inline import InlineExecutor
+from trishul_ray.federation.local import train_client
+from trishul_ray.federation.messages import TrainJob, to_array
+from trishul_ray.federation.on_ray.driver import open_driver
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.lab.clock import NUMBERS
+from trishul_ray.lab.clock.devices import Devices, DevicesConfig
+from trishul_ray.lab.clock.stage import clock_line
+from trishul_ray.runs.runner import central_twin
+
+ON = "devices.kind=lognormal"
+#: A backbone of more patches, whose layers cost most, so that some clients miss a deadline.
+DIGITS = "model=vit-digits"
+#: Every policy at once: some clients are lost, some make fewer steps, the clock waits for nights.
+ALL = [
+    ON, "devices.speed=8e6", "devices.network_jitter=0.5", "devices.availability=diurnal",
+    "devices.battery=2000", "cohort.extra=1.3", "cohort.deadline=60", "cohort.late=partial",
+    "cohort.dropout=0.2", "federation.clients=12",
+]  # fmt: skip
+
+
+def clocks(result):
+    return [record.stages["simulated_seconds"] for record in result.checkpoint.records[1:]]
+
+
+def without_clock(result):
+    records = untimed(result.checkpoint.records)
+    return [{k: v for k, v in r.items() if k not in ("stages", "missing")} for r in records]
+
+
+def test_with_devices_alone_cohorts_and_model_are_those_without(edge_run):
+    plain, timed = edge_run("method=ravan"), edge_run("method=ravan", ON)
+    assert timed.digest == plain.digest
+    assert without_clock(timed) == without_clock(plain)
+    assert not any(r.stages or r.missing for r in plain.checkpoint.records)
+    assert clocks(timed)[0] > 0
+    # To ask as many as are wanted, and to wait for all, is no policy; nor is a generous deadline.
+    plans = (["cohort.extra=1.0", "cohort.deadline=null"], ["cohort.deadline=1e9"],
+             ["cohort.deadline=1e9", "cohort.late=partial"])  # fmt: skip
+    for words in plans:
+        same = edge_run("method=ravan", ON, *words)
+        assert (same.digest, clocks(same)) == (plain.digest, clocks(timed))
+        assert without_clock(same) == without_clock(plain)
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_the_clock_is_what_each_round_transfers_and_computes(edge_run, codec):
+    codecs = [f"{way}.codec={codec}" for way in ("uploads", "downloads") if codec]
+    result = edge_run("method=fedit", ON, "devices.latency=0.25", *codecs)
+    flops, devices = result.blueprint.flops, Devices.of(DevicesConfig(kind="lognormal"), 0, 4)
+    seconds = joules = 0.0
+    for record in result.checkpoint.records[1:]:
+        c, numbers = np.array(record.clients), record.metrics()
+        up, down = (8e-6 * numbers[f"{way}loaded_bytes"] / len(c) for way in ("up", "down"))
+        transfer = up / devices.up[c] + down / devices.down[c]
+        compute = 4 * (flops.backbone + flops.adapter) / devices.speed[c]
+        seconds += (0.25 + transfer + compute).max()
+        joules = (4.0 * compute + 1.5 * transfer).sum()
+        assert record.stages["simulated_seconds"] == pytest.approx(seconds, rel=1e-12)
+        assert record.stages["joules"] == pytest.approx(joules, rel=1e-12)
+
+
+def test_twice_the_speed_halves_the_seconds_of_computing(edge_run):
+    words = ["method=fedit", ON, "devices.latency=0", "devices.down=1e9", "devices.up=1e9"]
+    slow, fast = (edge_run(*words, f"devices.speed={speed}") for speed in ("1e7", "2e7"))
+    assert slow.digest == fast.digest
+    np.testing.assert_allclose(np.array(clocks(slow)) / clocks(fast), 2, rtol=1e-6)
+
+
+def test_what_full_fine_tuning_costs_is_three_times_the_forward_pass(edge_run):
+    """A frozen backbone costs two; the adapters come on top."""
+    full = edge_run("method=fullft", DIGITS, ON, "federation.rounds=1").blueprint.flops
+    lora = edge_run("method=fedit", DIGITS, ON, "federation.rounds=1").blueprint.flops
+    assert full.backbone == lora.backbone > 0
+    assert full.adapter / full.backbone == pytest.approx(0.5, rel=0.01)
+    assert 0 < lora.adapter < full.adapter
+
+
+@pytest.mark.parametrize("method", ["ravan", "fedit"])
+def test_flops_do_not_depend_on_the_precision(edge_run, method):
+    """The same products are called by other names: those added in place count, too."""
+    words = [f"method={method}", ON, "federation.rounds=1", "adapter.path=factored"]
+    exact, half = (edge_run(*words, f"model.precision={p}") for p in ("fp32", "bf16"))
+    assert exact.blueprint.flops == half.blueprint.flops
+
+
+def test_limited_clients_are_faster(edge_run):
+    words = ["method=ravan", ON, "devices.speed=1e7", "devices.speed_spread=0"]
+    full = edge_run(*words)
+    limited = edge_run(*words, "federation.compute=custom", "federation.compute_shares=[1,0,0,0]")
+    flops = full.blueprint.flops
+    saved = 3 * 4 * 0.75 * flops.adapter / 1e7
+    difference = clocks(full)[-1] - clocks(limited)[-1]
+    assert difference == pytest.approx(saved, rel=0.05)  # and less to upload
+
+
+def test_a_shorter_runs_clock_begins_a_longer_ones(edge_run):
+    short = edge_run("method=ffalora", DIGITS, *ALL, "federation.rounds=2")
+    long = edge_run("method=ffalora", DIGITS, *ALL, "federation.rounds=5")
+    pairs = list(zip(short.checkpoint.records[1:], long.checkpoint.records[1:], strict=False))
+    assert len(pairs) == 2
+    for one, other in pairs:
+        assert (one.clients, one.missing) == (other.clients, other.missing)
+        assert one.stages == other.stages
+    numbers = [record.stages for record in long.checkpoint.records[1:]]
+    assert all(each.keys() == NUMBERS for each in numbers)
+    assert sum(each["lost"] for each in numbers) > 0 < sum(each["partial"] for each in numbers)
+    for record, found in zip(long.checkpoint.records[1:], numbers, strict=True):
+        fates = list(record.missing.values())
+        assert found["asked"] == len(record.clients) + len(fates) + 4 * found["abandoned"]
+        assert sum(found[f"kept_decile_{d}"] for d in range(1, 11)) == pytest.approx(1)
+        assert not {str(c) for c in record.clients} & record.missing.keys()
+
+
+@pytest.mark.parametrize("select", ["uniform", "power_of_choice", "oort", "energy"])
+def test_a_resumed_run_has_the_same_bytes_and_the_same_clock(
+    edge_run, assert_same, tmp_path, select
+):
+    words = ["method=scaffold", *ALL, f"cohort.select={select}", "federation.rounds=4"]
+    again = edge_run(*words, stop=2)
+    whole = edge_run(*words, f"storage.runs={tmp_path / 'whole'}")
+    assert any("continuing after round 2" in event for event in again.events)
+    assert_same(again, whole)
+
+
+@pytest.mark.slow
+def test_the_clock_does_not_depend_on_the_number_of_actors(
+    small, inline_result, assert_same, drive_to_end, local_ray
+):
+    experiment = small("method=trishul", *ALL, "cohort.select=oort", "resources.actors=2")
+    with open_driver(experiment, prepare_run(experiment), "a") as driver:
+        assert driver.slices.actors == 2
+        assert_same(drive_to_end(driver), inline_result(experiment))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["method=trishul", "method.lam=0.1", "method.prox_every=3"],
+        ["method=scaffold", "method.option=I"],
+        ["method=scaffold", "method.option=II"],
+        ["method=fedprox"],
+    ],
+    ids=" ".join,
+)
+def test_partial_work_is_the_first_steps_of_a_round(small, words):
+    """As many steps as a round of that length has, with the same batches and rates."""
+    sent = {}
+    for steps in (4, 2):
+        experiment = small(*words, "resources.backend=inline", f"federation.local_steps={steps}")
+        executor = InlineExecutor(experiment, prepare_run(experiment))
+        method, bench = executor.bench.method, executor.bench
+        start = method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
+        upload, report = train_client(bench, start, TrainJob(1, 2, steps=2))
+        sent[steps] = upload.arrays, report.loss, report.squared_loss
+        executor.close()
+    np.testing.assert_array_equal(sent[4][0].shared, sent[2][0].shared)
+    for name, array in sent[4][0].extra.items():
+        np.testing.assert_array_equal(array, sent[2][0].extra[name])
+    assert sent[4][1:] == sent[2][1:]
+
+
+def test_with_a_schedule_the_rates_of_partial_work_are_those_of_the_whole_round(small):
+    words = ["method=fedit", "optimizer.schedule=linear", "optimizer.schedule_over=round"]
+    executor = InlineExecutor(*prepared(small(*words, "resources.backend=inline")))
+    rates = []
+    executor.bench.method.after_step = lambda run, step, steps: rates.append(
+        (run.rates[step - 1], step, steps)
+    )
+    start = executor.bench.method.initial_state(
+        executor.bench.model.layout, executor.bench.initial, {}
+    ).map(to_array)
+    train_client(executor.bench, start, TrainJob(1, 0, steps=3))
+    assert rates == [(0.01, 1, 3), (0.0075, 2, 3), (0.005, 3, 3)]
+
+
+def prepared(experiment):
+    return experiment, prepare_run(experiment)
+
+
+def test_clients_that_do_not_count_have_received_the_broadcast(edge_run):
+    words = ["method=fedit", ON, "federation.clients_per_round=2"]
+    plain = edge_run(*words)
+    more = edge_run(*words, "cohort.extra=2")
+    for one, other in zip(plain.checkpoint.records[1:], more.checkpoint.records[1:], strict=True):
+        assert list(other.missing.values()) == ["surplus"] * 2
+        assert other.downloaded_parameters == 2 * one.downloaded_parameters
+        assert other.uploaded_parameters == one.uploaded_parameters
+    assert clocks(more)[-1] < clocks(plain)[-1]
+
+
+def test_a_round_in_which_too_few_come_is_asked_anew(edge_run):
+    words = ["method=fedit", ON, "cohort.dropout=0.6", "federation.rounds=6"]
+    records = edge_run(*words).checkpoint.records[1:]
+    assert sum(r.stages["abandoned"] for r in records) > 0
+    assert all(2 <= len(r.clients) <= 3 for r in records)  # the quorum is a half
+    for record in records:
+        down = record.downloaded_parameters // (record.uploaded_parameters // len(record.clients))
+        assert down == record.stages["asked"]
+
+
+def test_a_round_has_as_many_clients_as_its_sum_needs(edge_run):
+    words = ["method=fedit", "server.sum=ring"]
+    fewer = ["federation.clients_per_round=2", "federation.rounds=6", "cohort.dropout=0.5"]
+    records = edge_run(*words, ON, *fewer).checkpoint.records[1:]
+    assert sum(record.stages["abandoned"] for record in records) > 0
+    assert {len(record.clients) for record in records} == {2}
+
+
+def test_attempts_that_were_given_up_are_counted_and_send_the_bases_once(edge_run):
+    words = ["method=fedsb", ON, "cohort.dropout=0.6", "federation.quorum=1"]
+    words += ["federation.clients_per_round=2", "federation.rounds=3"]
+    words += ["devices.speed_spread=0", "devices.network_spread=0"]
+    found = edge_run(*words)
+    assert sum(record.stages["abandoned"] for record in found.checkpoint.records[1:]) > 2
+    for record in found.checkpoint.records[1:]:
+        told = record.stages
+        assert told["asked"] == told["came"] + told["late"] + told["lost"]
+        assert "kept" not in record.missing.values()
+
+
+#: Batteries that one round empties.
+EMPTY = ["devices.battery=1", "devices.speed=1e6"]
+
+
+@pytest.mark.parametrize("there", ["always", "diurnal"])
+def test_a_round_waits_for_batteries(edge_run, there):
+    """They need 0.2 joules of 1e-5 watts each: more than five hours in which they can be asked."""
+    words = ["method=fedit", ON, *EMPTY, "devices.charging=1e-5", f"devices.availability={there}"]
+    one, two = (r.stages["simulated_seconds"] for r in edge_run(*words).checkpoint.records[1:3])
+    assert two - one > 0.2 / 1e-5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cohort.deadline=0.0001"], "round 1: in 100 attempts .*cohort.deadline=0.0001.* longer"),
+        *(
+            ([*EMPTY, "devices.charging=0", f"devices.availability={there}"], "can never be asked")
+            for there in ("always", "diurnal")
+        ),
+    ],
+)
+def test_what_can_never_be_is_said_at_once(edge_run, words, said):
+    with pytest.raises(RunError, match=said):
+        edge_run("method=fedit", ON, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cohort.extra=1.3"], "cohort.extra=1.3 needs a clock: set devices.kind"),
+        (["cohort.deadline=5"], "cohort.deadline=5.0 needs a clock"),
+        (["cohort.dropout=0.1"], "cohort.dropout=0.1 needs a clock"),
+        (["cohort.select=oort"], "cohort.select=oort needs a clock"),
+        (["cohort.select=energy", ON], "cohort.select=energy needs devices.battery"),
+        (["cohort.extra=2", ON], "cohort.extra=2 asks 6 of federation.clients=4 clients"),
+        (
+            ["cohort.extra=1.3", ON, "privacy.noise=1"],
+            "cohort.extra=1.3 has no guarantee with priv",
+        ),
+        (["cohort.select=power_of_choice", "privacy.noise=1"], "power_of_choice has no guarantee"),
+        (
+            [ON, "devices.availability=diurnal", "privacy.noise=1"],
+            "availability=diurnal has no gua",
+        ),
+        (["devices.up=3"], "devices: up=3.0 has no effect with kind='none'"),
+    ],
+)
+def test_policies_without_what_they_need_are_refused(small, words, said):
+    with pytest.raises(InputError, match=said):
+        small(*words)
+
+
+def test_privacy_draws_the_cohort_that_the_clock_times(edge_run):
+    words = [
+        "method=fedit",
+        "privacy.noise=0.5",
+        "privacy.clip=1",
+        "federation.clients_per_round=1",
+    ]
+    plain, timed = edge_run(*words), edge_run(*words, ON)
+    assert timed.digest == plain.digest
+    records = timed.checkpoint.records[1:]
+    assert [r.clients for r in records] == [r.clients for r in plain.checkpoint.records[1:]]
+    assert [] in [r.clients for r in records]  # Poisson sampling may draw nobody
+    for record, seconds in zip(records, np.diff([0.0, *clocks(timed)]), strict=True):
+        assert (seconds > 0) == bool(record.clients)
+        assert record.stages["asked"] == len(record.clients)
+
+
+def test_a_file_of_devices_is_in_the_id_by_its_content(small, tmp_path, edge_run):
+    def write(name, speed):
+        table = {"client": range(4), "speed": [speed] * 4, "up": [5.0] * 4, "down": [20.0] * 4}
+        pq.write_table(pa.table({k: list(v) for k, v in table.items()}), tmp_path / name)
+        return ["devices.kind=file", f"devices.path={tmp_path / name}"]
+
+    one, same, other = (small(*write(*words)) for words in (("a", 1e7), ("b", 1e7), ("c", 2e7)))
+    assert one.id == same.id != other.id
+    # Elsewhere, without the file, it is the same experiment.
+    fields = one.to_dict()
+    (tmp_path / "a").unlink()
+    assert build_experiment(fields).id == one.id
+    write("b", 3e7)
+    with pytest.raises(InputError, match=r"devices\.path='.*b' has changed"):
+        check_content(same)
+    result = edge_run("method=fedit", *write("d", 1e7))
+    assert len(set(np.round(np.diff(clocks(result)), 9))) == 1  # all alike
+
+
+def test_defaults_of_our_own_are_named(small):
+    line = clock_line(small(ON, "devices.speed=3e11").section(DevicesConfig))
+    assert "devices.{speed_spread=1, down=20, up=5," in line and "power=4" in line
+    assert clock_line(DevicesConfig()) is None
+
+
+def test_central_training_has_neither_devices_nor_a_cohort(small):
+    twin = central_twin(small(*ALL))
+    assert not twin.stages and twin.id == central_twin(small("federation.clients=12")).id

@@ -1,0 +1,421 @@
+"""Private runs: kinds of methods, resumed runs, cohorts of nobody, refusals, budgets."""
+
+import math
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from invented_outcomes import invent_sweep
+from method_runs import KINDS, SINGLE, Recording, server_of
+
+from trishul_ray.draws import poisson_cohort
+from trishul_ray.errors import FailsAgainError, InputError
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.federation.inline import InlineDriver, InlineExecutor
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.lab.privacy import accounting
+from trishul_ray.lab.privacy.clipping import automatic_norm
+from trishul_ray.lab.privacy.mechanism import SURVEY_NORM
+from trishul_ray.lab.privacy.stage import promised
+from trishul_ray.methods.base import method_class
+from trishul_ray.report.page import comparable
+from trishul_ray.report.summary import RunSummary
+from trishul_ray.runs.mlflow_log import PRIVACY_TAG, end_of, grouped_metrics
+from trishul_ray.runs.runner import central_twin, run_steps
+from trishul_ray.stages import Cohort, Stages, norm_of
+from trishul_ray.tracking.progress import RunProgress
+
+#: A part of each that is kept between rounds.
+EVERYTHING = [
+    "privacy.epsilon=8", "privacy.population=10000", "privacy.cohort=1000",
+    "privacy.adaptive=true",
+]  # fmt: skip
+
+
+def refused(*overrides):
+    with pytest.raises(InputError) as error:
+        load_experiment(None, list(overrides))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_every_kind_of_method_runs_privately(edge_run, method):
+    result = edge_run(f"method={method}", "privacy.noise=1", "federation.rounds=2")
+    records = result.checkpoint.records
+    epsilons = [record.stages["privacy_epsilon"] for record in records[1:]]
+    assert 0 < epsilons[0] < epsilons[1]
+    for record in records[1:]:
+        clients = poisson_cohort(0, record.round, 4, 3)
+        assert record.clients == clients and 0 <= record.stages["privacy_clipped"] <= 1
+        assert record.stages["privacy_clip_norm"] > 0
+    assert np.isfinite(result.checkpoint.state.shared).all()
+
+
+def test_the_first_norm_is_a_walk_of_the_optimizer(edge_run):
+    result = edge_run("method=scaffold", "privacy.noise=1", "federation.rounds=1")
+    numbers = sum(result.blueprint.expected.lengths.values())
+    norm = result.checkpoint.records[1].stages["privacy_clip_norm"]
+    assert norm == automatic_norm(0.01, 4, numbers)
+    assert numbers == 2 * len(result.checkpoint.state.shared)  # the variate is clipped with it
+
+
+@pytest.mark.parametrize("method", ["fedsvd", "rolora"])
+def test_the_first_norm_counts_what_is_sent_in_a_round(method, edge_run):
+    record = edge_run(f"method={method}", "privacy.noise=1", "federation.rounds=1")
+    sent = record.checkpoint.records[1].uploaded_parameters // len(
+        record.checkpoint.records[1].clients
+    )
+    norm = record.checkpoint.records[1].stages["privacy_clip_norm"]
+    assert norm == automatic_norm(0.01, 4, sent)
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_without_noise_and_clipping_and_with_everyone_it_is_the_plain_mean(method, edge_run):
+    """Up to rounding, which local steps of later rounds enlarge: Adam divides by what is small."""
+    everyone = [f"method={method}", "federation.clients_per_round=4", "rounds=1"]
+    plain, private = edge_run(*everyone), edge_run(*everyone, "privacy.noise=0", "privacy.clip=1e6")
+    first, second = (run.checkpoint.state.shared for run in (plain, private))
+    np.testing.assert_allclose(second, first, atol=1e-6, rtol=0)
+    assert "privacy_epsilon" not in private.checkpoint.records[-1].stages  # it has none
+    assert "privacy: ε = ∞ (privacy.noise=0)" in "".join(private.events)
+
+
+@pytest.mark.parametrize("method", ["trishul", "scaffold"])
+def test_a_resumed_run_has_the_same_bytes_and_the_same_epsilon(edge_run, tmp_path, method):
+    options = EVERYTHING if method == "trishul" else EVERYTHING[:4]
+    whole = edge_run(f"method={method}", *options, f"storage.runs={tmp_path / 'one'}")
+    parts = edge_run(f"method={method}", *options, f"storage.runs={tmp_path / 'two'}", stop=2)
+    assert whole.digest == parts.digest
+    for one, two in zip(whole.checkpoint.records, parts.checkpoint.records, strict=True):
+        assert one.stages == two.stages
+    norms = [record.stages["privacy_clip_norm"] for record in whole.checkpoint.records[1:]]
+    assert len(set(norms)) == 3  # it moves
+    assert whole.checkpoint.records[-1].stages["privacy_epsilon"] == pytest.approx(8, rel=0.01)
+
+
+def test_a_run_keeps_the_noise_that_it_began_with(edge_run, small, monkeypatch, tmp_path):
+    """Another version of the library may find another z for the same epsilon."""
+    words = ["method=fedit", "privacy.epsilon=8"]
+    whole = edge_run(*words, f"storage.runs={tmp_path / 'whole'}")
+    experiment = small("resources.backend=inline", *words)
+    driver = InlineDriver(experiment, prepare_run(experiment), "a")
+    driver.step()
+    driver.close()
+    known = promised(experiment).noise
+    monkeypatch.setattr(accounting, "DIGITS", 1)
+    accounting.guarantee.cache_clear()
+    assert promised(experiment).noise > known
+    again = edge_run(*words)
+    accounting.guarantee.cache_clear()
+    assert "continuing after round 1" in again.events and again.digest == whole.digest
+    last = again.checkpoint.records[-1].stages
+    reports = Stages.of(experiment).reports(again.checkpoint.stages, last)
+    assert reports["privacy"]["noise"] == known
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed", "none"])
+def test_a_survey_is_one_more_release(edge_run, small, sampling):
+    """Fed-SB's bases: epsilon after t rounds is that of t + 1 of a method without a survey."""
+    words = ["privacy.noise=2", f"privacy.sampling={sampling}"]
+    found = edge_run("method=fedsb", *words, "rounds=2")
+    one, two = (record.stages["privacy_epsilon"] for record in found.checkpoint.records[1:])
+    plain = promised(small("method=fedit", *words, "rounds=3"))
+    if sampling == "none":  # round 0 has a cohort of its own
+        assert plain.epsilon(1) <= one <= two
+    else:
+        assert [one, two] == [plain.epsilon(2), plain.epsilon(3)]
+    assert any("rounds and a survey" in event for event in found.events)
+    assert promised(small("method=fedsb", "privacy.epsilon=8", "rounds=2")).epsilon() <= 8
+
+
+def test_what_a_survey_tells_is_clipped_noisy_and_divided_by_a_constant(small, tmp_path):
+    experiment = small("method=fedsb", "privacy.noise=3", "federation.clients_per_round=2")
+    inline = InlineExecutor(experiment, prepare_run(experiment))
+    executor = Recording(inline)
+    executor.bench = inline.bench
+    server = server_of(executor, tmp_path)
+    clients, norms = poisson_cohort(0, 0, 4, 2), []
+    total = {}
+    for upload in executor.uploads:
+        norms.append(norm_of(upload.arrays.extra.values()))
+        for layer, answer in upload.arrays.extra.items():
+            total[layer] = total.get(layer, 0) + answer.astype(np.float64)
+    assert [upload.client for upload in executor.uploads] == clients != []
+    assert max(norms) <= SURVEY_NORM and min(norms) > 0.999 * SURVEY_NORM
+    told = server.survey()
+    noise = np.concatenate([(told[layer] - total[layer] / 2).ravel() for layer in told])
+    assert noise.std() == pytest.approx(3 * SURVEY_NORM / 2, rel=5 / np.sqrt(2 * noise.size))
+    assert server.checkpoint.records[0].uploaded_parameters == len(clients) * noise.size
+    server.stages.cohort = lambda number, cohort: Cohort([])
+    again = server.survey()
+    for layer, answer in again.items():  # the same noise, and nothing else
+        np.testing.assert_allclose(answer, told[layer] - total[layer] / 2, atol=1e-12)
+    assert server.checkpoint.records[0].uploaded_parameters == 0
+    inline.close()
+
+
+def test_one_client_moves_the_clipped_share_by_half_a_client(edge_run):
+    """So does the noise on the count cover it: z_Δ counts on a sensitivity of 1/2, not of 1."""
+    result = edge_run(
+        "method=fedit", "federation.clients_per_round=1", "federation.rounds=6",
+        "privacy.noise=0", "privacy.clip=1e-6", "privacy.adaptive=true",
+    )  # fmt: skip
+    records = result.checkpoint.records[1:]
+    norms = [record.stages["privacy_clip_norm"] for record in records]
+    for record, now, then in zip(records, norms, norms[1:], strict=False):
+        # Everybody is clipped: m~ clients of m = 1 lower the share of 1/2 by m~ / 2.
+        assert np.log(then / now) == pytest.approx(0.2 * len(record.clients) / 2)
+    assert len({len(record.clients) for record in records}) > 2
+
+
+def test_a_resumed_audit_has_the_same_estimates(edge_run, assert_same, tmp_path):
+    words = ["method=fedit", "privacy.noise=1", "privacy.canaries=30", "privacy.adaptive=true"]
+    words += ["privacy.bit_noise=3"]
+    again = edge_run(*words, stop=2)
+    assert_same(again, edge_run(*words, f"storage.runs={tmp_path / 'whole'}"))
+    records = again.checkpoint.records[1:]
+    highs = [record.stages["privacy_audited_epsilon_high"] for record in records]
+    assert len({*highs}) == len(records)
+
+
+def test_a_round_of_nobody_is_a_round_of_noise(edge_run):
+    """With 1 client of 4 on average, the seed's first rounds have some without any."""
+    result = edge_run(
+        "method=fedit", "federation.clients_per_round=1", "federation.rounds=6",
+        "privacy.noise=1", "privacy.clip=0.01",
+    )  # fmt: skip
+    empty = [record for record in result.checkpoint.records[1:] if not record.clients]
+    assert empty and all(record.train_loss is None for record in empty)
+    assert all("privacy_epsilon" in record.stages and record.scored for record in empty)
+
+
+@pytest.mark.parametrize("words", [*KINDS, "fedit federation.stacked=2"])
+def test_clients_whose_loss_diverges_count_as_zeros_and_end_no_run(words, edge_run):
+    """A run that ended for it would reveal their data. All of them diverge here."""
+    options = [*f"method={words}".split(), "optimizer.lr=1e30", "rounds=2"]
+    result = edge_run(*options, "privacy.noise=1", "privacy.clip=1e-6")
+    for record in result.checkpoint.records[1:]:
+        assert record.clients and len(record.refused) == len(record.clients)
+        assert record.train_loss is None and record.scored
+        assert all(map(math.isfinite, record.metrics().values()))
+    assert np.isfinite(result.checkpoint.state.shared).all()
+    with pytest.raises(FailsAgainError, match="is not finite at round 1"):
+        edge_run(*options)
+
+
+def test_units_of_limited_clients_are_divided_by_their_expected_share(edge_run):
+    """All heads of a layer are as likely, so noise of each has one deviation; heads have more."""
+    result = edge_run(
+        "method=ravan", "method.head_fraction=0.5", "federation.rounds=1",
+        "privacy.noise=1000", "privacy.clip=1", "federation.clients_per_round=4",
+    )  # fmt: skip
+    blueprint = result.blueprint
+    moved = result.checkpoint.state.shared.astype(np.float64) / (1000 / 4)  # z S / m
+    units = list(blueprint.layout.units(blueprint.wire))
+    cores = np.concatenate([moved[unit.wire] for unit in units if unit.rank is not None])
+    rest = np.concatenate([moved[unit.wire] for unit in units if unit.rank is None])
+    assert cores.std() == pytest.approx(2.0, rel=5 / np.sqrt(cores.size))
+    assert rest.std() == pytest.approx(1.0, rel=5 / np.sqrt(rest.size))
+
+
+def test_shares_of_heads_are_means_over_the_clients_capacities():
+    from trishul_ray.adapters.layout import Layout
+    from trishul_ray.methods.base import build_method
+
+    layout = Layout.of([("a.core", (4, 2, 2)), ("a.scale", (4,)), ("head:w", (3,))])
+    method = build_method(load_experiment(None, ["method=ravan"]).method)
+    shares = method.unit_shares(layout, [0.25, 0.5, 1.0, 1.0])
+    np.testing.assert_allclose(shares, [2.75 / 4] * 4 + [1.0])
+
+
+@pytest.mark.parametrize("noise", [0.5, 100])
+def test_an_audit_bounds_epsilon_from_below_beside_the_accountants(noise, edge_run):
+    result = edge_run(
+        "method=fedit", f"privacy.noise={noise}", "privacy.canaries=100", "privacy.clip=1",
+        "federation.clients_per_round=4", "federation.rounds=1",
+    )  # fmt: skip
+    edge = result.checkpoint.records[-1].stages
+    low, high = (edge[f"privacy_audited_epsilon_{end}"] for end in ("low", "high"))
+    assert low < edge["privacy_epsilon"] < 1.2 * high + 1e-9
+    assert low < 0.03 if noise == 100 else low > 1
+
+
+def test_other_ways_to_draw_keep_the_cohorts_and_account_for_them(edge_run):
+    plain = edge_run("method=fedit", "federation.rounds=2")
+    found = {}
+    for sampling in ("fixed", "none"):
+        result = edge_run(
+            "method=fedit", "privacy.noise=2", f"privacy.sampling={sampling}", "federation.rounds=2"
+        )
+        for one, two in zip(result.checkpoint.records, plain.checkpoint.records, strict=True):
+            assert one.clients == two.clients
+        found[sampling] = result.checkpoint.records[-1].stages["privacy_epsilon"]
+    poisson = edge_run("method=fedit", "privacy.noise=2", "federation.rounds=2")
+    assert poisson.checkpoint.records[-1].stages["privacy_epsilon"] < found["none"] < found["fixed"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["privacy.noise=1", "uploads.codec=int8", "downloads.codec=int8", "server.optimizer=sgd"],
+)
+def test_methods_that_need_more_than_a_mean_are_refused(setting):
+    section = setting.partition(".")[0]
+    needy = [name for name in SINGLE if not method_class(name).mean_is_enough]
+    assert len(needy) > 5
+    for name in needy:
+        assert refused(setting, f"method={name}").startswith(f"{section}: needs a method")
+
+
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        (["privacy.epsilon=2", "privacy.noise=1"], "privacy.epsilon=2 and privacy.noise=1"),
+        (["privacy.clip=1"], "privacy: clip=1.0 has no effect"),
+        (["privacy.epsilon=2", "privacy.budget=3"], "privacy.budget=3 needs privacy.noise"),
+        (["privacy.noise=1", "federation.weighting=size"], "federation.weighting='size'"),
+        *(
+            (["privacy.noise=1", f"method.allocation={name}"], "allowed for trishul: method.alloc")
+            for name in ("gradient", "curvature")
+        ),
+        (
+            ["privacy.noise=1", "method=ravan", "method.selection=weight"],
+            "method.selection='weight'",
+        ),
+        (["privacy.noise=1", "privacy.population=100"], "privacy.cohort=None"),
+        (
+            ["privacy.noise=1", "privacy.population=9", "privacy.cohort=5"],
+            "privacy.population=9 is below the 10 clients",
+        ),
+        (
+            ["privacy.noise=1", "privacy.population=100", "privacy.cohort=2"],
+            "privacy.cohort=2 is below federation.clients_per_round=4",
+        ),
+        (
+            ["privacy.noise=1", "privacy.population=100", "privacy.cohort=200"],
+            "privacy.cohort=200 exceeds privacy.population=100",
+        ),
+        (
+            [
+                "privacy.noise=1", "privacy.population=100", "privacy.cohort=20",
+                "privacy.sampling=none",
+            ],
+            "privacy.sampling='none'",
+        ),
+        (["privacy.noise=1", "privacy.quantile=0.3"], "quantile=0.3 has no effect without"),
+        (
+            [
+                "privacy.noise=1", "privacy.canaries=50", "privacy.population=100",
+                "privacy.cohort=20",
+            ],
+            "privacy.canaries=50",
+        ),
+        (
+            ["privacy.noise=1", "privacy.canaries=50", "privacy.sampling=fixed"],
+            "privacy.sampling='fixed'; allowed: poisson",
+        ),
+        (
+            ["privacy.noise=1", "privacy.canaries=5"],
+            "privacy.canaries=5 are too few for an audit; allowed: 0 (none), or 30 to 10000",
+        ),
+        (["privacy.noise=1", "privacy.budget=0.01"], "privacy.budget=0.01 does not pay one round"),
+        (["privacy.epsilon=-1"], "privacy.epsilon=-1"),
+        (["privacy.noise=1", "privacy.delta=2"], "privacy.delta=2"),
+    ],
+)  # fmt: skip
+def test_what_breaks_the_promise_is_refused_in_one_line(overrides, said):
+    assert said in refused(*overrides)
+
+
+def test_what_only_the_noise_decides_is_refused_before_anything_is_written(small, tmp_path):
+    for options, said in (
+        (["privacy.epsilon=0.0001"], "privacy.epsilon=0.0001 is below"),
+        (["privacy.noise=1", "privacy.adaptive=true"], "privacy.bit_noise=0.15"),
+    ):
+        with pytest.raises(InputError, match=said):
+            promised(small(*options))
+
+
+def test_a_budget_cuts_the_rounds_and_is_no_part_of_the_id():
+    options = ["privacy.noise=1.5", "federation.clients=100", "federation.clients_per_round=10"]
+    cut = load_experiment(None, [*options, "privacy.budget=3", "federation.rounds=100"])
+    rounds = cut.federation.rounds
+    assert 1 < rounds < 100
+    same = load_experiment(None, [*options, f"federation.rounds={rounds}"])
+    assert same.id == cut.id
+    again = type(cut).model_validate(cut.to_dict())
+    assert again.federation.rounds == rounds
+
+
+def test_private_sums_may_be_in_fixed_point(edge_run):
+    """The norm leaves room for rounding; cohorts of all clients cannot overflow."""
+    options = ["method=ravan", "privacy.noise=1", "federation.rounds=1"]
+    plain, ring = (edge_run(*options, *more) for more in ([], ["server.sum=ring"]))
+    first, second = (run.checkpoint.state.shared for run in (plain, ring))
+    np.testing.assert_allclose(first, second, atol=1e-6)
+    assert ring.checkpoint.records[-1].stages["clipped_entries"] == 0
+    with pytest.raises(InputError, match=r"^server.fraction_bits=8: rounding may lengthen"):
+        edge_run(*options, "server.sum=ring", "server.fraction_bits=8", "privacy.clip=0.01")
+
+
+def test_result_page_and_tracking_say_what_is_promised_and_what_lies_outside(small):
+    experiment = small(
+        "resources.backend=inline", "method=fedit", "privacy.noise=1", "federation.rounds=2"
+    )
+    with closing(run_steps(experiment, RunProgress(2), extras=False)) as steps:
+        list(steps)
+    summary = RunSummary.read(run_folder(experiment))
+    private, tags = summary.privacy, end_of(summary).tags
+    assert private["epsilon"] > 0 and private["noise"] == 1 and private["simulated"] == [4, 3]
+    sweep = invent_sweep("x", {"method": ("FedIT",)}, ("method",), ())
+    plain = comparable([sweep])
+    cells = [replace(c, summary=replace(c.result, privacy=private)) for c in sweep.cells]
+    page = comparable([replace(sweep, cells=tuple(cells))])
+    assert page.startswith(plain) and "cohorts of 3 of 4" in page
+    for text in (private["sentence"], page, tags[PRIVACY_TAG]):
+        assert "noise is reproducible from the seed" in text
+        outside = text.partition("outside the guarantee: ")[2]
+        for name in (
+            *("train_loss", "per_client", "norms", "coding errors", "ranks", "clipped", "entries"),
+            *("refused uploads", "simulated seconds", "joules"),
+        ):
+            assert name in outside
+    assert grouped_metrics({"privacy_epsilon": 1.0}) == {"privacy/epsilon": 1.0}
+
+
+def test_a_central_twin_has_no_clients_to_protect_and_sends_nothing(small):
+    sections = ["privacy.noise=1", "uploads.codec=int4", "downloads.codec=int4"]
+    twin, plain = central_twin(small(*sections)), central_twin(small())
+    assert twin.id == plain.id and twin.to_dict().keys() == plain.to_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "codec"),
+    [
+        ("trishul", "topk"), ("scaffold", "int8"), ("scaffold", "none"),
+        ("trishul method.head_fraction=0.5", "none"), ("trishul method.head_fraction=0.5", "topk"),
+    ],
+)  # fmt: skip
+def test_what_is_added_is_clipped_whatever_encodes_or_masks_it(small, tmp_path, words, codec):
+    """Decoded uploads have at most the norm, over all that a client sends; epsilon is the same."""
+    options = [*f"method={words}".split(), f"uploads.codec={codec}"]
+    experiment = small("privacy.noise=1", "privacy.clip=0.05", *options)
+    inline = InlineExecutor(experiment, prepare_run(experiment))
+    executor = Recording(inline)
+    executor.bench = inline.bench
+    server = server_of(executor, tmp_path)
+    server.step()
+    norms = [norm_of([u.arrays.shared, *u.arrays.extra.values()]) for u in executor.uploads]
+    assert norms and max(norms) <= 0.05 and min(norms) > 0.0499  # all were longer
+    sizes = server.blueprint.expected.unit_sizes
+    for upload in executor.uploads:
+        assert (upload.active is None) == ("fraction" not in words)
+        if upload.active is not None:
+            rests = np.repeat(~upload.active, sizes)
+            assert rests.any() and not upload.arrays.shared[rests].any()
+    record = server.checkpoint.records[-1]
+    assert record.stages["privacy_epsilon"] == promised(experiment).epsilon(1)
+    assert record.stages["privacy_clipped"] == 1
+    inline.close()

@@ -1,0 +1,370 @@
+"""Messages of runs: bytes that are real, error feedback, coded broadcasts."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from method_runs import KINDS, Recording
+from newcomers import unloaded_after
+from tolerances import rounding
+
+from trishul_ray.adapters.layout import Unit
+from trishul_ray.errors import InputError
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.checkpoint import open_checkpoints
+from trishul_ray.federation.inline import InlineDriver
+from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.lab.codecs.base import Units, codec_class, codec_names
+from trishul_ray.lab.codecs.stage import DownloadsConfig, UploadCodec, UploadsConfig, coded_state
+from trishul_ray.lab.privacy.clipping import Clip
+from trishul_ray.methods.base import State
+from trishul_ray.rng import numpy_rng
+from trishul_ray.stages import Change, Sender, norm_of, stage_names
+
+HALF = Path(__file__).parent / "newcomers" / "half.py"
+#: A core head, another one, and a tensor.
+UNITS = tuple(
+    Unit("name", kind, slice(first, last), slice(first, last), rank)
+    for kind, first, last, rank in (
+        ("core", 0, 16, 4), ("core", 16, 32, 4), ("classifier", 32, 50, None),
+    )
+)  # fmt: skip
+SIZES = np.array([unit.size for unit in UNITS])
+
+
+def sender(round_number=1, active=None, kept=None):
+    zeros = np.zeros(50, dtype=np.float32)
+    return Sender(0, round_number, 7, 1.0, UNITS, active, kept or {}, None, zeros)
+
+
+def change_of(rng, active=None, scale=1.0):
+    values = (scale * rng.standard_normal(50)).astype(np.float32)
+    if active is not None:
+        values[np.repeat(~active, SIZES)] = 0
+    return Change(values, {})
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_bytes_are_those_of_the_encoding_and_untrained_units_are_not_sent(name):
+    active = np.array([True, False, True])
+    fields = UploadsConfig(codec=name)
+    each, change = UploadCodec.of(fields), change_of(np.random.default_rng(0), active)
+    sent = each(change, sender(active=active))
+    entries = np.repeat(active, SIZES)
+    assert not sent.shared[~entries].any() and sent.shared[entries].any()
+    codec, units = each.codec, Units.of(UNITS)
+    payload = codec.encode(change.shared, units, sender().rng("codec"), np.zeros(50, np.float32))
+    assert sent.uploaded_bytes == len(payload) + 1  # and which units were trained
+    np.testing.assert_array_equal(sent.shared, codec.decode(payload, units))
+    error = np.linalg.norm(sent.shared - change.shared) / np.linalg.norm(change.shared)
+    assert sent.metrics["codec_error"] == pytest.approx(error)
+    assert not sent.kept
+    # The first filter is no exception to the rule that given arrays are not written to.
+    np.testing.assert_array_equal(change.shared, change_of(np.random.default_rng(0), active).shared)
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_what_the_method_adds_is_sent_as_well(name):
+    rng = np.random.default_rng(0)
+    each = UploadCodec.of(UploadsConfig(codec=name, error_feedback=True))
+    alone = each(change_of(rng), sender())
+    change = replace(
+        change_of(rng), extra={"control": change_of(rng).shared, "few": np.ones(3, "f4")}
+    )
+    both = each(change, sender())
+    assert both.uploaded_bytes > alone.uploaded_bytes
+    assert both.extra.keys() == {"control", "few"} and both.extra["few"].shape == (3,)
+    if name == "skeleton":  # cores of rank r are sent as they are, and so is everything else
+        for key, value in change.extra.items():
+            np.testing.assert_array_equal(both.extra[key], value)
+    for key in ("shared", "control"):
+        given = change.shared if key == "shared" else change.extra[key]
+        got = both.shared if key == "shared" else both.extra[key]
+        np.testing.assert_array_equal(both.kept[f"left/{key}"], given - got)
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_numbers_beside_the_cores_are_sent_as_they_are(name):
+    """They are no changes: a share of 1 must not be read as 0, nor be made up for later."""
+    rng, few = np.random.default_rng(0), np.float32([1, 1e-6, 0.5])
+    each = UploadCodec.of(UploadsConfig(codec=name, error_feedback=True))
+    alone, change = each(change_of(rng), sender()), change_of(np.random.default_rng(0))
+    both = each(replace(change, extra={"few": few}), sender())
+    np.testing.assert_array_equal(both.extra["few"], few)
+    assert (
+        both.uploaded_bytes == alone.uploaded_bytes + 12 and both.kept.keys() == alone.kept.keys()
+    )
+    state = State(change.shared, extra={"few": few})
+    read = coded_state(each.codec, state, Units.of(UNITS), rng)
+    np.testing.assert_array_equal(read.state.extra["few"], few)
+
+
+def test_a_skeleton_is_that_of_the_core_where_the_broadcast_makes_the_change_full():
+    """The filter knows the broadcast: cores of rank 1, whose changes have rank 4."""
+    rng = np.random.default_rng(0)
+    known = change_of(rng).shared
+    cores = [np.outer(*rng.standard_normal((2, 4))).ravel() for _ in range(2)]
+    change = Change(np.append(np.float32(cores) - known[:32].reshape(2, 16), known[32:]), {})
+    each = UploadCodec.of(UploadsConfig(codec="skeleton"))
+    sent = each(change, replace(sender(), broadcast=known))
+    assert sent.metrics["codec_rank"] == 1
+    np.testing.assert_allclose(sent.shared, change.shared, atol=1e-5)
+    assert each(change, sender()).metrics["codec_rank"] == 4
+
+
+def test_a_change_that_is_not_finite_is_left_to_the_server_to_refuse():
+    change = change_of(np.random.default_rng(0))
+    change.shared[3] = np.nan
+    sent = UploadCodec.of(UploadsConfig(codec="int4", error_feedback=True))(change, sender())
+    assert np.isnan(sent.shared[3]) and not sent.kept and sent.uploaded_bytes == 200
+
+
+@pytest.mark.parametrize("name", codec_names())
+@given(seed=st.integers(0, 10**6), rounds=st.integers(1, 6), partly=st.booleans())
+def test_with_error_feedback_all_is_sent_but_the_last_residual(name, seed, rounds, partly):
+    rng = np.random.default_rng(seed)
+    each = UploadCodec.of(UploadsConfig(codec=name, error_feedback=True))
+    total, sent, kept, size = np.zeros(50), np.zeros(50), {}, 0.0
+    for number in range(1, rounds + 1):
+        active = rng.random(3) < 0.5 if partly else None
+        change = change_of(rng, active, scale=10.0 ** rng.integers(-3, 3))
+        result = each(change, sender(number, active, kept))
+        if active is not None:
+            idle = np.repeat(~active, SIZES)
+            assert not result.shared[idle].any()
+            before = kept.get("left/shared", np.zeros(50))
+            np.testing.assert_array_equal(result.kept["left/shared"][idle], before[idle])
+        kept = result.kept
+        total += change.shared
+        sent += result.shared
+        size += np.abs(change.shared).max() + np.abs(kept["left/shared"]).max()
+    # Two roundings a round: of the sum, and of what is left of it.
+    allowed = rounding(2, 2 * size + np.abs(sent).max())
+    np.testing.assert_allclose(sent, total - kept["left/shared"], atol=allowed, rtol=0)
+
+
+def test_what_was_left_out_long_ago_is_forgotten_unit_by_unit():
+    rng, only_first = np.random.default_rng(0), np.array([True, False, False])
+    each = UploadCodec.of(UploadsConfig(codec="int4", error_feedback=True, residual_rounds=3))
+    first = each(change_of(rng), sender(1))
+    again = each(change_of(rng, only_first), sender(3, only_first, first.kept))
+    assert again.kept["since/shared"].tolist() == [3, 1, 1]
+    none = np.zeros(3, dtype=bool)
+    nothing = Change(np.zeros(50, dtype=np.float32), {})
+    kept = each(nothing, sender(4, none, again.kept)).kept["left/shared"]
+    np.testing.assert_array_equal(kept, again.kept["left/shared"])
+    kept = each(nothing, sender(5, none, again.kept)).kept["left/shared"]
+    assert kept[:16].any() and not kept[16:].any()
+    # In the next upload, only the first head has something to add.
+    moved = each(change_of(np.random.default_rng(5)), sender(5, None, again.kept))
+    fresh = each(change_of(np.random.default_rng(5)), sender(5))
+    assert (moved.shared[:16] != fresh.shared[:16]).any()
+    np.testing.assert_array_equal(moved.shared[16:], fresh.shared[16:])
+
+
+@pytest.mark.parametrize("name", codec_names())
+def test_a_broadcast_is_coded_from_the_state_alone(name):
+    rng = np.random.default_rng(0)
+    state = State(change_of(rng).shared, {"control": change_of(rng).shared})
+    codec = codec_class(name)(DownloadsConfig(codec=name))
+    one, other = (
+        coded_state(codec, state, Units.of(UNITS), np.random.default_rng(1)) for _ in range(2)
+    )
+    np.testing.assert_array_equal(one.state.shared, other.state.shared)
+    assert one.size == other.size and one.state.extra.keys() == {"control"}
+    assert (one.state.shared != state.shared).any() or name == "skeleton"
+
+
+def records_of(result):
+    return result.checkpoint.records[1:]
+
+
+@pytest.mark.parametrize(
+    ("method", "codec"), [*itertools.product(KINDS, codec_names()), ("trishul", "half")]
+)
+def test_every_kind_of_method_runs_with_every_codec(method, codec, edge_run):
+    with unloaded_after():
+        result = edge_run(
+            f"method={method}", "rounds=2", f"plugins={HALF}", f"uploads.codec={codec}",
+            f"downloads.codec={codec}",
+        )  # fmt: skip
+    for record in records_of(result):
+        assert not record.refused and record.train_loss < 10
+        up, down = 4 * record.uploaded_parameters, 4 * record.downloaded_parameters
+        metrics = record.metrics()
+        assert metrics["uploaded_bytes"] == record.uploaded_bytes
+        assert metrics["downloaded_bytes"] == record.downloaded_bytes
+        if codec == "skeleton":  # nothing was cut; one bit a unit, two bytes a core
+            assert record.uploaded_bytes <= 1.02 * up
+        else:
+            assert record.uploaded_bytes < 0.55 * up
+            assert record.downloaded_bytes < 0.55 * down
+        assert record.stages["codec_error"] < 1
+    assert np.isfinite(result.checkpoint.state.shared).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "codec"),
+    [("trishul", "int4"), ("trishul", "skeleton"), ("scaffold", "int8"), ("scaffold", "topk")],
+)
+def test_a_resumed_run_sends_what_an_uninterrupted_one_sends(
+    method, codec, edge_run, small, assert_same, tmp_path
+):
+    options = [f"method={method}", f"uploads.codec={codec}", "uploads.error_feedback=true"]
+    options += [f"downloads.codec={codec}", "method.head_fraction=0.5"][: 1 + (method == "trishul")]
+    again = edge_run(*options, stop=2)
+    place = f"storage.runs={tmp_path / 'whole'}"
+    whole = edge_run(*options, place)
+    assert_same(again, whole)
+    stored = [
+        open_checkpoints(small("resources.backend=inline", *options, *more)).newest().kept
+        for more in ([], [place])
+    ]
+    assert len(stored[0]) == 4 and stored[0].keys() == stored[1].keys()
+    for client, kept in stored[0].items():
+        assert kept.keys() == stored[1][client].keys() >= {"left/shared", "since/shared"}
+        for name, values in kept.items():
+            np.testing.assert_array_equal(values, stored[1][client][name])
+    assert not again.checkpoint.kept  # a result is small
+
+
+def test_bytes_of_a_run_are_those_of_the_format(edge_run):
+    result = edge_run("method=fedit", "uploads.codec=int8", "rounds=2", "downloads.codec=int8")
+    units = list(result.blueprint.layout.units(result.blueprint.wire))
+    each = sum(unit.size for unit in units) + 4 * len(units) + -(-len(units) // 8)
+    assert records_of(result)[1].uploaded_bytes == 3 * each
+    assert records_of(result)[1].downloaded_bytes == 3 * each
+
+
+def test_a_lossless_codec_changes_nothing_but_the_bytes(edge_run):
+    """Cores of full rank are sent as they are: up to rounding, the state is that of no codec."""
+    plain = edge_run("method=trishul", "rounds=1")
+    coded = edge_run("method=trishul", "rounds=1", "uploads.codec=skeleton")
+    np.testing.assert_allclose(
+        coded.checkpoint.state.shared, plain.checkpoint.state.shared, rtol=1e-6, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("name", codec_names())
+@given(seed=st.integers(0, 10**6), bound=st.floats(1e-3, 100))
+def test_what_is_clipped_after_decoding_is_within_the_norm(name, seed, bound):
+    change = change_of(np.random.default_rng(seed))
+    change = replace(change, extra={"control": change.shared})
+    sent = Clip(bound)(UploadCodec.of(UploadsConfig(codec=name))(change, sender()))
+    assert norm_of([sent.shared, *sent.extra.values()]) <= bound
+    assert sent.uploaded_bytes is not None and "codec_error" in sent.metrics
+
+
+def test_privacy_promises_the_same_with_a_codec(edge_run):
+    options = ["method=fedit", "privacy.noise=1", "rounds=2"]
+    plain, coded = edge_run(*options), edge_run(*options, "uploads.codec=int4")
+    for one, other in zip(records_of(plain), records_of(coded), strict=True):
+        assert one.stages["privacy_epsilon"] == other.stages["privacy_epsilon"]
+        assert one.clients == other.clients
+    assert records_of(coded)[0].uploaded_bytes < 4 * records_of(coded)[0].uploaded_parameters
+
+
+def test_a_prox_that_cuts_makes_skeletons_smaller(edge_run):
+    options = ["method=trishul", "uploads.codec=skeleton", "rounds=2"]
+    weak, strong = (edge_run(*options, f"method.lam={lam}") for lam in (0, 5))
+    for one, other in zip(records_of(weak), records_of(strong), strict=True):
+        assert other.stages["codec_rank"] < one.stages["codec_rank"]
+        assert other.uploaded_bytes < one.uploaded_bytes
+        assert other.stages["codec_error"] < 1e-4
+
+
+@pytest.mark.parametrize(("scalars", "cut"), [("fixed", True), ("trainable", False)])
+def test_a_cut_change_is_of_low_rank_where_scalars_are_fixed(scalars, cut, edge_run):
+    result = edge_run(
+        "method=trishul", "uploads.codec=skeleton", "method.lam=5", "method.prox_on=change",
+        f"method.scalars={scalars}",
+    )  # fmt: skip
+    first, *_, last = (record.stages["codec_rank"] for record in records_of(result))
+    assert (last < 1.5 * first) == cut
+
+
+def test_training_reads_the_coded_broadcast_and_scores_the_state(small):
+    experiment = small("resources.backend=inline", "method=fedit", "downloads.codec=int4")
+    server = InlineDriver(experiment, prepare_run(experiment), "a")
+    inner = server.executor
+    server.executor = recording = Recording(inner)
+    scored, inner_evaluate = [], inner.evaluate
+    inner.evaluate = lambda sent, job: scored.append(sent) or inner_evaluate(sent, job)
+    units = Units.of(server.blueprint.layout.units(server.blueprint.wire))
+    codec = codec_class("int4")(experiment.section(DownloadsConfig))
+    for number in (1, 2):
+        whole = server.broadcast()
+        server.step()
+        rng = numpy_rng(experiment.seed, "codec-down", number)
+        read = coded_state(codec, whole, units, rng).state.shared
+        np.testing.assert_array_equal(recording.broadcast.shared, read)
+        assert (read != whole.shared).any()
+        np.testing.assert_array_equal(scored[-1].shared, whole.shared)
+    server.close()
+
+
+def test_clients_train_from_the_coded_broadcast_and_the_server_keeps_its_state(edge_run):
+    """With one entry in ten sent, the untouched nine tenths are not lost on the server."""
+    options = ["method=fedit", "rounds=1"]
+    plain = edge_run(*options)
+    coded = edge_run(*options, "downloads.codec=topk", "downloads.density=0.1")
+    before, after = plain.checkpoint.state.shared, coded.checkpoint.state.shared
+    assert (before != after).any()
+    assert (after != 0).mean() > 0.5
+    # The server's state is scored: before the first round, the untouched backbone.
+    assert plain.checkpoint.records[0].scores == coded.checkpoint.records[0].scores
+
+
+@pytest.mark.parametrize("method", ["trishul", "fedsb"])  # with and without a survey
+def test_with_all_sections_off_no_run_meets_any_part_of_the_edge(method, small, drive_to_end):
+    """So every run takes the path that it took before there was one."""
+    experiment = small("resources.backend=inline", f"method={method}", "rounds=1")
+    assert not {*stage_names(), "edge_numerics"} & experiment.identity().keys()
+    assert "edge_numerics" in small(f"method={method}", "devices.kind=lognormal").identity()
+    server = InlineDriver(experiment, prepare_run(experiment), "a")
+    assert not list(server.stages) and not list(server.executor.bench.stages)
+    checkpoint = drive_to_end(server).checkpoint
+    assert (
+        not checkpoint.kept
+        and not checkpoint.stages
+        and not any(record.stages for record in checkpoint.records)
+    )
+    assert b'"stages"' not in checkpoint.to_bytes() and b'"kept"' not in checkpoint.to_bytes()
+    server.close()
+
+
+def test_a_codec_of_a_file_is_noted_where_it_is_used():
+    with unloaded_after():
+        used = load_experiment(None, [f"plugins={HALF}", "downloads.codec=half"])
+        assert [plugin.name for plugin in used.plugins] == ["half"]
+        assert used.identity()["plugins"] == [used.plugins[0].content]
+        assert not load_experiment(None, [f"plugins={HALF}", "uploads.codec=int8"]).plugins
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (["uploads.codec=int9"], r"uploads: unknown codec 'int9'; known: none, .*'int8'"),
+        (["uploads.density=0.1"], r"uploads: density=0\.1 has no effect with codec='none'"),
+        (["uploads.error_feedback=true"], r"uploads: error_feedback=true needs a codec"),
+        (
+            ["uploads.codec=topk", "uploads.residual_rounds=3"],
+            r"uploads: residual_rounds=3 has no effect without error_feedback=true",
+        ),
+        (["downloads.codec=topk", "downloads.density=2"], r"downloads\.density=2"),
+        (["downloads.error_feedback=true"], "unknown field 'downloads.error_feedback'"),
+        (
+            ["uploads.codec=int8", "uploads.error_feedback=true", "method=fedsvd"],
+            r"uploads\.error_feedback=true .* method='fedsvd' changes its bases",
+        ),
+        (["uploads.codec=int8", "server.sum=ring"], r"uploads\.codec='int8'.*server\.sum='ring'"),
+        (["method=flora", "downloads.codec=int8"], r"downloads: needs a method .*'flora'"),
+    ],
+)
+def test_wrong_fields_are_named(fields, message):
+    with pytest.raises(InputError, match=message):
+        load_experiment(None, fields)

@@ -1,0 +1,79 @@
+"""Checks of a stage, on small runs in one process with the section set as its ``example`` says."""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trishul_ray.contract.checks import Check, require
+from trishul_ray.contract.methods import (
+    SMALL,
+    Executors,
+    order_is_free,
+    resumes,
+    server_of,
+    small_executor,
+)
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.checkpoint import state_digest
+from trishul_ray.federation.inline import InlineExecutor
+from trishul_ray.federation.messages import TrainJob
+from trishul_ray.stages import STAGES
+
+#: A method whose next state follows from the mean change, with which every stage works.
+METHOD = "trishul"
+
+
+def checks_of(name: str) -> list[Check]:
+    """Return the checks of the stage of a section."""
+    example = STAGES[name].example
+    unset = "" if example else 'set example, fields that turn it on, such as {"lr": 0.1}'
+
+    @cache
+    def executor(*overrides: str) -> InlineExecutor:
+        return small_executor(*overrides, *words_of(name))
+
+    def on(check: Callable[..., None]) -> Callable[[Path], None]:
+        return partial(check, name=METHOD, executor=executor)
+
+    return [
+        Check("is off at its defaults", lambda folder: off_at_defaults(name), skipped=unset),
+        Check("repeats a client's call", on(call_repeats), skipped=unset),
+        Check("does not depend on the order of clients", on(order_is_free), skipped=unset),
+        Check("resumes with the same bytes", on(resumes), skipped=unset),
+    ]
+
+
+def words_of(name: str) -> list[str]:
+    """Return the overrides that set the section of a stage as its example says."""
+    return _words(name, STAGES[name].example)
+
+
+def _words(name: str, fields: Mapping[str, Any]) -> list[str]:
+    return [f"{name}.{field}={json.dumps(value)}" for field, value in fields.items()]
+
+
+def off_at_defaults(name: str) -> None:
+    """With its section at the defaults a run has the id of a plain one, and else another one."""
+    plain, default = load_experiment(None, SMALL).id, STAGES[name].Config()
+    off = _words(name, {field: getattr(default, field) for field in STAGES[name].example})
+    require(
+        load_experiment(None, [*SMALL, *off]).id == plain, f"{' '.join(off)} changes a run's id"
+    )
+    words = words_of(name)
+    require(load_experiment(None, [*SMALL, *words]).id != plain, f"{' '.join(words)} changes no id")
+
+
+def call_repeats(folder: Path, name: str, executor: Executors) -> None:
+    """The same job sends the same bytes again, and no hook writes to what it is given."""
+    inline = executor(f"method={name}")
+    server = server_of(inline, folder)
+    broadcast = server.broadcast().map(np.copy)
+    broadcast.map(lambda array: array.setflags(write=False))
+    job = TrainJob(1, 2, instructions=server.stages.instruct(1))
+    (first, told), (second, again) = (inline.train(broadcast, [job])[0] for _ in range(2))
+    same = state_digest(first.arrays) == state_digest(second.arrays)
+    require(same and told.stages == again.stages, "what a repeated job sends differs")

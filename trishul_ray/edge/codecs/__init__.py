@@ -1,1 +1,0 @@
-"""Codecs: how a change becomes bytes. See :mod:`trishul_ray.edge.codecs.base`."""

@@ -1,1 +1,0 @@
-"""Client-level differential privacy: clipped changes, noise on their sum, and what it is worth."""

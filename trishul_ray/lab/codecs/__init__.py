@@ -1,0 +1,1 @@
+"""Codecs: how a change becomes bytes. See :mod:`trishul_ray.lab.codecs.base`."""

@@ -1,0 +1,62 @@
+"""topk: the entries of largest magnitude, as they are, and their positions.
+
+``ceil(density n)`` of n entries are sent, over the whole vector; the first of equal magnitudes.
+Positions are sent as a bitmap of n bits or as four bytes each, whichever is less.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from trishul_ray.lab.codecs.base import Codec, Units, register_codec
+from trishul_ray.methods.base import exact_share
+
+
+@register_codec("topk")
+class TopK(Codec):
+    """Send the entries of largest magnitude; the others are zero."""
+
+    fields_read = frozenset({"density"})
+
+    def pack(
+        self, values: np.ndarray, units: Units, known: np.ndarray, rng: np.random.Generator
+    ) -> bytes:
+        """Return the places of the entries that are sent, then their values."""
+        limit, count = self._limit(values)
+        magnitudes = np.abs(values)
+        sent = magnitudes > limit
+        # Break ties by index; argpartition differs between CPUs.
+        equal = np.flatnonzero((magnitudes == limit) & (values != 0))
+        sent[equal[: count - int(sent.sum())]] = True
+        places = np.flatnonzero(sent).astype("<u4")
+        bitmap = np.packbits(sent).tobytes()
+        where = places.tobytes() if places.nbytes <= len(bitmap) else bitmap
+        return bytes(where + values[places].astype("<f4").tobytes())
+
+    def unpack(self, body: bytes, units: Units, known: np.ndarray) -> np.ndarray:
+        """Return zeros, and the entries that were sent in their places."""
+        size = -(-units.length // 8)  # of a bitmap; with places, both parts have at most so much
+        listed = len(body) <= 2 * size
+        cut = len(body) // 2 if listed else size
+        found = np.zeros(units.length, dtype=np.float32)
+        if listed:
+            places = np.frombuffer(body[:cut], dtype="<u4")
+        else:
+            flags = np.frombuffer(body[:cut], dtype=np.uint8)
+            places = np.flatnonzero(np.unpackbits(flags, count=units.length))
+        found[places] = np.frombuffer(body[cut:], dtype="<f4")
+        return found
+
+    def bound(self, values: np.ndarray, units: Units, known: np.ndarray) -> np.ndarray:
+        """Return the smallest magnitude that is sent, which no other exceeds."""
+        return np.full(len(values), self._limit(values)[0])
+
+    def _limit(self, values: np.ndarray) -> tuple[float, int]:
+        """Return the magnitude of the last entry that is sent, and how many are."""
+        count = math.ceil(exact_share(len(values), self.fields.density))
+        if count == len(values):
+            return 0.0, count
+        place = len(values) - count
+        return float(np.partition(np.abs(values), place)[place]), count
