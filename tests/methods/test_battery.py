@@ -10,6 +10,7 @@ from newcomers import NEWCOMERS
 from pydantic import ValidationError
 
 from trishul_ray.contract import methods
+from trishul_ray.contract.checks import BrokenPromiseError
 from trishul_ray.contract.methods import Shuffled, untimed
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.workbench import global_model
@@ -47,6 +48,20 @@ def test_it_keeps_a_promise_of_the_contract(name, check, executor, tmp_path):
     if (name, check) in EXCEPTIONS:
         pytest.skip("covered by a test below")
     check(tmp_path, name, executor)
+
+
+@pytest.mark.parametrize("name", [n for n in SINGLE if method_class(n).mean_is_enough])
+def test_what_says_that_the_mean_is_enough_moves_by_it_alone(name, executor, tmp_path):
+    methods.mean_decides(tmp_path, name, executor)
+
+
+def test_a_method_that_needs_more_than_the_mean_may_not_say_otherwise(
+    executor, tmp_path, monkeypatch
+):
+    """HetLoRA weighs uploads by their norms."""
+    monkeypatch.setattr(method_class("hetlora"), "mean_is_enough", True)
+    with pytest.raises(BrokenPromiseError, match="next states of two cohorts of one mean"):
+        methods.mean_decides(tmp_path, "hetlora", executor)
 
 
 def test_clients_of_local_move_no_global_model(executor, tmp_path):

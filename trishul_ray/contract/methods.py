@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,13 +20,20 @@ from trishul_ray.federation.checkpoint import CheckpointStore, arrays_digest, st
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.local import train_client
-from trishul_ray.federation.messages import Job, Outcome, TrainJob, to_tensor
+from trishul_ray.federation.messages import Job, Outcome, TrainJob, Upload, to_tensor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.records import RoundRecord
-from trishul_ray.federation.reduce import Reducer, rejection_reason, round_units
+from trishul_ray.federation.reduce import (
+    Reducer,
+    configured_weight,
+    finish,
+    partial_sum,
+    rejection_reason,
+    round_units,
+)
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import Workbench, global_model
-from trishul_ray.methods.base import method_class
+from trishul_ray.methods.base import Round, method_class
 from trishul_ray.models.lookup import quiet_transformers
 from trishul_ray.stages import ArrayState
 from trishul_ray.storage import Store
@@ -52,6 +60,7 @@ def checks_of(name: str) -> list[Check]:
     """Return the checks of a method."""
     method = method_class(name)
     beyond = "it moves_beyond_mean" if method.moves_beyond_mean else ""
+    single = "" if method.mean_is_enough else "its mean_is_enough is False"
 
     executor = cache(small_executor)  # of this content of a plug-in alone
 
@@ -66,6 +75,7 @@ def checks_of(name: str) -> list[Check]:
         Check("repeats a client's call", on(call_repeats)),
         Check("does not depend on the order of clients", on(order_is_free)),
         Check("resumes with the same bytes", on(resumes)),
+        Check("moves by the mean alone, as it says", on(mean_decides), skipped=single),
         Check("trains clients together as alone", on(stacks)),
         Check("with one client is central training", on(is_central), skipped=beyond),
         Check("has adapters that agree with themselves", on(adapters_agree)),
@@ -168,6 +178,43 @@ def resumes(folder: Path, name: str, executor: Executors) -> None:
     parts = driven(inline, folder / "parts").checkpoint
     same = state_digest(parts.state) == state_digest(whole.state)
     require(same and untimed(parts.records) == untimed(whole.records), "a resumed run differs")
+
+
+def mean_decides(folder: Path, name: str, executor: Executors) -> None:
+    """Uploads of another spread and the same mean give the same next state, up to rounding."""
+    inline = executor(f"method={name}")
+    server = server_of(inline, folder)
+    method, state, layout = server.method, server.checkpoint.state, server.blueprint.layout
+    broadcast = server.broadcast()
+    same = np.array_equal(broadcast.shared, state.shared)
+    require(same, "broadcast() sends other shared numbers than the state's: mean_is_enough = False")
+    first, second, *rest = inline.run(broadcast, [TrainJob(1, c) for c in range(3)]).uploads
+    fed = inline.experiment.federation
+    reducer = Reducer(method, layout, fed.weighting, server.blueprint.expected)
+    moved = (first.arrays.shared - broadcast.shared).astype(np.float64)
+    units = round_units(method, layout, 1)
+    if units is not None:
+        moved[np.repeat(~units, server.blueprint.expected.unit_sizes)] = 0
+    spread = np.random.default_rng(0).permutation(moved) * (moved != 0)
+
+    def shifted(upload: Upload, sign: float) -> Upload:
+        by = sign * spread * first.rows / configured_weight(fed.weighting, upload)
+        shared = (upload.arrays.shared + by).astype(np.float32)
+        return replace(upload, arrays=replace(upload.arrays, shared=shared))
+
+    def next_of(uploads: Sequence[Upload]) -> Tensor:
+        total = partial_sum(uploads, reducer)
+        mean, trained = finish(total, state, reducer)
+        round_ = Round(1, len(uploads), fed.clients, torch.from_numpy(trained), rounds=fed.rounds)
+        return method.aggregate(
+            state.map(to_tensor), mean.map(to_tensor), round_, layout
+        ).shared.double()
+
+    found = next_of([shifted(first, 1.0), shifted(second, -1.0), *rest])
+    require_close(
+        found, next_of([first, second, *rest]), "next states of two cohorts of one mean",
+        atol=1e-5, rtol=1e-3,
+    )  # fmt: skip
 
 
 def stacks(folder: Path, name: str, executor: Executors) -> None:

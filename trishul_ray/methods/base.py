@@ -331,10 +331,10 @@ class Method:
     #: ``evaluation.per_client`` every client's own model is scored as well (``personal_mean``).
     personal: bool = False
     #: Whether the next state is a function of the mean of what clients upload, with weights by
-    #: ``federation.weighting`` alone, and the broadcast's ``shared`` is the state's. What acts on
-    #: changes (see ``stages.py``) needs it, and refuses other methods. A subclass
-    #: that changes what is averaged or broadcast, or needs all uploads, does not inherit it. An
-    #: instance may override its class, depending on its configuration; so it may ``needs_uploads``.
+    #: ``federation.weighting`` alone, and the broadcast's ``shared`` is the state's. Stages that
+    #: act on changes need it, and refuse other methods; ``trishul check`` tries it. A subclass that
+    #: changes what is averaged or broadcast, or needs all uploads, does not inherit it. An instance
+    #: may override its class, depending on its configuration; so it may ``needs_uploads``.
     mean_is_enough: bool = False
     #: Whether :meth:`aggregate` reads each upload, not only their mean: a median, a clustering. The
     #: server then holds all uploads of a round at once, m W numbers; otherwise only running sums.
@@ -354,8 +354,6 @@ class Method:
     #: head is averaged by ``federation.weighting`` alone.
     weighs_classifier: ClassVar[bool] = True
 
-    #: ``adapter.alpha`` of the experiment, for methods whose server multiplies LoRA factors.
-    lora_alpha: float | None = None
     #: Its default learning rates by row of ``learning_rates.yaml``, where that has none. They were
     #: chosen as those of the row; not inherited.
     rates: ClassVar[Mapping[str, float]] = {}
@@ -366,12 +364,15 @@ class Method:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         # Else a method that averages something else would keep a promise that it never made.
-        changed = {"contribution", "weight", "broadcast", "needs_uploads", "averages_products"}
+        changed = {"contribution", "weight", "broadcast", "needs_uploads"}
         if vars(cls).keys() & changed:
             cls.mean_is_enough = vars(cls).get("mean_is_enough", False)
 
-    def __init__(self, config: MethodConfig) -> None:
+    def __init__(self, config: MethodConfig, lora_alpha: float | None = None) -> None:
         self.config: Any = config
+        #: ``adapter.alpha`` of the experiment, for methods whose server multiplies LoRA factors;
+        #: None until the experiment is known.
+        self.lora_alpha = lora_alpha
 
     def __reduce__(self) -> tuple[Any, ...]:
         needed = plugins.used_by([f"method={self.config.name}"])
@@ -626,10 +627,7 @@ method_names, method_class, method_classes = METHODS.names, METHODS.__getitem__,
 
 def build_method(config: MethodConfig, adapter: AdapterConfig | None = None) -> Method:
     """Build the method of a method section; with the adapter section, such that it can run."""
-    method = method_class(config.name)(config)
-    if adapter is not None:
-        method.lora_alpha = adapter.alpha
-    return method
+    return method_class(config.name)(config, None if adapter is None else adapter.alpha)
 
 
 def _restored(needed: tuple[plugins.Plugin, ...], fields: Json, alpha: Any) -> Method:
@@ -637,6 +635,4 @@ def _restored(needed: tuple[plugins.Plugin, ...], fields: Json, alpha: Any) -> M
     for plugin in needed:
         plugins.find_plugin(plugin)
     cls = method_class(fields["name"])
-    method = cls(cls.Config.model_validate(fields))
-    method.lora_alpha = alpha
-    return method
+    return cls(cls.Config.model_validate(fields), alpha)

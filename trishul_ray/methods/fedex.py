@@ -37,7 +37,7 @@ class FedEx(FedIT):
     communication = "r (d_in + d_out) up; down also d_in d_out, or (m + 1) r (d_in + d_out)"
     mean_is_enough = False
     rates_like = "fedex"
-    averages_products = True
+    contribution = FedIT.with_products
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
         """Fold ``scale (mean(B_c A_c) - B A)`` into the frozen weights."""

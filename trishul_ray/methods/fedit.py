@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
@@ -44,26 +44,22 @@ class FedIT(Method):
     rates_like = "fedit"
     fields_read = FIELDS_READ["lora"]
 
-    #: Whether the server averages the products ``B_c A_c``, too; see :meth:`mean_updates`.
-    averages_products: ClassVar[bool] = False
-
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
         """Attach LoRA to every target."""
         return attach_adapters("lora", site)
 
-    def contribution(self, upload: State, layout: Layout) -> State:
-        """Return the upload and, if they are averaged, the products [d_out, d_in] in float64."""
-        return self.with_products(upload, layout) if self.averages_products else upload
-
     def with_products(self, upload: State, layout: Layout) -> State:
-        """Return the upload with the products [d_out, d_in] of its factors, in float64."""
+        """Return the upload with the products [d_out, d_in] of its factors, in float64.
+
+        A subclass whose server averages them, too, makes this its :meth:`contribution`.
+        """
         pairs = lora_pairs(self.named_tensors(layout, upload.shared))
         return replace(upload, base={layer: b.double() @ a.double() for layer, a, b in pairs})
 
     def mean_updates(
         self, mean: State, shared: Tensor, layout: Layout
     ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-        """Iterate over the layers and their mean updates, given the mean contribution.
+        """Iterate over the layers and their mean updates, given the mean of :meth:`with_products`.
 
         Yields:
             Layer name, A and B as views of the wire vector ``shared`` [W], and

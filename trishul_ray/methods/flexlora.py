@@ -44,7 +44,7 @@ class FlexLoRA(FedIT):
     communication = "r_c (d_in + d_out) per matrix up and down"
     mean_is_enough = False
     takes_limits = True
-    averages_products = True
+    contribution = FedIT.with_products
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Take the leading r_c singular components of the broadcast."""

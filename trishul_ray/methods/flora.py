@@ -34,7 +34,7 @@ class FLoRA(FedIT):
     communication = "r (d_in + d_out) per matrix up; the cohort's stack down"
     mean_is_enough = False
     takes_limits = True
-    averages_products = True
+    contribution = FedIT.with_products
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Draw A for this round, the same on every client, and set B = 0."""

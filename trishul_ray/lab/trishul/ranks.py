@@ -154,8 +154,8 @@ class RankedTrishul(Limited, Trishul):
     rates_like = "trishul"
     mean_is_enough = True
 
-    def __init__(self, config: RankedConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: RankedConfig, lora_alpha: float | None = None) -> None:
+        super().__init__(config, lora_alpha)
         self.limits_ranks = config.limits == "ranks"
         self.mean_is_enough &= not self.limits_ranks
         self.takes_limits &= config.differ_by != "head" or self.limits_ranks

@@ -102,8 +102,8 @@ class RuledTrishul(Trishul):
     reference = "this project"
     rates_like = "trishul"
 
-    def __init__(self, config: RuledConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: RuledConfig, lora_alpha: float | None = None) -> None:
+        super().__init__(config, lora_alpha)
         self.needs_uploads = config.rule in ON_SERVER
         self.mean_is_enough &= not self.needs_uploads
 
