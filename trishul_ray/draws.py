@@ -27,12 +27,6 @@ def uniform_cohort(seed: int, number: int, clients: int, size: int) -> list[int]
     return sorted(rng.choice(clients, size, replace=False).tolist())
 
 
-def poisson_cohort(seed: int, number: int, clients: int, expected: int) -> list[int]:
-    """Return the clients of a round, each drawn by itself with probability expected / clients."""
-    drawn = numpy_rng(seed, "cohort-poisson", number).random(clients) < expected / clients
-    return [int(client) for client in np.flatnonzero(drawn)]
-
-
 @lru_cache(maxsize=4)  # asked for by every client of every round
 def capacities(
     profile: str, seed: int, clients: int, shares: tuple[float, ...] | None = None

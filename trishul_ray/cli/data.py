@@ -58,7 +58,7 @@ def methods(plugin: Plugins = None) -> None:
 
 
 def check(plugin: Plugins = None) -> None:
-    """Check what a file of your own defines: methods with their adapters, datasets, tasks, codecs.
+    """Check what a file of your own defines: methods with their adapters, stages, datasets, tasks.
 
     A line for each promise of the contract: ok, failed with the reason, or skipped. The exit code
     is 1 if one failed. Methods and tasks run on small data that the package brings.

@@ -12,7 +12,7 @@ from opacus.accountants import PRVAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from trishul_ray.draws import poisson_cohort, uniform_cohort
+from trishul_ray.draws import uniform_cohort
 from trishul_ray.errors import InputError
 from trishul_ray.lab.privacy.accounting import (
     ORDERS,
@@ -25,6 +25,7 @@ from trishul_ray.lab.privacy.accounting import (
     smallest_noise,
 )
 from trishul_ray.lab.privacy.config import PrivacyConfig
+from trishul_ray.lab.privacy.stage import poisson_cohort
 
 
 def gaussian_epsilon(sigma, delta):

@@ -9,7 +9,6 @@ import pytest
 from invented_outcomes import invent_sweep
 from method_runs import KINDS, SINGLE, Recording, server_of
 
-from trishul_ray.draws import poisson_cohort
 from trishul_ray.errors import FailsAgainError, InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
@@ -18,7 +17,7 @@ from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.lab.privacy import accounting
 from trishul_ray.lab.privacy.clipping import automatic_norm
 from trishul_ray.lab.privacy.mechanism import SURVEY_NORM
-from trishul_ray.lab.privacy.stage import promised
+from trishul_ray.lab.privacy.stage import poisson_cohort, promised
 from trishul_ray.methods.base import method_class
 from trishul_ray.report.page import comparable
 from trishul_ray.report.summary import RunSummary

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from trishul_ray.config import Section
-from trishul_ray.draws import poisson_cohort, uniform_cohort
+from trishul_ray.draws import uniform_cohort
 from trishul_ray.errors import InputError
 from trishul_ray.files import Json
 from trishul_ray.lab.privacy.accounting import Guarantee, affordable, change_noise, guarantee
@@ -24,6 +24,7 @@ from trishul_ray.lab.privacy.mechanism import HIGH, LOW, SURVEY_NORM, Mechanism,
 from trishul_ray.lab.ring import Ring
 from trishul_ray.lab.server_optimizer import ServerConfig
 from trishul_ray.methods.base import Method, State
+from trishul_ray.rng import numpy_rng
 from trishul_ray.stages import (
     ArrayState,
     Change,
@@ -241,6 +242,12 @@ class Privacy(Stage):
         fed = self.settings.federation
         simulated = (fed.participants, fed.clients_per_round)
         return reported(promised(self.settings, self.memory["noise"]), simulated, last)
+
+
+def poisson_cohort(seed: int, number: int, clients: int, expected: int) -> list[int]:
+    """Return the clients of a round, each drawn by itself with probability expected / clients."""
+    drawn = numpy_rng(seed, "cohort-poisson", number).random(clients) < expected / clients
+    return [int(client) for client in np.flatnonzero(drawn)]
 
 
 def promised(settings: StageSettings, noise: float | None = None) -> Guarantee:
