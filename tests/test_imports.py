@@ -59,6 +59,8 @@ EXTENSIONS = (
     *("fedsa", "fedsvd", "fedrpca", "fedrot", "frlora", "rolora", "FedSA", "FedSVD", "FedRPCA"),
     *("FedRot", "FRLoRA", "RoLoRA"),
     *("trishul-rules", "trishul-moving", "trishul-private", "trishul-ranks", "ravan-"),
+    *("poisson", "canary", "PrivacyConfig", "DevicesConfig", "CohortConfig", "ServerConfig"),
+    *("UploadsConfig", "fraction_bits", "privacy_clip", "joules", "error_feedback"),
 )
 #: The Python interface, which everything else leaves alone.
 INTERFACE = {"api", "result"}
