@@ -92,6 +92,7 @@ def test_a_cohort_may_mix_full_and_limited_clients(small, inline_result, method)
 
 
 def test_a_sum_in_the_ring_of_one_upload_is_never_used(small):
+    pytest.importorskip("trishul_ray.lab")
     words = ["resources.backend=inline", "federation.clients_per_round=2"]
     serve(small(*words), spoilt=1).step()  # it meets the quorum
     with pytest.raises(RunError, match=r"only 1 of 2 .* or server.min_clients=2; rejected"):

@@ -169,6 +169,7 @@ def run_of(experiment, drive_to_end):
     ids=" ".join,
 )
 def test_a_run_is_the_unstacked_one_up_to_rounding(overrides, small, drive_to_end):
+    pytest.importorskip("trishul_ray.lab")
     overrides = ["resources.backend=inline", "optimizer.lr=0.003", *overrides]
     alone = run_of(small(*overrides), drive_to_end)
     together = run_of(small(*overrides, "federation.stacked=2"), drive_to_end)

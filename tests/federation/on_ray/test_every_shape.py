@@ -23,6 +23,7 @@ def two_actors(local_ray):
         yield workers
 
 
+pytest.importorskip("trishul_ray.lab")  # its stages are in these runs
 LIMITED = "federation.compute=uniform"
 #: Shapes that differ in what a client that dies has received, kept or sent.
 A_CLIENT_DIES = {
