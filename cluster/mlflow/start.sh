@@ -45,12 +45,14 @@ MLFLOW_FLASK_SERVER_SECRET_KEY=$(cat "$folder/secret-key")
 export MLFLOW_FLASK_SERVER_SECRET_KEY
 
 serve() {
-  # A server that dies comes back. A trial waits for it, and sends again what it missed.
+  # A server that dies comes back. A trial waits for it, and sends again what it missed. On a busy
+  # head, importing takes a worker longer than the 5 s after which uvicorn would replace it.
   while true; do
     mlflow server --app-name basic-auth \
       --host "${MLFLOW_HOST:-0.0.0.0}" --port "${MLFLOW_PORT:-5000}" --workers 2 \
       --backend-store-uri "${MLFLOW_STORE:-sqlite:///$folder/mlflow.db}" \
-      --artifacts-destination "$artifacts" || true
+      --artifacts-destination "$artifacts" \
+      --uvicorn-opts "--timeout-worker-healthcheck 60" || true
     sleep 2
   done
 }

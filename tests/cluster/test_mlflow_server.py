@@ -57,7 +57,7 @@ class Server:
         subprocess.run(words, env=self.environment, check=True)
 
     def wait(self):
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 400
         while True:
             try:
                 urllib.request.urlopen(f"{self.address}/health", timeout=1).close()
@@ -81,9 +81,11 @@ class Server:
 def server(tmp_path_factory):
     started = Server(tmp_path_factory.mktemp("head"))
     started.start()
-    started.wait()
-    yield started
-    started.end()
+    try:
+        started.wait()
+        yield started
+    finally:
+        started.end()
 
 
 @pytest.fixture(autouse=True)
