@@ -179,6 +179,12 @@ class DataConfig(Section):
         ge=0,
         lt=1,
     )
+    test_groups: tuple[str, ...] = in_id_if_set(
+        (), "groups, such as categories or tasks, of which no row is trained on: all are test rows"
+    )
+    drop_repeated: bool = in_id_if_set(
+        False, "instructions: leave out training rows that are test rows, too; else only counted"
+    )
     train_limit: int | None = Field(
         None, ge=1, description="use only the first N training rows of a seeded shuffle"
     )
@@ -437,8 +443,10 @@ class FederationConfig(Section):
     rounds: int = Field(50, ge=1, le=1_000_000, description="communication rounds")
     local_steps: int = Field(50, ge=1, description="mini-batch steps per client and round")
     batch_size: int = Field(32, ge=1, description="examples per step")
-    weighting: Literal["uniform", "size"] = Field(
-        "uniform", description="aggregation weights: equal, or by number of rows"
+    weighting: Literal["uniform", "size", "tokens"] = Field(
+        "uniform",
+        description="aggregation weights: equal, by number of rows, or by number of label tokens "
+        "in them, with which the average of task.loss=tokens is that over all clients' tokens",
     )
     compute: Literal["full", "uniform", "bell", "skewed-right", "custom"] = Field(
         "full",

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,7 +12,7 @@ from trishul_ray.data.instructions import read_rows
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.prepare import coverage_of, prepare_run
 
 
 def user(text):
@@ -135,3 +136,41 @@ def test_the_text_of_a_templates_file_is_in_the_id(tmp_path):
     file.unlink()
     with pytest.raises(InputError, match="cannot be read as a template"):
         load_experiment(None, words)
+
+
+def test_groups_are_held_out_of_training_and_repeated_rows_are_counted_or_left_out(small):
+    rows = small("dataset=synthetic/instructions", "task.kind=instruction", "model.name=llama-tiny")
+
+    def changed(**data):
+        return rows.model_copy(update={"data": rows.data.model_copy(update=data)})
+
+    def prepared(**data):
+        return prepare_run(changed(**data))
+
+    whole, apart = prepared(), prepared(test_groups=("copy", "sort"))
+    groups = whole.dataset.info.groups
+    chosen = [groups.index("copy"), groups.index("sort")]
+
+    def count(split):
+        return int(np.isin(split.column("group"), chosen).sum())
+
+    assert count(apart.dataset.train) == 0 < count(whole.dataset.train)
+    total = count(whole.dataset.train) + count(whole.dataset.test)
+    assert count(apart.dataset.test) == total
+    scored = coverage_of(changed(test_groups=("copy", "sort")), apart).test
+    assert scored.official == scored.held == len(apart.dataset.test)
+    assert len(apart.shards.permutation) == len(whole.dataset.train) - count(whole.dataset.train)
+
+    (said,) = [line for line in whole.cut if "test rows, too" in line]
+    repeated = int(said.split()[0].replace(",", ""))
+    distinct = prepared(drop_repeated=True)
+    assert not any("test rows, too" in line for line in distinct.cut)
+    assert len(distinct.dataset.train) == len(whole.dataset.train) - repeated > 0
+    assert f"{repeated:,} training rows left out" in distinct.dataset.info.source
+
+    with pytest.raises(InputError, match=r"test_groups=cpoy: 'cpoy' is no group of.*copy"):
+        prepared(test_groups=("cpoy",))
+    with pytest.raises(InputError, match=r"no training rows of .* are left"):
+        prepared(test_groups=groups)
+    with pytest.raises(InputError, match="drop_repeated is for instructions"):
+        prepare_run(small("data.drop_repeated=true"))

@@ -65,6 +65,7 @@ OTHERS = {
     "federation.compute_shares": [],
     "data.columns": [{"text": "label", "label": "text"}],
     "data.name": ["digits"],
+    "data.test_groups": [["a"], ["a", "b"]],
     "data.path": ["elsewhere"],
     "model.name": ["vit-digits", "bert-tiny"],
     "method.name": ["fedex", "trishul"],

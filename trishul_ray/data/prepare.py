@@ -6,13 +6,14 @@ the files and notes their checksums, by which they are checked before use; the o
 """
 
 import hashlib
+import json
 import re
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +29,7 @@ from trishul_ray.data.dataset import (
     PreparedDataset,
     ProgressCallback,
     Split,
+    join,
     take_rows,
     write_split,
 )
@@ -38,7 +40,7 @@ from trishul_ray.data.hub import ON_HUB
 from trishul_ray.data.own import CUSTOM, CustomHubDataset, LocalImages, LocalTable
 from trishul_ray.data.partition import draw_held_out
 from trishul_ray.data.public import PublicDataset
-from trishul_ray.errors import InputError, did_you_mean
+from trishul_ray.errors import InputError, did_you_mean, join_limited
 from trishul_ray.files import Json, make_cache_folder
 
 if TYPE_CHECKING:
@@ -164,7 +166,7 @@ def _read_or_write(
     with FileLock(folder / LOCK):
         (folder / LOCK).touch()
         if not _is_intact(prepared):
-            if name.removesuffix("-encoded").removesuffix("-validation") in CUSTOM:
+            if re.sub(rf"({_DERIVED})+$", "", name) in CUSTOM:
                 remove_leftovers(cache)
             info, columns = contents()
             (folder / SEAL).unlink(missing_ok=True)
@@ -183,6 +185,67 @@ def _is_intact(prepared: PreparedDataset) -> bool:
         return True
     remark(f"{folder} is damaged ({fault or 'a split is missing'}): it is prepared again")
     return False
+
+
+def choose_rows(dataset: PreparedDataset, config: "DataConfig", *, cache: Path) -> PreparedDataset:
+    """Return a dataset with the rows to train on, to score and to validate by that a section sets.
+
+    All training rows of ``test_groups`` become test rows, after the others.
+
+    Raises:
+        InputError: A group is unknown, no training rows are left, or the rows are no instructions.
+    """
+    info, train, groups = dataset.info, dataset.train, config.test_groups
+    field = f"data.test_groups={','.join(groups)}"
+    if unknown := sorted({*groups} - {*info.groups}):
+        known = join_limited(info.groups, 8) if info.groups else "none"
+        hint = did_you_mean(unknown[0], info.groups)
+        raise InputError(
+            f"{field}: {unknown[0]!r} is no group of dataset {info.name}; it has {known}{hint}"
+        )
+    if groups and (lacking := {"group", *dataset.test.columns} - {*train.columns}):
+        raise InputError(
+            f"{field}: the training rows of dataset {info.name} have no {min(lacking)}"
+        )
+    if config.drop_repeated and info.kind != "instruction":
+        raise InputError(f"data.drop_repeated is for instructions, not dataset {info.name}")
+
+    def divide() -> _Contents:
+        columns = {name: dataset.split(name).read() for name in dataset.split_names}
+        kept, source = np.ones(len(train), dtype=bool), info.source
+        if groups:
+            kept = ~np.isin(train.column("group"), [info.groups.index(group) for group in groups])
+            unseen = take_rows(columns["train"], np.flatnonzero(~kept))
+            test = [columns["test"], {name: unseen[name] for name in columns["test"]}]
+            columns["test"] = join(test)
+        if config.drop_repeated:
+            repeated = find_repeated(columns["train"], columns["test"]) & kept
+            source += f", {repeated.sum():,} training rows left out that are test rows, too"
+            kept &= ~repeated
+        if not kept.any():
+            raise InputError(f"{field}: no training rows of dataset {info.name} are left")
+        columns["train"] = take_rows(columns["train"], np.flatnonzero(kept))
+        return replace(info, source=source), columns
+
+    if groups or config.drop_repeated:
+        key = f"{dataset.fingerprint}\n{json.dumps([sorted(groups), config.drop_repeated])}"
+        dataset = _read_or_write(cache, f"{info.name}-chosen", key, dataset.split_names, divide)
+    return hold_out(dataset, config.validation_share, cache=cache)
+
+
+def find_repeated(train: Mapping[str, Column], test: Mapping[str, Column]) -> np.ndarray:
+    """Return which training rows are test rows, too, bool [N]: the same texts, or token ids."""
+
+    def keys(rows: Mapping[str, Column]) -> list[Any]:
+        if "input_ids" in rows:
+            pairs = zip(rows["input_ids"], rows["length"].tolist(), strict=True)
+            return [ids[:length].tobytes() for ids, length in pairs]
+        columns = [rows[name] for name in sorted(rows)]
+        texts = [column.to_pylist() for column in columns if not isinstance(column, np.ndarray)]
+        return list(zip(*texts, strict=True))
+
+    tested = set(keys(test))
+    return np.array([key in tested for key in keys(train)])
 
 
 def hold_out(dataset: PreparedDataset, share: float, *, cache: Path) -> PreparedDataset:
@@ -268,6 +331,9 @@ def encode(
     return _read_or_write(cache, f"{info.name}-encoded", key, splits, encode_splits)
 
 
+#: Ends of the names of folders with rows that are made of prepared ones.
+_DERIVED = "-encoded|-validation|-chosen"
+
 #: Prepared folders of one path that are kept without being used, and seconds until one is unused.
 KEPT, UNUSED_SECONDS = 3, 7 * 24 * 3600.0
 
@@ -277,7 +343,7 @@ LOCK = "lock"
 #: The files of a prepared folder that are sealed.
 _ARROW = "*.arrow"
 
-_OWN_FOLDER = re.compile(rf"({'|'.join(CUSTOM)})(-encoded|-validation)?-[0-9a-f]{{12}}")
+_OWN_FOLDER = re.compile(rf"({'|'.join(CUSTOM)})({_DERIVED})?-[0-9a-f]{{12}}")
 
 
 def remove_leftovers(

@@ -5,7 +5,7 @@ import numpy as np
 from trishul_ray.data.dataset import PreparedDataset, ProgressCallback
 from trishul_ray.data.hub import ON_HUB
 from trishul_ray.data.partition import Partition, partition, partition_column
-from trishul_ray.data.prepare import find_source, hold_out, prepare
+from trishul_ray.data.prepare import choose_rows, find_source, prepare
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.rng import numpy_rng
@@ -46,4 +46,4 @@ def check_rows(experiment: Experiment, progress: ProgressCallback | None = None)
         if find_source(data).key(places.hub).startswith(ON_HUB):
             return
         raise
-    partition_rows(hold_out(rows, data.validation_share, cache=places.cache), experiment)
+    partition_rows(choose_rows(rows, data, cache=places.cache), experiment)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays, Blueprint, TrainReport, Upload, as_tensor
-from trishul_ray.federation.reduce import Reducer
+from trishul_ray.federation.reduce import Reducer, configured_weight
 from trishul_ray.methods.adapters import lora_pairs, lora_scale
 from trishul_ray.spectral.diagnostics import client_matrices, diagnose, left_spectrum, stack_spectra
 from trishul_ray.spectral.svt import singular_values
@@ -66,8 +66,8 @@ def upload_diagnostics(
     spectra: Arrays = next((r.spectra for r in reports if r.spectra), {})
     if not uploads:
         return Diagnostics(metrics, spectra, {})
-    uniform = experiment.federation.weighting == "uniform"
-    weights = torch.tensor([1.0 if uniform else float(u.rows) for u in uploads])
+    weighting = experiment.federation.weighting
+    weights = torch.tensor([configured_weight(weighting, upload) for upload in uploads])
     weights = weights.double() / weights.sum()
     sent, updates, active = _stacked(uploads, broadcast, blueprint)
     matrices: Arrays = {}

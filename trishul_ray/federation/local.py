@@ -37,6 +37,7 @@ from trishul_ray.federation.messages import (
 )
 from trishul_ray.federation.reduce import configured_weight
 from trishul_ray.federation.workbench import Workbench, global_model, new_run, rows_of
+from trishul_ray.memory import peak_memory
 from trishul_ray.methods.base import LocalRun, Method, State, Tensors, count_numbers
 from trishul_ray.rng import numpy_rng, torch_rng
 from trishul_ray.stages import ArrayState, Change, Sender, StepFlops
@@ -191,8 +192,10 @@ def _answer(
         unsent=run.unsent,
         metrics=run.metrics,
         spectra=run.spectra,
+        memory=peak_memory(bench.device),
     )
-    return Upload(job.client, rows, upload.map(to_array), active), report
+    tokens = 0 if bench.tokens is None else int(bench.tokens[job.client])
+    return Upload(job.client, rows, upload.map(to_array), active, tokens=tokens), report
 
 
 def send_change(
@@ -513,7 +516,8 @@ def evaluate_chunk(bench: Workbench, broadcast: ArrayState, job: EvalJob) -> Eva
     if job.each:
         each["row"] = np.asarray(rows[job.start : job.stop], dtype=np.int64)
         each["score"] = scored.scores[bench.task.headline].cpu().numpy().astype(np.float32)
-    return EvalReport(job.round, job.start, sums, job.rows, job.client, each)
+    memory = peak_memory(bench.device)
+    return EvalReport(job.round, job.start, sums, job.rows, job.client, each, memory)
 
 
 def _prepare(bench: Workbench, split: Split, rows: np.ndarray) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import numpy as np
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.data.dataset import DatasetInfo, RowSet
 from trishul_ray.lazy import torch
+from trishul_ray.memory import PeakMemory
 from trishul_ray.stages import ArrayState, StepFlops
 from trishul_ray.tasks.sums import EvalSums, Metrics
 
@@ -106,6 +107,7 @@ class Upload:
     arrays: ArrayState
     active: np.ndarray | None = None  # [U] bool, units that the client trained; None means all
     weighted: bool = False  # whether it is times its weight already
+    tokens: int = 0  # labels in the shard, T_c; counted only for federation.weighting=tokens
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class TrainReport:
     kept: Arrays = field(default_factory=dict)  # what filters of the upload leave with the client
     stages: dict[str, float] = field(default_factory=dict)  # numbers of theirs, by name
     squared_loss: float = math.nan  # mean of the squared losses of the local steps
+    memory: PeakMemory | None = None  # of its worker so far
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ class EvalReport:
     client: int | None = None  # whose own model was evaluated; None for the global one
     # With EvalJob.each: "row" int64 [b], index in the dataset's split; "score" float32 [b].
     each: Arrays = field(default_factory=dict)
+    memory: PeakMemory | None = None  # of its worker so far
 
 
 @dataclass

@@ -10,7 +10,14 @@ import torch
 
 from trishul_ray.data.dataset import PreparedDataset, ProgressCallback
 from trishul_ray.data.partition import Partition
-from trishul_ray.data.prepare import Coverage, encode, hold_out, measure_coverage, prepare
+from trishul_ray.data.prepare import (
+    Coverage,
+    choose_rows,
+    encode,
+    find_repeated,
+    measure_coverage,
+    prepare,
+)
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import check_content
@@ -32,6 +39,7 @@ class Prepared:
         sources: hashes of the data; see :class:`~trishul_ray.federation.messages.Blueprint`.
         passed: the backbone, if it was passed from Python.
         cut: what encoding has cut of the rows of a split, a text each with its count.
+        tokens: labels in the rows of each client, int64 [C]; only if clients are weighed by them.
     """
 
     dataset: PreparedDataset
@@ -39,6 +47,7 @@ class Prepared:
     sources: dict[str, str] = field(default_factory=dict)
     passed: PassedModel | None = None
     cut: tuple[str, ...] = ()
+    tokens: np.ndarray | None = None
 
 
 def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None) -> Prepared:
@@ -60,7 +69,26 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
         for name in ("train", "test")
         for remark in task.remarks(dataset.split(name))
     ]
-    return Prepared(dataset, shards, sources, passed, tuple(cut))
+    if dataset.info.kind == "instruction":
+        repeated = find_repeated(dataset.train.read(), dataset.test.read())
+        if repeated.any():
+            cut.append(f"{repeated.sum():,} of {len(repeated):,} train rows are test rows, too")
+    tokens = _client_tokens(experiment, task, dataset, shards)
+    return Prepared(dataset, shards, sources, passed, tuple(cut), tokens)
+
+
+def _client_tokens(
+    experiment: Experiment, task: Task, dataset: PreparedDataset, shards: Partition
+) -> np.ndarray | None:
+    """Return the labels in each client's rows [C] if clients are weighed by them, else None."""
+    if experiment.federation.weighting != "tokens":
+        return None
+    if (counts := task.count_labels(dataset.train)) is None:
+        raise InputError(
+            f"federation.weighting='tokens' weighs clients by label tokens, which task "
+            f"{type(task).__name__} does not have; allowed: uniform, size"
+        )
+    return np.add.reduceat(counts[shards.permutation], shards.offsets[:-1])
 
 
 def _check_passed(backbone: Backbone, task: Task, dataset: PreparedDataset) -> None:
@@ -108,7 +136,7 @@ def prepare_rows(experiment: Experiment, progress: ProgressCallback | None = Non
     places = experiment.storage.places
     dataset = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
     sources = {"rows": dataset.fingerprint}
-    dataset = hold_out(dataset, experiment.data.validation_share, cache=places.cache)
+    dataset = choose_rows(dataset, experiment.data, cache=places.cache)
     return Prepared(dataset, partition_rows(dataset, experiment), sources)
 
 
@@ -139,7 +167,7 @@ def _encode_rows(
     progress: ProgressCallback | None,
 ) -> tuple[PreparedDataset, Task, dict[str, str]]:
     """Return the rows as the task trains on them, the task, and what depends on the tokenizer."""
-    rows = hold_out(rows, experiment.data.validation_share, cache=backbone.places.cache)
+    rows = choose_rows(rows, experiment.data, cache=backbone.places.cache)
     task = build_task(experiment.task, rows.info, backbone)
     if task.encoder is None:
         return rows, task, {}
@@ -153,4 +181,7 @@ def _encode_rows(
 def coverage_of(experiment: Experiment, prepared: Prepared) -> Coverage:
     """Return how many rows of its dataset the experiment trains on and scores, and what was cut."""
     limits = experiment.data.train_limit, experiment.evaluation.limit
-    return replace(measure_coverage(prepared.dataset, *limits), cut=prepared.cut)
+    found = replace(measure_coverage(prepared.dataset, *limits), cut=prepared.cut)
+    if experiment.data.test_groups:  # more than are published, with those of the training rows
+        found = replace(found, test=replace(found.test, official=found.test.held))
+    return found

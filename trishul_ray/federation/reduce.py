@@ -27,7 +27,7 @@ LARGEST_ENTRY = 1e12
 
 def configured_weight(weighting: str, upload: Upload) -> float:
     """Return the weight of an upload by ``federation.weighting``."""
-    return float(upload.rows) if weighting == "size" else 1.0
+    return float({"size": upload.rows, "tokens": upload.tokens}.get(weighting, 1))
 
 
 @dataclass(frozen=True)

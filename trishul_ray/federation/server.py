@@ -53,6 +53,7 @@ from trishul_ray.federation.reduce import (
     round_units,
 )
 from trishul_ray.federation.scoring import Scoring
+from trishul_ray.memory import PeakMemory
 from trishul_ray.methods.base import ClientUpload, Method, Round, State, build_method
 from trishul_ray.rng import numpy_rng
 from trishul_ray.stages import (
@@ -116,6 +117,7 @@ class RunResult:
     checkpoint: Checkpoint  # the last one, without what the clients keep
     blueprint: Blueprint
     broadcast: ArrayState  # that of the round after the last
+    memory: PeakMemory | None = None  # see Server
 
     @property
     def digest(self) -> str:
@@ -134,6 +136,7 @@ class Server:
         blueprint: What is known of the workers' benches.
         participants: The clients that may take part, ascending.
         events: What has happened since the last report, a line each.
+        memory: Peak of the worker that has used most since this process began.
 
     Raises:
         RunError: the data or the backbone differ from those of the checkpoint.
@@ -148,6 +151,7 @@ class Server:
         self.participants = participants(experiment.federation, experiment.seed)
         restored = checkpoints.newest()
         self.events: list[str] = list(checkpoints.skipped)
+        self.memory: PeakMemory | None = None
         if restored is not None:
             checkpoints.tidy()
             self.events.append(f"continuing after round {restored.round}")
@@ -258,6 +262,9 @@ class Server:
                 cohort = self._cohort(number, sent)
             outcome = self._run(number, sent, cohort)
             self.scoring.add(now, outcome.evaluations)
+            peaks = [report.memory for report in outcome.reports]
+            peaks += [self.memory, *(report.memory for report in outcome.evaluations)]
+            self.memory = max((peak for peak in peaks if peak is not None), default=None)
             if not over:  # even a cohort of nobody is a round
                 paused = time.perf_counter()
                 everyone = self._compare_everyone(number, sent.read, outcome)
@@ -557,7 +564,7 @@ class Server:
         """Return the result of a finished run."""
         # What the clients keep may be large, and the result is sent to the driver.
         whole = replace(self.checkpoint, client_states={}, kept={})
-        return RunResult(whole, self.blueprint, self.broadcast())
+        return RunResult(whole, self.blueprint, self.broadcast(), self.memory)
 
 
 def _over_clients(reports: Sequence[TrainReport], summed: AbstractSet[str]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from trishul_ray.experiment.fit import build_site
 from trishul_ray.federation.messages import Arrays, Blueprint, Expected, changed_sources, to_tensor
 from trishul_ray.federation.prepare import Prepared, prepare_dataset
 from trishul_ray.federation.reduce import round_units, unit_sizes
+from trishul_ray.memory import reset_peak
 from trishul_ray.methods.base import LocalRun, Method, Site, build_method, exact_share
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import run_dtype
@@ -133,6 +134,7 @@ class Workbench(ModelBench):
     scored: Mapping[RowSet, tuple[Split, np.ndarray]]  # the split of every set, and its rows
     shards: Partition
     stages: Stages
+    tokens: np.ndarray | None = None  # see Prepared
 
     @property
     def test(self) -> Split:
@@ -167,6 +169,7 @@ def build_workbench(
                 "storage.hub and model folders must have the same content on every node"
             )
     bench = build_model_bench(experiment, dataset.info, residents)
+    reset_peak(bench.device)
     source = prepared.sources.get("rows", dataset.fingerprint)
     parts = {part.name: getattr(bench, part.name) for part in fields(bench)}
     return Workbench(
@@ -175,6 +178,7 @@ def build_workbench(
         scored=_scored_rows(dataset, experiment.evaluation.limit, source),
         shards=prepared.shards,
         stages=Stages.of(experiment),
+        tokens=prepared.tokens,
     )
 
 

@@ -22,6 +22,7 @@ from trishul_ray.experiment.experiment import ID_LENGTH, Experiment
 from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.files import Json
 from trishul_ray.lazy import pd, pq
+from trishul_ray.memory import PeakMemory
 from trishul_ray.storage import Store
 from trishul_ray.tasks.sums import client_metrics
 
@@ -109,6 +110,7 @@ class RunSummary:
         unread_fields: Fields of the experiment that nothing has read.
         logged: Whether all of it is where it was to be logged; False while its process ends.
         privacy: Guarantee of a private run, and its limits (``edge.privacy``); None for others.
+        peak_memory: Peak of the worker that used most, of the process that finished the run.
         checksum: Hash of the bytes of everything else; empty until it is written.
     """
 
@@ -152,6 +154,7 @@ class RunSummary:
     ranks: dict[str, int | list[int]] = field(default_factory=dict)
     participation: dict[str, int] = field(default_factory=dict)
     logged: bool = True
+    peak_memory: PeakMemory | None = None
     checksum: str = ""
 
     @classmethod
@@ -190,6 +193,8 @@ class RunSummary:
     @classmethod
     def _from_json(cls, fields: Json) -> "RunSummary":
         data, machine = Coverage.from_json(fields["data"]), Hardware(**fields["hardware"])
+        if (peak := fields.get("peak_memory")) is not None:
+            fields = fields | {"peak_memory": PeakMemory(**peak)}
         return cls(**fields | {"data": data, "hardware": machine})
 
     def _check_values(self) -> None:
@@ -209,6 +214,7 @@ class RunSummary:
     def to_dict(self) -> Json:
         """Return everything but the checksum as plain JSON values."""
         fields = vars(self) | {"data": self.data.to_json(), "hardware": asdict(self.hardware)}
+        fields["peak_memory"] = None if self.peak_memory is None else asdict(self.peak_memory)
         del fields["checksum"]
         return fields
 

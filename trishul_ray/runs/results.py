@@ -130,6 +130,7 @@ def summarize(
         refused_uploads=total("refused_uploads"),
         round_seconds=[round(r.seconds, 4) for r in records if r.seconds is not None],
         wall_seconds=round(wall_seconds, 3),
+        peak_memory=result.memory,
         diagnostics=_last_diagnostics(records),
         heads=blueprint.heads,
         ranks=blueprint.ranks,

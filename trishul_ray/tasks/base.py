@@ -166,6 +166,10 @@ class Task(ABC):
         """
         return self.answers(self.predict(model, batch), classes)
 
+    def count_labels(self, split: Split) -> np.ndarray | None:
+        """Return how many tokens of each encoded row its loss is of, [N]; None if of none."""
+        return None
+
     def remarks(self, split: Split) -> list[str]:
         """Return what encoding has changed in the rows of a split, a text each with its count."""
         return []

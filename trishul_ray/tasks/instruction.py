@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trishul_ray.data.instructions import read_rows
+from trishul_ray.data.instructions import Row, read_rows
 from trishul_ray.errors import InputError
 from trishul_ray.files import Json
 from trishul_ray.lazy import torch
@@ -27,7 +27,7 @@ from trishul_ray.tasks.base import (
     to_device,
 )
 from trishul_ray.tasks.sums import RowScores
-from trishul_ray.tasks.text import TokenizerRef, generate_greedily
+from trishul_ray.tasks.text import TokenizerRef, begin_ids, generate_greedily
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -111,8 +111,10 @@ class Instruction(Task):
 
     def settings(self) -> Json:
         """Return the template's text, its date and the limits."""
+        text = isinstance(self.prompt, prompts.TextPrompt)
         return {
             "template": self.prompt.text,
+            "begin_ids": begin_ids(self.tokens) if text else [],
             "date": prompts.DATE,
             "max_length": self.max_length,
             "target_length": self.target_length,
@@ -148,6 +150,12 @@ class Instruction(Task):
             ranges[number, : len(row)] = row
         flags = np.array(cut, dtype=np.uint8)
         return {"input_ids": ids, "length": length, "spans": ranges, "cut": flags}
+
+    def count_labels(self, split: Split) -> np.ndarray:
+        """Return the number of labels of each encoded row, int64 [N]."""
+        spans = split.column("spans").astype(np.int64)
+        counts: np.ndarray = (spans[..., 1] - spans[..., 0]).sum(axis=1)
+        return counts
 
     def remarks(self, split: Split) -> list[str]:
         """Return how many encoded rows of a split were cut, a text for each way."""
@@ -268,21 +276,38 @@ class Instruction(Task):
         places = places.to(ids.device)
         left = ids.gather(1, places.clamp(min=0))
         mask = (places >= 0).long()
-        module: Any = model.model
-        ends = self.prompt.end_ids() | _end_ids(module.generation_config)
         found = generate_greedily(
-            module,
+            model.model,
             {"input_ids": left, "attention_mask": mask},
             max_new_tokens=self.target_length,
             pad_token_id=self.tokens.pad_id,
-            eos_token_id=sorted(ends),
+            eos_token_id=self.stop_ids(model),
         )
         return found[:, longest:]
 
+    def log_likelihoods(
+        self, model: AdaptedModel, rows: Sequence[Row], device: torch.device, dtype: torch.dtype
+    ) -> np.ndarray:
+        """Return the log-likelihood of the answer of every row, without its end token, [N]."""
+        ends = self.prompt.end_ids()
+        ids, spans = [], np.zeros((len(rows), 1, 2), dtype=np.int32)
+        for number, found in enumerate(self.prompt.encode(rows, "the choices")):
+            start, stop = found.spans[-1]
+            stop = next((n for n in range(start, stop) if found.ids[n] in ends), stop)
+            spans[number, 0] = start, stop
+            ids.append(found.ids[:stop])
+        stored, length = self.tokens.padded_columns(
+            len(ids), self.max_length, lambda first, last: ids[first:last], lambda done: None
+        )
+        columns = {"input_ids": stored, "length": length, "spans": spans}
+        tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
+        batch = self.prepare_batch(tensors, device, dtype)
+        losses: np.ndarray = self.score(self.predict(model, batch), batch).loss.cpu().numpy()
+        return -losses
 
-def _end_ids(config: Any) -> set[int]:
-    """Return the ids at which a checkpoint's generation ends."""
-    ends = getattr(config, "eos_token_id", None)
-    if ends is None:
-        return set()
-    return {ends} if isinstance(ends, int) else set(ends)
+    def stop_ids(self, model: AdaptedModel) -> list[int]:
+        """Return the ids at which generation stops: the template's and the checkpoint's."""
+        module: Any = model.model
+        ends = getattr(module.generation_config, "eos_token_id", None)
+        own = {ends} if isinstance(ends, int) else {*(ends or ())}
+        return sorted(self.prompt.end_ids() | own)

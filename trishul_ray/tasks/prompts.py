@@ -244,12 +244,12 @@ class ChatPrompt(Prompt):
                 cut |= LAST_TURN_ALONE  # e.g. earlier thoughts are left out of later turns
                 continue
             spans.append((same, len(answer)))
+        if cut & LAST_TURN_ALONE:
+            spans = spans[-1:]
         if any(stop - start > self.target_length for start, stop in spans):
             cut |= ANSWER_CUT
             spans = [(start, min(stop, start + self.target_length)) for start, stop in spans]
             whole = whole[: spans[-1][1]]
-        if cut & LAST_TURN_ALONE:
-            spans = spans[-1:]
         return Encoded(whole, spans, cut)
 
     def ids(

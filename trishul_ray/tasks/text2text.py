@@ -134,6 +134,10 @@ class Text2Text(Task):
         ids, length = tokens.padded_columns(len(split), limit, rows, progress)
         return {"input_ids": ids, "length": length}
 
+    def count_labels(self, split: Split) -> np.ndarray:
+        """Return the number of target tokens of each encoded row, int64 [N]."""
+        return split.column("target_length").astype(np.int64)
+
     def answers(self, outputs: Any, classes: Sequence[str]) -> list[str]:
         """Return the generated texts."""
         return list(outputs.texts)
