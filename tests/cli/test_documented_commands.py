@@ -38,7 +38,10 @@ TINY = {
     "causal-lm": "llama-tiny",
 }
 #: The pages that go on where the README stops.
-PAGES = ("configuration.md", "output.md", "public-data.md", "python.md", "your-data.md")
+PAGES = (
+    *("configuration.md", "instruction-tuning.md", "output.md"),
+    *("public-data.md", "python.md", "your-data.md"),
+)
 #: Enough for the largest number of clients and of classes.
 ROWS = {"train": 400, "test": 100}
 

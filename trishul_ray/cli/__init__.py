@@ -106,6 +106,7 @@ for command in (
     machine.doctor,
 ):
     app.command()(command)
+app.command("eval")(run.evaluate)
 #: Seconds within which a second signal is ignored: ``timeout`` and Slurm send two at once.
 _REPEATED_SIGNAL_SECONDS = 10.0
 

@@ -1,5 +1,6 @@
 """Commands on one experiment: run it, compare it with another, and export its adapter."""
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -147,6 +148,73 @@ def export(
 
     written = export_run(run_id, directory, merged=merged, runs=runs, client=client)
     print_line(f"{written.note}, after round {written.round}: {directory}")
+
+
+def evaluate(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")],
+    rows: Annotated[
+        int, typer.Option(min=1, help="Most rows, in equal shares of every group.")
+    ] = 500,
+    batch: Annotated[int, typer.Option(min=1, help="Rows answered at once.")] = 16,
+    untuned: Annotated[
+        bool, typer.Option("--untuned", help="Also evaluate the backbone before training.")
+    ] = False,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="Take validation rows in place of test rows.")
+    ] = False,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="Tasks of lm-evaluation-harness to run instead (extra `eval`), into harness.json.",
+        ),
+    ] = None,
+    shots: Annotated[int, typer.Option(min=0, help="--tasks: examples in each prompt.")] = 0,
+    task_files: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="--tasks: a folder of your own tasks' files.")
+    ] = None,
+    runs: Runs = "runs",
+    plugin: Plugins = None,
+) -> None:
+    """Generate answers to test rows with a finished run of instruction tuning, and score them.
+
+    Greedy, with the run's own template, precision and limits. Writes `eval.json` and, with each
+    answer, `answers.jsonl` beside `result.json`; repeat the command to show them. Tables show a
+    score with `eval: {score: rouge_l}`.
+    """
+    from rich.table import Table
+
+    from trishul_ray.runs.evaluate import FEW_END, evaluate_run, run_harness
+
+    if tasks is not None:
+        how = {"limit": rows, "batch_size": batch, "num_fewshot": shots}
+        results = run_harness(run_id, tasks.split(","), task_files, runs=runs, **how)
+        for name, numbers in results.items():
+            scores = {k: v for k, v in numbers.items() if isinstance(v, float)}
+            print_field(name, ", ".join(f"{k} {v:.4g}" for k, v in scores.items()))
+        return
+    with show_progress() as progress:
+        found = evaluate_run(
+            run_id, runs=runs, rows=rows, batch_size=batch, untuned=untuned,
+            split="validation" if validation else "test",
+            progress=progress.task_progress("evaluating"),
+        )  # fmt: skip
+    models = [name for name in ("tuned", "untuned") if name in found]
+    table = Table(
+        "score", *models, title=f"{found['rows']:,} of {found['of']:,} {found['split']} rows"
+    )
+    for score in [name for name, value in found["tuned"].items() if isinstance(value, float)]:
+        table.add_row(score, *(f"{found[model].get(score, math.inf):.4g}" for model in models))
+    for group, scores in found["tuned"].get("groups", {}).items():
+        each = [found[model]["groups"][group].get("rouge_l", math.nan) for model in models]
+        table.add_row(f"rouge_l, {scores['rows']:,} rows of {group}", *(f"{x:.4g}" for x in each))
+    print_table(table)
+    if found["tuned"]["ended"] < FEW_END:
+        print_line(
+            f"warning: {found['tuned']['ended']:.0%} of the answers end: the model has hardly "
+            "learned to stop, or the template has no end that is generated; look at the answers",
+            err,
+        )
 
 
 def compare(

@@ -286,7 +286,7 @@ def holds_images(kind: pa.DataType) -> bool:
 COLUMN_NAMES = (
     *("text", "text_pair", "label", "image"),
     *("question", "context", "answers"),
-    *("instruction", "input", "output", "messages"),
+    *("instruction", "input", "output", "messages", "choices", "choice"),
     *("client", "group"),
 )
 
@@ -296,8 +296,8 @@ _COLUMNS: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
     ("image", ("image", "label"), ()),
     ("qa", ("question", "context", "answers"), ()),
     ("text", ("text", "label"), ("text_pair",)),
-    ("instruction", ("messages",), ()),
-    ("instruction", ("instruction", "output"), ("input",)),
+    ("instruction", ("messages",), ("choices", "choice")),
+    ("instruction", ("instruction", "output"), ("input", "choices", "choice")),
 )
 
 
@@ -341,7 +341,8 @@ class ColumnMapping:
         columns = {name: column for name, column in columns.items() if column in existing}
         # Preferences have prompts, too, which alone are no instructions with answers.
         layout = {} if "chosen" in existing else find_layout(existing) or {}
-        for found in (columns, layout | {k: c for k, c in columns.items() if k in _ASSIGN}):
+        own = (*_ASSIGN, "choices", "choice")
+        for found in (columns, layout | {k: c for k, c in columns.items() if k in own}):
             for kind, required, further in _COLUMNS:
                 if all(name in found for name in required):
                     read = (*required, *further, *_ASSIGN)

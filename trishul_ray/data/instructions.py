@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 
 from trishul_ray.errors import CorruptFileError
@@ -69,6 +71,32 @@ def plain_messages(values: Sequence[Any], where: Sequence[str], column: str) -> 
         answered = bool(messages[-1]["content"].strip())
         rows.append(json.dumps(messages, ensure_ascii=False) if answered else None)
     return pa.array(rows, pa.large_string())
+
+
+def plain_choices(
+    values: Sequence[Any], right: Sequence[Any], where: Sequence[str], column: str
+) -> dict[str, Any]:
+    """Return ``choices``, lists as JSON texts [N], and ``choice``, which one is right, int64 [N].
+
+    Rows without choices have an empty list and -1.
+
+    Raises:
+        CorruptFileError: Choices are no list of two texts or more, or the right one is not of them.
+    """
+    texts, numbers = [], []
+    for value, number, row in zip(values, right, where, strict=True):
+        found = value or []
+        with suppress(ValueError):
+            found = json.loads(found) if isinstance(found, str) else list(found)
+        listed = isinstance(found, list) and all(isinstance(x, str) and x.strip() for x in found)
+        if found and not (listed and len(found) > 1 and number in range(len(found))):
+            raise CorruptFileError(
+                f"{row}: {column}={str(value)[:40]!r} with the right one {number!r}; allowed: a "
+                "list of two texts or more, and the number of one of them, from 0"
+            )
+        texts.append(json.dumps(found, ensure_ascii=False))
+        numbers.append(int(number) if found else -1)
+    return {"choices": pa.array(texts, pa.large_string()), "choice": np.array(numbers, np.int64)}
 
 
 def read_conversation(value: Any, where: str) -> Conversation:
@@ -139,6 +167,11 @@ class Row:
             {"role": "assistant", "content": output.strip()},
         ]
         return cls(messages, instruction, input)
+
+    def answered(self, output: str) -> Row:
+        """Return the row with another answer."""
+        answer = {"role": "assistant", "content": output.strip()}
+        return Row([*self.messages[:-1], answer], self.instruction, self.input)
 
     @classmethod
     def of_messages(cls, text: str) -> Row:

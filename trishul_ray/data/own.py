@@ -62,7 +62,7 @@ from trishul_ray.data.images import (
     pixel_statistics,
     turn_upright,
 )
-from trishul_ray.data.instructions import plain_messages
+from trishul_ray.data.instructions import plain_choices, plain_messages
 from trishul_ray.data.tables import (
     SUFFIXES,
     column_names,
@@ -667,6 +667,10 @@ def _read_columns(
         columns["label"] = read_named_labels(table, names["label"], own, classes.names, where)
     elif mapping.kind in LABELLED:
         columns["label"] = read_raw(table, names["label"], where)
+    if mapping.kind == "instruction" and {"choices", "choice"} <= names.keys():
+        rows = [at_row(where, row) for row in range(table.num_rows)]
+        lists, right = (table.column(names[n]).to_pylist() for n in ("choices", "choice"))
+        columns |= plain_choices(lists, right, rows, names["choices"])
     for name in ("group", "client"):
         if names.get(name) in table.column_names:
             columns[name] = read_raw(table, names[name], where)

@@ -5,6 +5,7 @@ those of the paper's records where a table reproduces one.
 """
 
 import io
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -23,12 +24,16 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from trishul_ray.config import Section
+from trishul_ray.errors import CorruptFileError
 from trishul_ray.plugins import Registry
 from trishul_ray.report.summary import RunSummary, read_metrics
 from trishul_ray.storage import Store
 
 #: The axis whose labels are repetitions.
 SEED = "seed"
+
+#: File of a run's folder with the scores of answers that it generated, by `trishul eval`.
+EVALUATION = "eval.json"
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -261,6 +266,64 @@ class CellOutcome:
             return {}
         with np.load(io.BytesIO(self.home.read("diagnostics.npz")), allow_pickle=False) as file:
             return dict(file)
+
+
+#: Scores of generated answers that are shares, and those that are better if lower.
+EvalShare = Literal["rouge_l", "exact_match", "ended", "token_accuracy", "acc", "acc_norm"]
+EvalAmount = Literal["loss", "perplexity", "bits_per_byte"]
+
+
+@dataclass(frozen=True)
+class EvaluatedOutcome(CellOutcome):
+    """A cell that is read by a score of its run's ``eval.json``."""
+
+    model: str = "tuned"
+
+    @cached_property
+    def value(self) -> float | None:
+        """The score; None if the run was not evaluated.
+
+        Raises:
+            CorruptFileError: The file is not JSON.
+        """
+        if self.summary is None or not self.home.exists(EVALUATION):
+            return None
+        try:
+            found = json.loads(self.home.read(EVALUATION))
+        except ValueError as error:
+            raise CorruptFileError(f"{self.home.place(EVALUATION)} is unreadable") from error
+        if found["state_sha256"] != self.summary.state_sha256:
+            return None  # of a run that has started over since
+        value = found.get(self.model, {}).get(self.metric)
+        return None if value is None else float(value)
+
+    @property
+    def unit(self) -> str:
+        """``%``, or an amount, which is better if lower."""
+        return "%" if self.metric in get_args(EvalShare) else self.metric
+
+
+@COLUMNS.register("eval")
+class Evaluated(Column):
+    """A score of the answers that the command ``eval`` has generated."""
+
+    score: EvalShare | EvalAmount = Field(description="the score")
+    model: Literal["tuned", "untuned"] = Field("tuned", description="whose: the run's, or before")
+
+    def outcomes(self, cells: Sequence[CellOutcome]) -> tuple[EvaluatedOutcome, ...]:
+        """Return the cells, each read by the score."""
+        return tuple(
+            EvaluatedOutcome(
+                **{each.name: getattr(cell, each.name) for each in fields(CellOutcome)}
+                | {"metric": self.score, "model": self.model}
+            )
+            for cell in cells
+        )
+
+    def label(self, sweep: "SweepHead") -> str:
+        """Return the score, and whose it is."""
+        unit = ", %" * (self.score in get_args(EvalShare))
+        return f"{self.score.replace('_', ' ')} of generated answers, {self.model}{unit}"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ Rows take the way of the test rows of the run: the same columns, image size, pro
 Shapes: N rows, K classes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from trishul_ray.adapters.model import Trained
 from trishul_ray.data.columns import get_column, read_texts
 from trishul_ray.data.dataset import Column, DatasetInfo, Split, write_split
 from trishul_ray.data.images import NamedImage, resize_images
@@ -20,6 +22,7 @@ from trishul_ray.data.instructions import plain_messages
 from trishul_ray.data.own import LABELLED, encode_image, is_image, to_table
 from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
+from trishul_ray.federation.workbench import ModelBench
 from trishul_ray.files import scratch_folder
 from trishul_ray.runs.export import TrainedRun
 from trishul_ray.tasks.base import Classification
@@ -74,18 +77,25 @@ def _predict(
     columns = _encoded(run, input_columns(bench.info, bench.settings.data.columns, rows))
     count = len(next(iter(columns.values())))
     found: list[_Read] = []
+    with computing(bench, trained):
+        for start in range(0, count, batch_size):
+            stored = {
+                k: torch.from_numpy(v[start : start + batch_size]) for k, v in columns.items()
+            }
+            batch = task.prepare_batch(stored, bench.device, bench.dtype)
+            found.append(read(batch))
+    return found
+
+
+@contextmanager
+def computing(bench: ModelBench, trained: Trained) -> Iterator[None]:
+    """Let a model compute as in its run inside, without gradients."""
     with deterministic(bench.settings), torch.inference_mode():
         bench.model.bind(trained)
         try:
-            for start in range(0, count, batch_size):
-                stored = {
-                    k: torch.from_numpy(v[start : start + batch_size]) for k, v in columns.items()
-                }
-                batch = task.prepare_batch(stored, bench.device, bench.dtype)
-                found.append(read(batch))
+            yield
         finally:
             bench.model.unbind()
-    return found
 
 
 def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dict[str, Column]:

@@ -1,0 +1,241 @@
+"""Answers of a finished run: scored as texts, the same in any batch and in plain PEFT."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from torchmetrics.functional.text.rouge import rouge_score
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import trishul_ray
+from trishul_ray.config import DataConfig
+from trishul_ray.data.prepare import prepare
+from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.report.outcomes import CellOutcome, Evaluated
+from trishul_ray.report.summary import RunSummary
+from trishul_ray.runs.evaluate import (
+    ANSWERS,
+    draw_rows,
+    evaluate_run,
+    exact_match,
+    rouge_l,
+    run_harness,
+)
+from trishul_ray.storage import Store
+from trishul_ray.tasks.text import begin_ids
+
+WORDS = ["one", "two", "three"]
+
+
+@pytest.fixture(scope="module")
+def tuned(cache, tmp_path_factory):
+    """A run of a second on instructions."""
+    return trishul_ray.run(
+        "synthetic/instructions",
+        method="fedit",
+        model={"name": "llama-tiny", "init": "random"},
+        budget=4,
+        data={"test_groups": ["copy"]},
+        federation={"clients": 3, "clients_per_round": 2, "local_steps": 20},
+        rounds=2,
+        task={"kind": "instruction", "target_length": 40},
+        optimizer={"lr": 0.01},
+        evaluation={"limit": 16},
+        backend="inline",
+        mlflow=False,
+        progress="off",
+        runs=tmp_path_factory.mktemp("runs"),
+        cache=cache,
+    )
+
+
+def answers_of(result):
+    return [json.loads(line) for line in (Path(result.path) / ANSWERS).read_text().splitlines()]
+
+
+def test_answers_are_the_same_in_any_batch_and_their_scores_are_read_by_tables(tuned):
+    first = evaluate_run(tuned.path, rows=40, batch_size=1)
+    single = answers_of(tuned)
+    (Path(tuned.path) / "eval.json").unlink()
+    whole = evaluate_run(tuned.path, rows=40, batch_size=8, untuned=True)
+    assert [row["answer"] for row in answers_of(tuned)] == [row["answer"] for row in single]
+    assert evaluate_run(tuned.path, rows=40) == whole  # as it is stored
+    scores = whole["tuned"]
+    assert {k: v for k, v in scores.items() if not isinstance(v, dict)} == pytest.approx(
+        {k: v for k, v in first["tuned"].items() if not isinstance(v, dict)}, rel=1e-5
+    )
+    assert scores["rows"] == len(single) == 40 and len(scores["groups"]) == 8
+    assert scores["unseen"] == scores["groups"]["copy"]
+    assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
+    assert scores["loss"] < whole["untuned"]["loss"] and "untuned" not in first
+    # A byte is a token here, and each answer has an end token besides.
+    said = sum(len(row["reference"].encode()) for row in single)
+    tokens = said + len(single)
+    assert scores["bits_per_byte"] == pytest.approx(
+        scores["loss"] * tokens / math.log(2) / said, rel=1e-6
+    )
+    by_row = [rouge_l(row["answer"], row["reference"]) for row in single]
+    assert scores["rouge_l"] == pytest.approx(np.mean(by_row))
+
+    peak = tuned.summary["peak_memory"]
+    assert peak["of"] == "process" and peak["bytes"] > 10**8
+
+    folder = Path(tuned.path)
+    home = Store.open(str(folder.parent)).child(folder.name)
+    cell = CellOutcome({}, tuned.id, "finished", "", "accuracy", RunSummary.read(home), home)
+    column = Evaluated(score="rouge_l", model="untuned")
+    (read,) = column.outcomes([cell])
+    assert read.value == whole["untuned"]["rouge_l"] and read.unit == "%"
+    (lost,) = Evaluated(score="loss").outcomes([cell])
+    assert lost.value == scores["loss"] and lost.unit == "loss"
+
+
+def test_rows_are_drawn_in_equal_shares_of_groups(cache):
+    test = prepare("synthetic/instructions", cache=cache, hub=None).test
+    few, more = draw_rows(test, 40), draw_rows(test, 80)
+    assert len(few) == len({*few.tolist()}) == 40 and (np.diff(few) > 0).all()
+    assert {*few.tolist()} < {*more.tolist()}
+    shares = np.bincount(test.column("group")[few]) / np.bincount(test.column("group"))
+    assert np.ptp(shares) < 1 / np.bincount(test.column("group")).min()
+    assert len(draw_rows(test, 10**6)) == len(test)
+
+
+def test_rouge_is_that_of_another_implementation():
+    rng = np.random.default_rng(0)
+    words = ["a", "the", "Cat", "sat.", "on-mat", "12", "ÄÖ", "x"]
+    for _ in range(100):
+        answer, reference = (
+            " ".join(rng.choice(words, rng.integers(1, 9))) + " z" for _ in range(2)
+        )
+        wanted = float(rouge_score(answer, reference, rouge_keys="rougeL")["rougeL_fmeasure"])
+        assert rouge_l(answer, reference) == pytest.approx(wanted, abs=1e-6)
+    assert rouge_l("", "x") == 0 and math.isnan(rouge_l("x", "日本"))
+    assert exact_match("The cat!", "cat") == 1 and exact_match("dog", "cat") == 0
+
+
+def test_what_generates_no_answers_is_refused(cache, tmp_path):
+    fields = {"runs": tmp_path, "cache": cache, "backend": "inline", "mlflow": False}
+    fields["federation"] = {"clients": 2, "clients_per_round": 1, "local_steps": 1}
+    model = {"init": "random"}
+    result = trishul_ray.run("digits", model=model, rounds=1, progress="off", **fields)
+    with pytest.raises(InputError, match="task ImageClassification"):
+        evaluate_run(result.path)
+    (Path(result.path) / "result.json").unlink()
+    with pytest.raises(InputError, match="has not finished"):
+        evaluate_run(result.path)
+
+
+@pytest.fixture(scope="module")
+def chosen(cache, tmp_path_factory):
+    """A run on rows with choices, and its folder."""
+    rows = [
+        {"instruction": f"say {word}", "output": word, "choices": WORDS, "choice": n}
+        for _ in range(6)
+        for n, word in enumerate(WORDS)
+    ]
+    rows += [{"instruction": "say it", "output": "it", "choices": [], "choice": None}] * 6
+    return trishul_ray.run(
+        {"train": rows, "test": rows[:6] + rows[-2:]},
+        method="fedit",
+        budget=4,
+        model={"name": "llama-tiny", "init": "random"},
+        federation={"clients": 2, "clients_per_round": 2, "local_steps": 20, "batch_size": 8},
+        partition={"kind": "iid"},
+        rounds=2,
+        task={"kind": "instruction", "target_length": 16, "template": "{instruction} is:"},
+        optimizer={"lr": 0.01},
+        backend="inline",
+        mlflow=False,
+        progress="off",
+        runs=tmp_path_factory.mktemp("runs"),
+        cache=cache,
+    )
+
+
+def test_choices_are_scored_by_their_log_likelihoods(chosen):
+    scores = evaluate_run(chosen.path)["tuned"]
+    own = [row for row in answers_of(chosen) if row["reference"] != "it"]
+    tokens, model = chosen._trained.bench.task.tokens, chosen.model()
+    right = {"acc": 0, "acc_norm": 0}
+    for row in own:
+        prompt = begin_ids(tokens) + tokens.ids(row["messages"][0]["content"] + " is:")
+        sums = []
+        for word in WORDS:
+            ids = tokens.ids(word)
+            logits = model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0].log_softmax(-1)
+            sums.append(sum(float(logits[len(prompt) - 1 + n, k]) for n, k in enumerate(ids)))
+        right["acc"] += WORDS[int(np.argmax(sums))] == row["reference"]
+        normed = np.array(sums) / [len(word) for word in WORDS]
+        right["acc_norm"] += WORDS[int(np.argmax(normed))] == row["reference"]
+    assert scores["rows"] == 8 and scores["acc_rows"] == len(own) == 6
+    for name, count in right.items():
+        assert scores[name] == pytest.approx(count / len(own))
+
+
+def test_choices_without_the_right_one_are_refused(tmp_path):
+    rows = [{"instruction": "x", "output": "y", "choices": ["y", "z"], "choice": n} for n in (0, 2)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    config = DataConfig(name="table", path=str(file))
+    with pytest.raises(CorruptFileError, match=r"line 2: choices=.* right one 2; allowed: a list"):
+        prepare(config, cache=tmp_path / "cache", hub=None)
+
+
+@pytest.mark.slow
+def test_the_harness_chooses_as_our_scores_do(chosen, tmp_path):
+    """Without white space at the border, its log-likelihoods are ours."""
+    pytest.importorskip("lm_eval")
+    ours = evaluate_run(chosen.path)["tuned"]
+    asked = [
+        {"q": row["messages"][0]["content"], "n": WORDS.index(row["reference"])}
+        for row in answers_of(chosen)
+        if row["reference"] != "it"
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    task = {
+        "task": "mine",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{q}} is:",
+        "doc_to_choice": WORDS,
+        "doc_to_target": "n",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(task))
+    theirs = run_harness(chosen.path, ["mine"], folder=tmp_path)["mine"]
+    assert theirs["acc,none"] == pytest.approx(ours["acc"])
+    assert theirs["acc_norm,none"] == pytest.approx(ours["acc_norm"])
+    stored = json.loads((Path(chosen.path) / "harness.json").read_text())
+    assert stored["results"]["mine"]["acc,none"] == theirs["acc,none"]
+
+
+@pytest.mark.slow
+def test_an_exported_adapter_gives_the_same_answers_in_plain_peft(tuned):
+    evaluate_run(tuned.path, rows=40)
+    folder = tuned.adapter_path
+    task = json.loads((Path(folder) / "task.json").read_text())
+    forms = yaml.safe_load(task["template"])
+    base = AutoModelForCausalLM.from_pretrained(f"{folder}/backbone")
+    model = PeftModel.from_pretrained(base, folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for row in answers_of(tuned):
+        asked, _, text = row["messages"][-1]["content"].partition("\n\n")
+        prompt = forms["with_input"].format(instruction=asked, input=text)
+        ids = [*task["begin_ids"], *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+        found = model.generate(
+            input_ids=torch.tensor([ids]),
+            max_new_tokens=task["target_length"],
+            do_sample=False,
+            eos_token_id=task["end_ids"],
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        answer = tokenizer.decode(found[0, len(ids) :], skip_special_tokens=True).strip()
+        assert answer == row["answer"]

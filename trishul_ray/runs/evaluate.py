@@ -1,0 +1,360 @@
+"""Evaluate a finished run on answers that it generates: ``eval.json`` beside its result.
+
+Nothing is generated in a round: 500 answers of 256 tokens cost more than the round. Scores of an
+answer are means over rows: ``exact_match`` by SQuAD's normalisation, ``rouge_l`` without stemming
+(Lin 2004), ``ended``, whether an end token stopped it, and ``answer_tokens``, its length. Beside
+them are those of the reference under the model, as in a round: ``loss``, its exponential
+``perplexity``, ``bits_per_byte``, which compares models of different tokenizers, and
+``token_accuracy``; and for rows with choices ``acc`` and ``acc_norm``.
+
+Legend: N evaluated rows.
+"""
+
+import copy
+import hashlib
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trishul_ray.adapters.export import merge_trained
+from trishul_ray.adapters.model import Trained
+from trishul_ray.data.dataset import RowSet, Split
+from trishul_ray.data.instructions import Row, read_rows
+from trishul_ray.errors import InputError, RunError
+from trishul_ray.experiment import Experiment
+from trishul_ray.federation.determinism import deterministic
+from trishul_ray.federation.messages import changed_sources
+from trishul_ray.federation.prepare import prepare_dataset, prepare_rows
+from trishul_ray.federation.workbench import ModelBench
+from trishul_ray.files import Json
+from trishul_ray.lazy import torchmetrics
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.report.outcomes import EVALUATION
+from trishul_ray.report.summary import RunSummary
+from trishul_ray.rng import numpy_rng
+from trishul_ray.runs.export import load_trained, open_run
+from trishul_ray.runs.prediction import computing
+from trishul_ray.storage import Store
+from trishul_ray.tasks.instruction import Instruction
+from trishul_ray.tasks.prompts import ChatPrompt
+from trishul_ray.version import versions
+
+#: File of a run's folder with a JSON line for each evaluated row.
+ANSWERS = "answers.jsonl"
+#: Share of answers that end below which the template is suspected.
+FEW_END = 0.5
+
+
+def evaluate_run(
+    run: str,
+    *,
+    runs: str = "runs",
+    rows: int = 500,
+    batch_size: int = 16,
+    untuned: bool = False,
+    split: RowSet = "test",
+    progress: Callable[[str, float], None] = lambda stage, done: None,
+) -> Json:
+    """Return the content of a run's ``eval.json``, which is written unless it is there already.
+
+    Args:
+        run: Id of a finished run, the beginning of one, or its folder.
+        runs: Folder or URI of runs.
+        rows: Most rows, drawn in equal shares of every group: the same ones for every seed, method
+            and backbone.
+        batch_size: Rows answered at once.
+        untuned: Whether to evaluate the backbone before training, too.
+        split: The rows that are answered.
+        progress: Called with a stage and the share of it that is done.
+
+    Raises:
+        InputError: The run has not finished, its task generates no answers, or it has no such rows.
+        RunError: The data or the backbone have changed since the run.
+    """
+    home, experiment = open_run(run, runs)
+    try:
+        summary = RunSummary.read(home)
+    except FileNotFoundError:
+        raise InputError(f"run {experiment.id} has not finished: repeat it to continue") from None
+    backbone = Backbone.of(experiment.model, experiment.storage.places)
+    dataset, task, sources = prepare_dataset(experiment, backbone, progress)
+    if not isinstance(task, Instruction):
+        raise InputError(
+            f"run {experiment.id} has the task {type(task).__name__}, which every round scores as "
+            "a whole: only answers of task.kind=instruction are left to generate"
+        )
+    if changed := changed_sources(summary.sources, sources):
+        raise RunError(f"run {experiment.id} was trained on other {changed}: restore the original")
+    encoded = dataset.split(split)
+    chosen = draw_rows(encoded, rows)
+    about: Json = {
+        "id": experiment.id,
+        "state_sha256": summary.state_sha256,
+        "round": summary.final["round"],
+        "split": split,
+        "rows": len(chosen),
+        "of": len(encoded),
+        "rows_sha256": hashlib.sha256(chosen.tobytes()).hexdigest(),
+        "sources": sources,
+        "task": task.settings(),
+        "versions": versions(),
+    }
+    known = _read(home, about)
+    if "tuned" in known and (not untuned or "untuned" in known):
+        return known
+    raw = prepare_rows(experiment).dataset.split(split)
+    asked = read_rows(raw, 0, len(raw))
+    answered: list[Json] = [
+        {"row": row, "messages": asked[row].messages[:-1], "reference": asked[row].output}
+        for row in chosen.tolist()
+    ]
+    trained = load_trained(experiment)
+    bench, models = trained.bench, {"tuned": trained.trained}
+    if untuned or "untuned" in known:
+        models["untuned"] = Trained(bench.initial)
+    for name, model in models.items():
+        report = partial(progress, f"answering with the {name} model")
+        with computing(bench, model):
+            texts, columns = _answer(bench, task, encoded, chosen, batch_size, report)
+            if "choices" in raw.columns:
+                columns |= _choose(bench, task, raw, [asked[row] for row in chosen], chosen)
+        for row, text in zip(answered, texts, strict=True):
+            row["answer" if name == "tuned" else name] = text
+        pairs = [(text, row["reference"]) for text, row in zip(texts, answered, strict=True)]
+        columns["exact_match"] = np.array([exact_match(*pair) for pair in pairs])
+        columns["rouge_l"] = np.array([rouge_l(*pair) for pair in pairs])
+        about[name] = _scores_by_group(columns, encoded, chosen, experiment)
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answered).encode()
+    home.write(ANSWERS, lines)
+    about["answers_sha256"] = hashlib.sha256(lines).hexdigest()
+    home.write(EVALUATION, json.dumps(about, indent=2, ensure_ascii=False).encode() + b"\n")
+    if experiment.tracking.mlflow and summary.mlflow_run_id is not None:
+        _log(experiment, summary.mlflow_run_id, about)
+    return about
+
+
+def _log(experiment: Experiment, run: str, about: Json) -> None:
+    """Log the scores of all rows beside the run's own metrics: ``eval/rouge_l``."""
+    from trishul_ray.tracking.mlflow import points_of
+    from trishul_ray.tracking.mlflow_store import opened, tracking_uri
+
+    uri = tracking_uri(experiment.tracking.uri, experiment.storage.runs)
+    numbers = {
+        f"{prefix}/{name}": value
+        for model, prefix in (("tuned", "eval"), ("untuned", "eval_untuned"))
+        for name, value in about.get(model, {}).items()
+        if isinstance(value, float)
+    }
+    with opened(uri, experiment.tracking.experiment) as (client, _):
+        client.log_batch(run, metrics=points_of(numbers, about["round"]))
+
+
+def _read(home: Store, about: Json) -> Json:
+    """Return the evaluation that a run has, if it is of the same; otherwise nothing."""
+    with suppress(FileNotFoundError, ValueError, AttributeError):
+        found: Json = json.loads(home.read(EVALUATION))
+        if {name: found.get(name) for name in about} == json.loads(json.dumps(about)):
+            return found
+    return {}
+
+
+def draw_rows(split: Split, count: int) -> np.ndarray:
+    """Return at most ``count`` rows of a split, ascending, in equal shares of every group, [N].
+
+    They are drawn by the groups alone, the same for every seed, method and backbone.
+    """
+    groups = split.column("group") if "group" in split.columns else np.zeros(len(split), int)
+    drawn = numpy_rng(0, "eval").permutation(len(split))
+    order = np.lexsort((drawn, groups))
+    sizes = np.bincount(groups)[groups[order]]
+    first = np.searchsorted(groups[order], groups[order])
+    place = np.empty(len(split))
+    place[order] = (np.arange(len(split)) - first + 0.5) / sizes  # within its group, in (0, 1)
+    return np.sort(np.lexsort((drawn, place))[:count])
+
+
+def _answer(
+    bench: ModelBench,
+    task: Instruction,
+    split: Split,
+    rows: np.ndarray,
+    batch_size: int,
+    report: Callable[[float], None],
+) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Return the bound model's answers to encoded rows [N], and numbers on each by name, [N]."""
+    texts = [""] * len(rows)
+    columns: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(rows)))
+    decode = partial(task.tokens.tokenizer.batch_decode, skip_special_tokens=True)
+    starts = split.column("spans")[rows, :, 0].max(axis=1)
+    order = np.argsort(-starts, kind="stable")  # alike in length, the longest first
+    stops = torch.tensor(task.stop_ids(bench.model))
+    for begin in range(0, len(order), batch_size):
+        at = order[begin : begin + batch_size]
+        batch = task.prepare_batch(split.batch(rows[at]), bench.device, bench.dtype)
+        scored = task.score(task.predict(bench.model, batch), batch)
+        labels = decode(batch["labels"].cpu().split(batch["counts"].tolist()))
+        ids = task.generate(bench.model, batch).cpu()
+        stopped = torch.isin(ids, stops)
+        ended = stopped.any(dim=1)
+        found = {
+            "loss": scored.loss,
+            "terms": batch["counts"],
+            "bytes": [len(text.encode()) for text in labels],
+            "token_accuracy": scored.scores["token_accuracy"],
+            "ended": ended,
+            "answer_tokens": (stopped.cumsum(dim=1) == 0).sum(dim=1) + ended.long(),
+        }
+        for name, values in found.items():
+            columns[name][at] = torch.as_tensor(values).double().cpu().numpy()
+        for place, text in zip(at, decode(ids), strict=True):
+            texts[place] = text.strip()
+        report((begin + len(at)) / len(order))
+    return texts, dict(columns)
+
+
+def _choose(
+    bench: ModelBench, task: Instruction, split: Split, asked: Sequence[Row], rows: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return whether the most likely choice is right, [N]; NaN for rows without choices.
+
+    As lm-evaluation-harness, ``acc`` takes the largest log-likelihood, the first of equal ones, and
+    ``acc_norm`` the largest one divided by the number of characters.
+    """
+    found = {name: np.full(len(rows), np.nan) for name in ("acc", "acc_norm")}
+    texts, right = split.texts("choices").to_pylist(), split.column("choice")
+    for place, (number, row) in enumerate(zip(rows.tolist(), asked, strict=True)):
+        if not (choices := json.loads(texts[number])):
+            continue
+        answers = [row.answered(choice) for choice in choices]
+        likely = task.log_likelihoods(bench.model, answers, bench.device, bench.dtype)
+        characters = [len(answer.output) for answer in answers]
+        for name, values in {"acc": likely, "acc_norm": likely / characters}.items():
+            found[name][place] = values.argmax() == right[number]
+    return found
+
+
+def exact_match(answer: str, reference: str) -> float:
+    """Return whether two texts are the same without case, punctuation and articles."""
+    target: Any = {"answers": {"text": [reference]}, "id": "0"}
+    said = {"prediction_text": answer, "id": "0"}
+    return float(torchmetrics.functional.text.squad(said, target)["exact_match"]) / 100
+
+
+def rouge_l(answer: str, reference: str) -> float:
+    """Return ROUGE-L of two texts as ``rouge_score`` computes it without its stemmer.
+
+    Words are runs of a-z and digits, in lower case; NaN if the reference has none. With the longest
+    common subsequence of c words, precision c/a and recall c/r, F is 2c / (a + r).
+    """
+    first, second = (re.findall("[a-z0-9]+", text.lower()) for text in (answer, reference))
+    if not second:
+        return math.nan
+    longest = [0] * (len(second) + 1)
+    for word in first:
+        before = 0
+        for place, other in enumerate(second, 1):
+            same = before + 1 if word == other else max(longest[place], longest[place - 1])
+            before, longest[place] = longest[place], same
+    return 2 * longest[-1] / (len(first) + len(second))
+
+
+def _scores_by_group(
+    columns: dict[str, np.ndarray], split: Split, rows: np.ndarray, experiment: Experiment
+) -> Json:
+    """Return the scores of all rows, and by group; apart those of ``data.test_groups``."""
+    found: Json = _scores(columns)
+    if "group" not in split.columns:
+        return found
+    groups, names = split.column("group")[rows], split.info.groups
+    parts = {name: groups == number for number, name in enumerate(names)}
+    unseen = np.isin(groups, [names.index(name) for name in experiment.data.test_groups])
+    for name, where in {"seen": ~unseen, "unseen": unseen}.items() if unseen.any() else ():
+        found[name] = _scores({key: values[where] for key, values in columns.items()})
+    found["groups"] = {
+        name: _scores({key: values[where] for key, values in columns.items()})
+        for name, where in parts.items()
+        if where.any()
+    }
+    return found
+
+
+def _scores(columns: dict[str, np.ndarray]) -> Json:
+    """Return the scores of rows, given the numbers on each; a row's NaN counts in no mean."""
+    if not len(columns["loss"]):
+        return {"rows": 0}
+    sums = {name: math.fsum(columns[name]) for name in ("loss", "terms", "bytes")}
+    loss = sums["loss"] / sums["terms"]
+    means = {name: values for name, values in columns.items() if name not in sums}
+    found: Json = {"rows": len(columns["loss"]), "loss": loss}
+    if loss < 700:  # else it is no number
+        found["perplexity"] = math.exp(loss)
+    if sums["bytes"]:
+        found["bits_per_byte"] = sums["loss"] / math.log(2) / sums["bytes"]
+    for name, values in means.items():
+        known = values[~np.isnan(values)]
+        if len(known):
+            found[name] = math.fsum(known) / len(known)
+        if len(known) < len(values):
+            found[f"{name}_rows"] = len(known)
+    return found
+
+
+def run_harness(
+    run: str, tasks: Sequence[str], folder: Path | None = None, *, runs: str = "runs", **how: Any
+) -> Json:
+    """Return what lm-evaluation-harness measures of a run's model on its tasks, by task.
+
+    It is written into ``harness.json`` beside the run's result, over what is there.
+
+    Args:
+        run: As in :func:`evaluate_run`.
+        tasks: Names of its tasks, whose data come from the hub unless their files say otherwise.
+        folder: A folder with files of tasks of your own.
+        runs: Folder or URI of runs.
+        **how: Further arguments of its ``simple_evaluate``, such as ``limit`` and ``num_fewshot``.
+
+    Raises:
+        InputError: The harness is not installed or does not know a task, or the model is not a
+            decoder.
+        RunError: The run has no usable checkpoint, or its backbone has changed.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise InputError("--tasks: lm-evaluation-harness is missing: trishul-ray[eval]") from error
+    home, experiment = open_run(run, runs)
+    manager = TaskManager(include_path=None if folder is None else str(folder))
+    if unknown := [name for name in tasks if not manager.match_tasks([name])]:
+        raise InputError(f"--tasks {','.join(tasks)}: the harness has no task {unknown[0]!r}")
+    trained = load_trained(experiment)
+    task = trained.bench.task
+    if task.model_kind != "causal-lm" or task.tokens is None:
+        raise InputError(f"run {experiment.id}: the harness scores decoders, not this backbone")
+    tokenizer: Any = copy.deepcopy(task.tokens.tokenizer)
+    chat = isinstance(task, Instruction) and isinstance(task.prompt, ChatPrompt)
+    if isinstance(task, Instruction) and chat:
+        tokenizer.chat_template = task.prompt.text
+    with deterministic(experiment), torch.inference_mode():
+        module: Any = merge_trained(trained.bench.model, trained.trained).eval()
+        model = HFLM(module, tokenizer=tokenizer, batch_size=how.get("batch_size", 1))
+        found = simple_evaluate(
+            model, tasks=[*tasks], task_manager=manager, apply_chat_template=chat,
+            bootstrap_iters=0, **how,
+        )  # fmt: skip
+    kept = {"id": experiment.id, "round": trained.round, "chat_template": chat, **how}
+    kept |= {name: found[name] for name in ("results", "versions", "n-samples")}
+    text = json.dumps(kept, indent=2, ensure_ascii=False, default=str)
+    home.write("harness.json", text.encode() + b"\n")
+    results: Json = json.loads(text)["results"]
+    return results
