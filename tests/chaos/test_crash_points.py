@@ -120,7 +120,7 @@ def test_some_crash_points(place, name, stride):
 
 @pytest.mark.slow
 @pytest.mark.chaos
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(7200 if ALL else 900)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_crash_points(place, name):
     scenario = SCENARIOS[name]

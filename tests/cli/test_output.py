@@ -97,6 +97,10 @@ def test_what_a_run_refuses_has_no_id(called, monkeypatch, tmp_path, words, mess
         (["resources.actors=50", "resources.cpus_per_actor=50"], "exceed the cluster's"),
         (["tracking.uri=databricks", "tracking.mlflow=true"], "tracking.uri='databricks'"),
         (["devices.kind=file", "devices.path=nowhere.parquet"], "devices.path='nowhere.parquet'"),
+        (
+            ["storage.runs=/dev/null/runs"],
+            "storage.runs: /dev/null cannot be written: Not a directory",
+        ),
     ],
 )
 def test_what_needs_no_torch_is_refused_before_ray_starts(

@@ -1,16 +1,20 @@
 """Refuse a run before anything imports torch or starts Ray, as far as that can be known by then."""
 
+from pathlib import Path
+
 from trishul_ray.data.dataset import ProgressCallback
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import check_content
 from trishul_ray.experiment.rows import check_rows
+from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.files import check_writable
 from trishul_ray.plugins import find_plugin
 from trishul_ray.stages import Stages
 from trishul_ray.tracking.mlflow_store import tracking_uri
 
 
 def check_first(experiment: Experiment, progress: ProgressCallback | None = None) -> None:
-    """Check plug-ins, rows, the files of stages and the address of the tracking store.
+    """Check plug-ins, the folder of runs, the tracking store's address, files of stages and rows.
 
     Whether adapters fit the backbone needs its modules, and so torch; see ``experiment.fit``.
 
@@ -20,6 +24,9 @@ def check_first(experiment: Experiment, progress: ProgressCallback | None = None
     for plugin in experiment.plugins:
         find_plugin(plugin)
     check_content(experiment)
+    home = run_folder(experiment)
+    if home.is_local:
+        check_writable(Path(home.place("")), "storage.runs")
     if experiment.tracking.mlflow:
         tracking_uri(experiment.tracking.uri, experiment.storage.runs)
     for stage in Stages.of(experiment):
