@@ -173,7 +173,8 @@ def test_privacy_covers_what_is_sent_and_leaves_private_heads_alone(executor, tm
     words = [*TWO, "privacy.sampling=fixed", "privacy.noise=1"]
     noisy = server_of(executor(*words), tmp_path)
     plain = server_of(executor(*TWO), tmp_path)
-    assert noisy.private.numbers == noisy.blueprint.expected.lengths["shared"]
+    (privacy,) = noisy.stages
+    assert privacy.mechanism.numbers == noisy.blueprint.expected.lengths["shared"]
     noisy.step()
     plain.step()
     kept = plain.checkpoint.client_states
