@@ -468,7 +468,7 @@ def test_a_run_reports_its_rate_and_the_source(
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
     monkeypatch.chdir(tmp_path)
     # More clients than rows: the run is refused before the first round.
-    words = ["method=newcomer", "federation.clients=2000", "tracking.mlflow=false", *overrides]
+    words = ["method=newcomer", "federation.clients=2000", "resources.backend=inline", *overrides]
     code, _, error = called("run", *words)
     lines = [line for line in error.splitlines() if "learning rate" in line]
     assert code == 2 and len(lines) == 1
