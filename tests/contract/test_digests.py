@@ -13,6 +13,7 @@ from contract.digests import (
 )
 
 from trishul_ray.methods.base import method_names
+from trishul_ray.stages import stage_names
 
 KNOWN = stored()
 #: Five shapes of a run: plain; state at clients; every upload is kept; a survey; the edge.
@@ -39,7 +40,7 @@ def test_every_method_and_every_section_that_is_off_by_default_is_among_them(exp
     experiments = list(experiments.values())
     assert {each.method.name for each in experiments} >= set(method_names())
     sections = {key for each in experiments for key in each.to_dict()}
-    assert {"uploads", "downloads", "privacy", "devices", "cohort", "server"} <= sections
+    assert {*stage_names()} <= sections
 
 
 def test_ids_are_those_that_are_stored(experiments):

@@ -199,5 +199,5 @@ def test_the_exit_code_says_whether_all_is_kept(tmp_path, called):
 
 
 def test_a_file_that_defines_nothing_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"defines nothing that has checks .*, codecs"):
+    with pytest.raises(InputError, match=r"nothing that has checks \(methods, .*\): register"):
         outcomes("x = 1\n", tmp_path / "empty.py")

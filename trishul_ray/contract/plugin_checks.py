@@ -45,10 +45,11 @@ def check_plugin(plugin: Plugin) -> Iterator[Outcome]:
     """
     found = subjects_of(plugin)
     if not found:
+        more = (f"{kind}s" for kind in plugins.objects("check"))
+        kinds = ", ".join(["methods", "stages", "adapters", "datasets", "tasks", *more])
         raise InputError(
-            f"plug-in {plugin.name} defines nothing that has checks (methods, stages, adapters, "
-            f"datasets, tasks, {', '.join(f'{kind}s' for kind in plugins.objects('check'))}): "
-            "register a class, or name a PublicDataset at its top level"
+            f"plug-in {plugin.name} defines nothing that has checks ({kinds}): register a class, "
+            "or name a PublicDataset at its top level"
         )
     for subject, checks in found:
         told: set[str] = set()
