@@ -64,7 +64,7 @@ def backends(setup: Setup) -> Section:
         bench: Workbench = inline.executor.bench
         limit = Limit(bench)
         for number in range(1, fed.rounds + 1):
-            cohort = inline.cohort(number)
+            cohort = inline.draw(number)
             took = {"limit": round_limit(limit, bench, cohort, number)}
             both = [("inline", inline), ("ray", ray)]
             # In turn first, so that a machine that slows down or speeds up favours neither.

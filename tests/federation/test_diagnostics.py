@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from trishul_ray.contract.methods import untimed
-from trishul_ray.draws import uniform_cohort
 from trishul_ray.errors import FailsAgainError, InputError
 from trishul_ray.federation import local
 from trishul_ray.federation.checkpoint import state_digest
@@ -104,7 +103,7 @@ def test_matrices_outlive_a_stop(small, inline_result):
 def test_a_client_of_no_cohort_that_diverges_costs_the_comparison_alone(small):
     experiment = small("method=ravan", *INLINE, EVERYONE)
     driver = InlineDriver(experiment, prepare_run(experiment), "a")
-    run, fed = driver.executor.run, experiment.federation
+    run = driver.executor.run
 
     def diverging(broadcast, jobs, *more):
         if {job.client for job in jobs if isinstance(job, TrainJob)} - cohort:
@@ -113,7 +112,7 @@ def test_a_client_of_no_cohort_that_diverges_costs_the_comparison_alone(small):
 
     driver.executor.run = diverging
     for number in range(1, experiment.federation.rounds + 2):
-        cohort = {*uniform_cohort(experiment.seed, number, fed.clients, fed.clients_per_round)}
+        cohort = {*driver.draw(number)}
         report = driver.step()
         assert any("client 9" in e for e in report.events) == (
             number == experiment.federation.rounds

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from method_runs import SINGLE, Recording, run, server_of
 from newcomers import NEWCOMERS, unloaded_after
 
-from trishul_ray.draws import uniform_cohort
 from trishul_ray.federation.messages import to_tensor
 from trishul_ray.federation.workbench import new_run
 from trishul_ray.methods.base import build_method, exact_share, method_class, register
@@ -75,8 +74,7 @@ def test_downloads_are_what_the_broadcast_carries(executor, tmp_path, options):
     folded = {"fedex": "dense", "flexlora": "dense", "flora": "stack", "frlora": None}
     known, stack = set(), 0
     for number in (1, 2, 3):
-        broadcast = server.broadcast()
-        cohort = uniform_cohort(0, number, 6, inline.experiment.federation.clients_per_round)
+        broadcast, cohort = server.broadcast(), server.draw(number)
         base = sum(v.size for v in broadcast.base.values())
         frozen = sum(v.size for v in broadcast.survey.values())
         frozen += sum(v.size for found in broadcast.constants.values() for v in found.values())

@@ -306,12 +306,17 @@ class Server:
         self.events += outcome.events
         return outcome
 
-    def _cohort(self, number: int, sent: Sent) -> Cohort:
-        """Return the clients of a round, drawn without replacement unless a stage chooses."""
+    def draw(self, number: int) -> list[int]:
+        """Return clients for a round, ascending, drawn without replacement."""
         fed, seed = self.experiment.federation, self.experiment.seed
         drawn = uniform_cohort(seed, number, len(self.participants), fed.clients_per_round)
-        clients = self.participants[drawn].tolist()
-        return self.stages.cohort(number, Cohort(clients, traffic=partial(self._traffic, sent)))
+        clients: list[int] = self.participants[drawn].tolist()
+        return clients
+
+    def _cohort(self, number: int, sent: Sent) -> Cohort:
+        """Return the clients of a round: those that are drawn, unless a stage chooses."""
+        drawn = Cohort(self.draw(number), traffic=partial(self._traffic, sent))
+        return self.stages.cohort(number, drawn)
 
     def _traffic(self, sent: Sent) -> Traffic:
         """Return the bytes that a client of the next round is expected to transfer.
