@@ -325,13 +325,12 @@ class Server:
         as those of the round before on average, and in round 1 four bytes for each number.
         """
         tensors, last = sent.state.map(as_tensor), self.checkpoint.records[-1]
-        layout, before = self.blueprint.layout, last.accepted_uploads
         up = 4.0 * sum(self.blueprint.expected.lengths.values())
         if last.clients:
             up = last.metrics()["uploaded_bytes"] / len(last.clients)
-        down = 4 * self.method.download_parameters(tensors, layout, 0, before)
-        down = down if sent.size is None else sent.size
-        return Traffic(down, 4 * self.method.setup_parameters(tensors, layout, None), up)
+        down = 4 * self._download(tensors, 0) if sent.size is None else sent.size
+        first = self.method.setup_parameters(tensors, self.blueprint.layout, None)
+        return Traffic(down, 4 * first, up)
 
     def _job(self, number: int, client: int, steps: int | None = None) -> TrainJob:
         """Return the job of a client in a round, with what it has kept."""
@@ -402,9 +401,8 @@ class Server:
         now.client_states |= {r.client: r.state for r in reports if r.state}
         now.kept |= {r.client: r.kept for r in reports if r.kept}
         now.round = number
-        record = self._record(number, sent, cohort, outcome, total)
+        record, clients = self._record(number, sent, cohort, outcome, total)
         record.stages |= {**total.metrics, **mean.metrics}
-        clients = self._client_rounds(sent, cohort, outcome)
         record.stages |= self.stages.end(number, now.state, clients)
         if self.experiment.evaluation.diagnoses(number, self.experiment.federation.rounds):
             compared = {upload.client for upload in fetched[:MOST_CLIENTS]}
@@ -515,17 +513,24 @@ class Server:
 
     def _record(
         self, number: int, sent: Sent, cohort: Cohort, outcome: Outcome, total: Partial
-    ) -> RoundRecord:
-        tensors, reports = sent.read.map(as_tensor), outcome.reports
+    ) -> tuple[RoundRecord, list[ClientRound]]:
+        """Return the record of a round, and each client's part in it."""
+        tensors, reports, size = sent.read.map(as_tensor), outcome.reports, sent.size
         uploaded = {report.client: report.uploaded for report in reports}  # ascending
-        down = sum(self._download(tensors, report.unsent) for report in reports)
+        downs = [self._download(tensors, report.unsent) for report in reports]
+        setups = {each: self._setup(tensors, each) for each in [*uploaded, *cohort.missing]}
+        clients = []
+        for r, numbers in zip(reports, downs, strict=True):
+            once = 0 if r.client in cohort.repeated else setups[r.client]
+            down = 4 * numbers if size is None else size
+            up = 4 * r.uploaded if r.uploaded_bytes is None else r.uploaded_bytes
+            clients.append(ClientRound(r.client, down + 4 * once, up, r.loss, r.squared_loss))
         if cohort.wasted:
-            down += cohort.wasted * self._download(tensors, 0)
-        setup = sum(self._setup(tensors, client) for client in [*uploaded, *cohort.missing])
-        size, received = sent.size, len(reports) + cohort.wasted
+            downs.append(cohort.wasted * self._download(tensors, 0))
+        setup, received = sum(setups.values()), len(reports) + cohort.wasted
         losses = [r.loss for r in reports if math.isfinite(r.loss)]
         coded = [r.uploaded_bytes for r in reports if r.uploaded_bytes is not None]
-        return RoundRecord(
+        record = RoundRecord(
             round=number,
             clients=list(uploaded),
             refused={str(client): why for client, why in total.refused.items()},
@@ -534,26 +539,17 @@ class Server:
             train_loss=float(np.mean(losses)) if losses else None,
             uploaded_parameters=sum(uploaded.values()),
             uploaded_bytes=sum(coded) if coded else None,
-            downloaded_parameters=down + setup,
+            downloaded_parameters=sum(downs) + setup,
             downloaded_bytes=None if size is None else size * received + 4 * setup,
             client_seconds=float(np.mean([r.seconds for r in reports])) if reports else None,
             stages=_over_clients(reports, self.stages.summed),
         )
+        return record, clients
 
     def _download(self, broadcast: Any, unsent: int) -> int:
         """Return how many numbers of a broadcast a client receives in this round."""
         before = self.checkpoint.records[-1].accepted_uploads
         return self.method.download_parameters(broadcast, self.blueprint.layout, unsent, before)
-
-    def _client_rounds(self, sent: Sent, cohort: Cohort, outcome: Outcome) -> list[ClientRound]:
-        tensors, size = sent.read.map(as_tensor), sent.size
-        found = []
-        for r in outcome.reports:
-            once = 0 if r.client in cohort.repeated else self._setup(tensors, r.client)
-            down = 4 * self._download(tensors, r.unsent) if size is None else size
-            up = 4 * r.uploaded if r.uploaded_bytes is None else r.uploaded_bytes
-            found.append(ClientRound(r.client, down + 4 * once, up, r.loss, r.squared_loss))
-        return found
 
     def progress(self) -> RoundReport:
         """Return the records that no later step changes, and the events since the last report."""
