@@ -275,10 +275,8 @@ def of_today(section: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: A field is gone; names what to write in its place.
     """
     found = dict(fields)
-    if (entry := _named("older").get(section)) is not None:
-        older: Older = entry.load()
-        found = older.of_today(found)
-    return found
+    older: Older | None = objects("older").get(section)
+    return found if older is None else older.of_today(found)
 
 
 def older_fields() -> list[str]:

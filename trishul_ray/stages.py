@@ -2,8 +2,7 @@
 
 A stage is one file: a section of the configuration, and what happens to a round while that section
 is set. Without the section, a run has the id, the bytes and the imports that it has without the
-stage. A codec of uploads, differential privacy, sums in fixed point, a server optimizer and the
-simulated clock are stages::
+stage. A stage may encode what is sent, add noise to the mean or move it, or choose the clients::
 
     class FedAvgMConfig(Section):
         momentum: float = Field(0.0, ge=0, lt=1, description="of the mean change")

@@ -12,8 +12,6 @@ NUMERICS = 5
 #: The same for changes that concern only experiments with a section of a stage, whose ids alone
 #: have it.
 EDGE_NUMERICS = 2
-#: The same for runs with canaries (``privacy.canaries``).
-AUDIT_NUMERICS = 2
 
 _PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
 

@@ -210,8 +210,8 @@ def extend_shorter(
     """Begin a new run with the rounds of one that differs in a smaller number of rounds alone.
 
     Its rounds are the same where nothing but the end depends on that number: not with a schedule
-    over the run, noise for an epsilon of the run or a method that reads it, nor where the last
-    round was diagnosed because it was the last, or rounds that are asked for have no score.
+    over the run, or a stage or a method that reads it, nor where the last round was diagnosed
+    because it was the last, or rounds that are asked for have no score.
     """
     own = folder.checkpoints
     by_rounds = depends_on_rounds(experiment.optimizer)

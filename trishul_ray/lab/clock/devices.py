@@ -19,14 +19,12 @@ from pydantic import Field, model_validator
 from trishul_ray.checksums import lfs_pointer
 from trishul_ray.config import NotedText, PathText, Section, not_in_id
 from trishul_ray.errors import InputError, first_line
+from trishul_ray.lab.clock import DECILES
 from trishul_ray.lazy import pq
 from trishul_ray.rng import numpy_rng
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-#: Groups of equal size, by speed, whose shares of the work are recorded.
-DECILES = 10
 
 #: Numbers of clients in files are below this one: up to here, float64 has every whole number.
 CLIENTS_BELOW = 2**53

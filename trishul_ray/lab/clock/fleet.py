@@ -16,6 +16,7 @@ import numpy as np
 from trishul_ray.config import FederationConfig
 from trishul_ray.draws import participants
 from trishul_ray.errors import FailsAgainError
+from trishul_ray.lab.clock import DECILES
 from trishul_ray.lab.clock.availability import DAY, MOST_DAYS, next_time, source_of
 from trishul_ray.lab.clock.clock import ClientOutcome, Plan, Times, jain, plan
 from trishul_ray.lab.clock.cohorts import (
@@ -25,7 +26,7 @@ from trishul_ray.lab.clock.cohorts import (
     strategy_class,
     utility,
 )
-from trishul_ray.lab.clock.devices import DECILES, Devices, DevicesConfig
+from trishul_ray.lab.clock.devices import Devices, DevicesConfig
 from trishul_ray.methods.base import exact_share
 from trishul_ray.rng import numpy_rng
 from trishul_ray.stages import ClientRound, Memory, StepFlops, Traffic
