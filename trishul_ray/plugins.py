@@ -549,7 +549,7 @@ def _run(plugin: Plugin, where: str) -> Plugin:
     linecache.cache[where] = (len(plugin.source or ""), None, lines, where)
     sys.modules[name], _owners[name] = module, plugin
     try:
-        exec(compile(plugin.source or "", where, "exec"), vars(module))
+        exec(compile(plugin.source or "", where, "exec"), vars(module))  # noqa: S102
     except (Exception, SystemExit) as error:
         del sys.modules[name], _owners[name]
         _newest.pop(plugin.name, None)  # what it has registered by now is not the older content's

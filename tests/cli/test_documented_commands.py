@@ -132,17 +132,22 @@ def check_run(experiment):
         assert len(prepared.shards.shard(client)) > 0
 
 
-def test_links_to_files_lead_to_one():
+def test_links_lead_to_files_and_to_the_tests_that_they_name():
     folders = (ROOT / name for name in ("docs", "benchmarks", "cluster"))
     pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
     links = [
-        (page, link)
+        (page, name, link)
         for page in pages
-        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        for name, link in re.findall(r"([^\[]*)\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
         if "://" not in link
     ]
     assert len(links) > 50
-    assert [(page, link) for page, link in links if not (page.parent / link).exists()] == []
+    assert [(page, link) for page, _, link in links if not (page.parent / link).exists()] == []
+    tests = [(page.parent / link, name.strip("`")) for page, name, link in links if ".py" in link]
+    tests = [(file, name) for file, name in tests if name.startswith("test_")]
+    assert len(tests) > 10
+    for file, name in tests:
+        assert f"\ndef {name}(" in file.read_text(encoding="utf-8"), (file, name)
 
 
 @pytest.fixture

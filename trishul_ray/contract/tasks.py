@@ -134,7 +134,7 @@ def can_be_sent(bench: Workbench) -> None:
     require(
         len(stored) < 4000, f"it takes {len(stored)} bytes: keep what is large out of its fields"
     )
-    again = pickle.loads(stored)
+    again = pickle.loads(stored)  # noqa: S301
     same = type(again) is type(bench.task) and again.metrics == bench.task.metrics
     require(same, "it changes on the way to another process")
     keys = [each.encoder and each.encoder.key for each in (again, bench.task)]

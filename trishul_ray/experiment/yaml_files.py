@@ -44,14 +44,15 @@ def parse_yaml(text: str | bytes) -> Any:
         yaml.YAMLError: It is not YAML, repeats a key, or is nested too deeply.
     """
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_Loader)  # noqa: S506  # a SafeLoader
     except RecursionError:
         raise yaml.MarkedYAMLError(problem=TOO_DEEP) from None
 
 
 def parse_texts(text: str) -> Any:
     """Parse YAML in which every scalar but null is a text: numbers, dates, and ``yes``, too."""
-    return _with_texts(parse_yaml(text), yaml.load(text, Loader=yaml.BaseLoader))
+    texts = yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506  # makes texts alone
+    return _with_texts(parse_yaml(text), texts)
 
 
 def _with_texts(parsed: Any, written: Any) -> Any:

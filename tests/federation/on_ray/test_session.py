@@ -27,6 +27,23 @@ class Worker:
         return os.getpid()
 
 
+def ask_for_nodes(environment, home):
+    """Return how many nodes another process sees in this one's Ray, or the error that it gets."""
+    code = """
+        import sys
+        from ray._raylet import GcsClient
+        try:
+            print(len(GcsClient(address=sys.argv[1]).get_all_node_info(timeout=60)))
+        except Exception as error:
+            print(error)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code), ray.get_runtime_context().gcs_address]
+    answer = subprocess.run(
+        words, env={**environment, "HOME": str(home)}, capture_output=True, text=True, check=True
+    )
+    return answer.stdout.strip()
+
+
 @pytest.mark.slow
 def test_a_local_ray_listens_on_localhost_keeps_home_clean_and_ends(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -49,6 +66,9 @@ def test_a_local_ray_listens_on_localhost_keeps_home_clean_and_ends(monkeypatch,
                     if socket.status == psutil.CONN_LISTEN
                 }
         assert addresses == {"127.0.0.1"}
+        for token in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64}):
+            assert "InvalidAuthToken" in ask_for_nodes(token, tmp_path)
+        assert ask_for_nodes(dict(os.environ), tmp_path) == "1"
         while "CPU" in ray.available_resources():  # until Ray's list of nodes knows
             time.sleep(0.05)
         with ray_session(7) as inner:  # the existing runtime is used as it is
