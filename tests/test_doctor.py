@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from trishul_ray import doctor, files
-from trishul_ray.data.own import store_rows
+from trishul_ray.data.passed_rows import store_rows
 from trishul_ray.doctor import Check
 from trishul_ray.files import KEPT_SECONDS, complete_file, scratch_folder
 

@@ -133,7 +133,7 @@ def clean(cache: Path, runs: str = "runs") -> list[Path]:
     Return all that was removed.
     """
     # They import torch, which the checks may find broken.
-    from trishul_ray.data.own import remove_unused_rows
+    from trishul_ray.data.passed_rows import remove_unused_rows
     from trishul_ray.data.prepare import remove_leftovers
     from trishul_ray.models.shared_weights import remove_unused_weights
 

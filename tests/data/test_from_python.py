@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from trishul_ray.config import DataConfig
-from trishul_ray.data.own import encode_image, store_rows, to_splits, to_table
+from trishul_ray.data.passed_rows import encode_image, store_rows, to_splits, to_table
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError
 

@@ -18,10 +18,11 @@ from PIL import Image
 
 from trishul_ray.checksums import sealed_folder
 from trishul_ray.config import DataConfig, ModelConfig, Places, TaskConfig
-from trishul_ray.data.columns import question_labels
+from trishul_ray.data.cleaning import question_labels
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.images import resize_images
-from trishul_ray.data.own import CustomHubDataset, encode_image, store_rows
+from trishul_ray.data.own import CustomHubDataset
+from trishul_ray.data.passed_rows import encode_image, store_rows
 from trishul_ray.data.prepare import find_source, measure_coverage, prepare
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment import Experiment

@@ -15,7 +15,7 @@ from trishul_ray.data import datasets
 from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.mrqa import SUBSETS
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.own import encode_image
+from trishul_ray.data.passed_rows import encode_image
 from trishul_ray.data.prepare import prepare
 from trishul_ray.data.public import ImageRows, PublicDataset, TextRows
 from trishul_ray.errors import CorruptFileError, InputError
