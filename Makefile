@@ -23,6 +23,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-kernels test-core check format clean
 
+# Compiled modules are stored even where the environment says not to: hundreds of processes of the
+# tests import the same ones.
+export PYTHONDONTWRITEBYTECODE :=
+
 help:
 	@echo "make demo    set up, then one federated run on embedded data"
 	@echo "make test    set up, then the tests                 (ARGS=... goes to pytest)"

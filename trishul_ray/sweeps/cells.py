@@ -46,9 +46,6 @@ from trishul_ray.sweeps.sweep_file import (
 
 #: The sweep of a profile that chooses learning rates, and the axis that it chooses from.
 RATES, RATE = "rates", "optimizer.lr"
-#: Sweeps that come with the package and reproduce nothing of the paper.
-BEYOND = {RATES, "clock", "dynamic", "lambda_rules", "newer_methods", "privacy", "ranks"}
-BEYOND |= {"ablations", "personal", "quantized", "regimes", "uploads"}
 #: Caveat of a table whose runs were chosen by the scores that it shows.
 CHOSEN_ON_TEST = "chosen on the test rows"
 _PROFILES: tuple[Profile, ...] = ("paper", "small", "smoke")
@@ -155,7 +152,11 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     Raises:
         InputError: One line that names file, line, fault and remedy.
     """
-    file = read_file(path)
+    return _load(path, read_file(path), overrides)
+
+
+def _load(path: Path, file: SweepFile, overrides: Sequence[str]) -> Sweep:
+    """Return the sweep of a file, given what it holds."""
     name = file.name
     if name is None:  # that of the file must be one, too
         name = SweepFile.of(Pairs(str(path), {"name": Scalar(path.stem, str(path), "")})).name
@@ -192,8 +193,8 @@ def find_sweeps(
 ) -> tuple[Sweep, ...]:
     """Load the sweeps of a profile, from ``./sweeps`` or those that come with the package.
 
-    The name ``all`` stands for every sweep of the profile, in the paper's order, but those beyond
-    the paper: ``rates``, ``uploads``, ``clock`` and ``privacy``.
+    The name ``all`` stands for every sweep of the profile, in the paper's order, but those whose
+    file says ``in_all: false``, as those beyond the paper do.
 
     Raises:
         InputError: There is no such sweep, or as :func:`load_sweep`.
@@ -207,15 +208,18 @@ def find_sweeps(
             f"profile {profile!r} has no sweeps in {' or '.join(map(str, folders()))}; "
             f"known profiles: {', '.join(_PROFILES)}"
         )
-    wanted: dict[str, None] = {}
+    wanted: dict[str, SweepFile] = {}
     for name in names:
         if name != "all" and name not in files:
             near = hint(name, sorted(files))
             if name.endswith((".yaml", ".yml")):
                 near = f"for a sweep file of your own: trishul sweep {name}"
             raise InputError(f"profile {profile!r} has no sweep {name!r}; {near}")
-        wanted |= dict.fromkeys(sorted(files.keys() - BEYOND) if name == "all" else [name])
-    sweeps = [load_sweep(files[name], overrides) for name in wanted]
+        for each in sorted(files) if name == "all" else [name]:
+            file = read_file(files[each])
+            if file.in_all or name != "all":
+                wanted.setdefault(each, file)
+    sweeps = [_load(files[name], file, overrides) for name, file in wanted.items()]
     return tuple(sorted(sweeps, key=_position) if "all" in names else sweeps)
 
 

@@ -459,6 +459,7 @@ class SweepFile(Section):
     name: FileName | None = None
     title: Text | None = None
     profile: Profile | None = None
+    in_all: bool = True
     base: FieldValues = Field(default_factory=dict)
     axes: Annotated[dict[str, Axis], PlainValidator(_read_axes)] = Field(default_factory=dict)
     excluded: tuple[Labels, ...] = Field((), alias="except")
