@@ -190,10 +190,10 @@ def by_epsilon(folder, unfinished=lambda labels: None):
 
     def cell(labels):
         epsilon = EPSILONS[labels["epsilon"]]
-        config, private = {"method": METHODS[labels["method"]]}, None
+        config, reports = {"method": METHODS[labels["method"]]}, {}
         if labels["epsilon"] != "none":
-            config["privacy"], private = {"epsilon": epsilon}, {"epsilon": epsilon}
-        return cell_of(folder, labels, config, unfinished, privacy=private)
+            config["privacy"], reports = {"epsilon": epsilon}, {"privacy": {"epsilon": epsilon}}
+        return cell_of(folder, labels, config, unfinished, reports=reports)
 
     return sweep_of({"method": WITH_CORES, "epsilon": EPSILONS, "seed": SEEDS}, cell)
 

@@ -106,8 +106,9 @@ def _run_and_show(experiment: "Experiment", *, fresh: bool, central: bool) -> No
     print_field("data", first.summary.data.sentence)
     if clients := client_sentence(first.summary):
         print_field("clients", clients)
-    if (private := first.summary.privacy) is not None:
-        print_field("privacy", private["sentence"])
+    for name, report in first.summary.reports.items():
+        if "sentence" in report:
+            print_field(name, report["sentence"])
     exported = first.summary.export or {"note": "PEFT or merged"}
     for label, name, note in (
         ("result", "result.json", ""),

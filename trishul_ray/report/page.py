@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from trishul_ray.checksums import digest
 from trishul_ray.errors import why_unreadable
-from trishul_ray.files import write_file
+from trishul_ray.files import Json, write_file
 from trishul_ray.report.figures.kind import FIGURES
 from trishul_ray.report.formats import to_csv, to_latex, to_markdown
 from trishul_ray.report.outcomes import (
@@ -36,7 +36,7 @@ from trishul_ray.report.sections import SECTIONS, PageSection, render
 from trishul_ray.report.statistics import ALPHA, POWER
 from trishul_ray.report.summary import Hardware, RunSummary
 from trishul_ray.report.tables import SweepTable, build_tables, labels_text, make_slug
-from trishul_ray.stages import stage_names
+from trishul_ray.stages import STAGES, stage_names
 from trishul_ray.version import EDGE_NUMERICS, NUMERICS, __version__
 
 #: Draws a figure from the finished cells; None if there is nothing to draw.
@@ -205,7 +205,7 @@ def comparable(sweeps: Sequence[SweepOutcome]) -> str:
     if profile == "paper" and departures(sweeps):
         text = "The paper's protocol, but not all of it: no table or figure that says so may be "
         text += "compared with the paper's."
-    return text + _private(sweeps)
+    return " ".join([text, *_remarks(sweeps)])
 
 
 def departures(sweeps: Sequence[SweepOutcome]) -> tuple[str, ...]:
@@ -213,20 +213,14 @@ def departures(sweeps: Sequence[SweepOutcome]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(reason for s in sweeps for reason in s.departures(s.cells)))
 
 
-def _private(sweeps: Sequence[SweepOutcome]) -> str:
-    """Return what a reader must know of the private runs of sweeps; empty if there are none."""
+def _remarks(sweeps: Sequence[SweepOutcome]) -> list[str]:
+    """Return what a reader must know of stages of the runs, by their reports."""
     runs = [run.result for s in sweeps for run in s.cells if run.status == "finished"]
-    # Without noise nothing is promised.
-    private = [each for run in runs if (each := run.privacy) is not None and each["epsilon"]]
-    if not private:
-        return ""
-    accounted = {(each["population"], each["cohort"]) for each in private}
-    shown = ", ".join(f"{cohort:,} of {population:,}" for population, cohort in sorted(accounted))
-    return (
-        f" Privacy of clients ({len(private)} runs) is accounted for cohorts of {shown}. It is a "
-        "simulation: noise is reproducible from the seed. Simulation only, outside the guarantee: "
-        f"{', '.join(private[0]['outside'])}."
-    )
+    reports: dict[str, list[Json]] = {}
+    for name, report in (pair for run in runs for pair in run.reports.items()):
+        reports.setdefault(name, []).append(report)
+    known = sorted(reports.keys() & set(stage_names()))
+    return [text for name in known if (text := STAGES[name].remark(reports[name]))]
 
 
 def write_report(

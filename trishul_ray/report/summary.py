@@ -23,6 +23,7 @@ from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.files import Json
 from trishul_ray.lazy import pd, pq
 from trishul_ray.memory import PeakMemory
+from trishul_ray.stages import stage_names
 from trishul_ray.storage import Store
 from trishul_ray.tasks.sums import client_metrics
 
@@ -109,7 +110,7 @@ class RunSummary:
         logged_to: See ``Tracker.place``.
         unread_fields: Fields of the experiment that nothing has read.
         logged: Whether all of it is where it was to be logged; False while its process ends.
-        privacy: Guarantee of a private run, and its limits (``edge.privacy``); None for others.
+        reports: What stages say of the run, by their names; see ``Stage.report``.
         peak_memory: Peak of the worker that used most, of the process that finished the run.
         checksum: Hash of the bytes of everything else; empty until it is written.
     """
@@ -150,7 +151,7 @@ class RunSummary:
     sha256: dict[str, str | None] = field(default_factory=dict)
     logged_to: list[str] | None = None
     unread_fields: list[str] = field(default_factory=list)
-    privacy: Json | None = None
+    reports: dict[str, Json] = field(default_factory=dict)
     ranks: dict[str, int | list[int]] = field(default_factory=dict)
     participation: dict[str, int] = field(default_factory=dict)
     logged: bool = True
@@ -195,6 +196,11 @@ class RunSummary:
         data, machine = Coverage.from_json(fields["data"]), Hardware(**fields["hardware"])
         if (peak := fields.get("peak_memory")) is not None:
             fields = fields | {"peak_memory": PeakMemory(**peak)}
+        if older := (fields.keys() - cls.__dataclass_fields__.keys()) & {*stage_names()}:
+            # Of older versions: a stage's report stands beside the fields, null if there is none.
+            reports = {name: fields[name] for name in older if fields[name] is not None}
+            kept = {name: value for name, value in fields.items() if name not in older}
+            fields = kept | {"reports": reports}
         return cls(**fields | {"data": data, "hardware": machine})
 
     def _check_values(self) -> None:

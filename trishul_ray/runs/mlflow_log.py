@@ -28,8 +28,6 @@ from trishul_ray.version import versions
 
 #: Tag of a run whose result was made elsewhere.
 REUSED_TAG = "trishul.reused"
-#: Tag of a private run: what it promises, and what in it is outside the guarantee.
-PRIVACY_TAG = "trishul.privacy"
 
 #: Runs of more clients have their mean and worst decile in MLflow, and no metric for each.
 MAX_CLIENTS = 100
@@ -168,7 +166,7 @@ def end_of(summary: RunSummary, folder: Path | None = None) -> RunEnd:
         "hardware.cpus": hardware.cpus,
         "hardware.gpus": ", ".join(hardware.gpus) or "none",
         **{f"source.{name}": source for name, source in sources.items()},
-        **({} if summary.privacy is None else {PRIVACY_TAG: summary.privacy["sentence"]}),
+        **{f"trishul.{k}": r["sentence"] for k, r in summary.reports.items() if "sentence" in r},
     }
     inputs = []
     if (weights := sources.get("backbone")) is not None:

@@ -259,7 +259,7 @@ class _Run:
             reports = Stages.of(experiment).reports(state.stages, state.records[-1].stages)
             summary = replace(
                 summarize(experiment, result, coverage, wall, tracker.run_id),
-                privacy=reports.get("privacy"),
+                reports=reports,
                 logged_to=tracker.place,
                 unread_fields=unread,
             )

@@ -230,12 +230,18 @@ class Stage:
     def report(self, last: Mapping[str, float]) -> Json | None:
         """Return what the summary of a run says of it; None for nothing (default).
 
+        The command line and MLflow show the text ``sentence``, if there is one.
         ``memory`` is that of the end of the run, and ``plan`` is not set.
 
         Args:
             last: Numbers of stages in the last record, by name.
         """
         return None
+
+    @classmethod
+    def remark(cls, reports: Sequence[Json]) -> str:
+        """Return what a reader of tables must know of runs with these reports (default: none)."""
+        return ""
 
     def restore(self, shared: np.ndarray, weight: float) -> np.ndarray:
         """Return a client's change [W] as it was before :meth:`send` encoded it, for diagnostics.

@@ -21,7 +21,7 @@ from trishul_ray.lab.privacy.stage import poisson_cohort, promised
 from trishul_ray.methods.base import method_class
 from trishul_ray.report.page import comparable
 from trishul_ray.report.summary import RunSummary
-from trishul_ray.runs.mlflow_log import PRIVACY_TAG, end_of, grouped_metrics
+from trishul_ray.runs.mlflow_log import end_of, grouped_metrics
 from trishul_ray.runs.runner import central_twin, run_steps
 from trishul_ray.stages import Cohort, Stages, norm_of
 from trishul_ray.tracking.progress import RunProgress
@@ -366,14 +366,14 @@ def test_result_page_and_tracking_say_what_is_promised_and_what_lies_outside(sma
     with closing(run_steps(experiment, RunProgress(2), extras=False)) as steps:
         list(steps)
     summary = RunSummary.read(run_folder(experiment))
-    private, tags = summary.privacy, end_of(summary).tags
+    private, tags = summary.reports["privacy"], end_of(summary).tags
     assert private["epsilon"] > 0 and private["noise"] == 1 and private["simulated"] == [4, 3]
     sweep = invent_sweep("x", {"method": ("FedIT",)}, ("method",), ())
     plain = comparable([sweep])
-    cells = [replace(c, summary=replace(c.result, privacy=private)) for c in sweep.cells]
+    cells = [replace(c, summary=replace(c.result, reports={"privacy": private})) for c in sweep.cells]
     page = comparable([replace(sweep, cells=tuple(cells))])
     assert page.startswith(plain) and "cohorts of 3 of 4" in page
-    for text in (private["sentence"], page, tags[PRIVACY_TAG]):
+    for text in (private["sentence"], page, tags["trishul.privacy"]):
         assert "noise is reproducible from the seed" in text
         outside = text.partition("outside the guarantee: ")[2]
         for name in (

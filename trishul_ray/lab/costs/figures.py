@@ -169,7 +169,7 @@ class OverEpsilon(OverField):
 
     def place(self, cell: CellOutcome, field: str) -> float | None:
         """Return ε: None without privacy, and that of the last round if noise was set."""
-        value, private = super().place(cell, field), cell.result.privacy
+        value, private = super().place(cell, field), cell.result.reports.get("privacy")
         if field == "privacy.epsilon" and value is None and private is not None:
             return float(private["epsilon"] or math.inf)  # none without noise
         return value

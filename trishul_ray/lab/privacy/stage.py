@@ -245,6 +245,22 @@ class Privacy(Stage):
         simulated = (fed.participants, fed.clients_per_round)
         return reported(promised(self.settings, self.memory["noise"]), simulated, last)
 
+    @classmethod
+    def remark(cls, reports: Sequence[Json]) -> str:
+        """Return for which cohorts the guarantees hold, and what is outside of them."""
+        private = [each for each in reports if each["epsilon"]]  # without noise nothing is promised
+        if not private:
+            return ""
+        accounted = {(each["population"], each["cohort"]) for each in private}
+        shown = ", ".join(
+            f"{cohort:,} of {population:,}" for population, cohort in sorted(accounted)
+        )
+        return (
+            f"Privacy of clients ({len(private)} runs) is accounted for cohorts of {shown}. It is "
+            "a simulation: noise is reproducible from the seed. Simulation only, outside the "
+            f"guarantee: {', '.join(private[0]['outside'])}."
+        )
+
 
 def poisson_cohort(seed: int, number: int, clients: int, expected: int) -> list[int]:
     """Return the clients of a round, each drawn by itself with probability expected / clients."""
