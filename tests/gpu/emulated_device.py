@@ -1,15 +1,20 @@
-"""A device that computes on the CPU and notes every line at which the host would wait for a GPU.
+"""A device that notes what a GPU would do: waits of the host, kernels, memory, kernels that raise.
 
 Its tensors report the device ``emulated``, so code takes its route for GPUs. As on a GPU, tensors
 on two devices cannot meet in one operation. The host waits where it reads a value, uses a mask as
 an index, copies to the host, or copies from memory that is not page-locked. A wait is noted only if
 the device has been given work since the last one.
 
+The device computes on the CPU or, without numbers, only shapes and dtypes (on torch's meta device):
+models of any size then take seconds and no memory, and what is copied to the host is zeros.
+
 A device cannot be unregistered: use this in a process of its own.
 """
 
+import collections
 import contextlib
 import sys
+import weakref
 from pathlib import Path
 
 import torch
@@ -26,6 +31,28 @@ WAITING = {
 }  # fmt: skip
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 COPIES = {"copy_", "_to_copy", "_copy_from"}
+#: Views, allocations and bookkeeping, beside what torch says is a view.
+WITHOUT_KERNEL = {
+    "detach_", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+    "_unsafe_view", "set_", "resize_",
+}  # fmt: skip
+SEVERAL_KERNELS = {
+    "native_layer_norm_backward": 2,
+    "_scaled_dot_product_flash_attention_backward": 3,
+    "_scaled_dot_product_efficient_attention_backward": 2,
+}
+#: Operations that raise on CUDA if algorithms must be deterministic, whatever their arguments:
+#: those of torch's list in the documentation of ``use_deterministic_algorithms``.
+RAISING = {
+    "put_", "histc", "kthvalue", "median", "nanmedian", "segment_reduce", "index_reduce_",
+    "grid_sampler_2d_backward", "grid_sampler_3d_backward", "adaptive_max_pool2d_backward",
+    "upsample_linear1d_backward", "upsample_nearest2d_backward", "upsample_bilinear2d_backward",
+    "_upsample_bilinear2d_aa_backward", "upsample_bicubic2d_backward",
+    "_upsample_bicubic2d_aa_backward", "_adaptive_avg_pool2d_backward",
+    "avg_pool3d_backward", "max_pool3d_with_indices_backward", "max_unpool2d",
+    "reflection_pad2d_backward", "replication_pad2d_backward", "_ctc_loss_backward",
+    "_embedding_bag_dense_backward",
+}  # fmt: skip
 
 
 class _Module:
@@ -64,12 +91,22 @@ def on_device(value):
 
 
 class EmulatedDevice(TorchDispatchMode):
-    """The device; enter it once. ``waits`` lists what waited and where, oldest first."""
+    """The device; enter it once.
+
+    Attributes:
+        waits: What waited and where, oldest first.
+        kernels: How many kernels were launched, by operation.
+        raising: Operations whose kernels raise where algorithms must be deterministic, and where.
+        bytes, peak: What its tensors take, now and at most.
+    """
 
     current = None
 
-    def __init__(self):
+    def __init__(self, numbers=True):
         super().__init__()
+        self.where = torch.device("cpu" if numbers else "meta")
+        self.kernels, self.raising = collections.Counter(), []
+        self.bytes, self.peak, self.owned = 0, 0, set()
         _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
         # torch.tensor() on a device goes around dispatch modes; these two are what it calls.
         self.library = torch.library.Library("aten", "IMPL")
@@ -89,13 +126,7 @@ class EmulatedDevice(TorchDispatchMode):
 
     def wait(self, reason):
         if self.busy:
-            frame = sys._getframe(1)
-            while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
-                frame = frame.f_back
-            place = "elsewhere"
-            if frame is not None:
-                place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            self.waits.append(f"{reason} at {place}")
+            self.waits.append(f"{reason} at {_place()}")
         self.busy = False
 
     def run(self, func, args, kwargs):
@@ -117,9 +148,13 @@ class EmulatedDevice(TorchDispatchMode):
         self._note(name, args, kwargs, tensors, results_here)
         if results_here and not func.is_view:
             self.busy = True
-        on_cpu = {"device": torch.device("cpu")} if kwargs.get("device") is not None else {}
+        if results_here:
+            self._count(name, func)
+        elif self.where.type == "meta":
+            return _zeros(name, args, kwargs)
+        there = {"device": self.where} if kwargs.get("device") is not None else {}
         raw_args, raw_kwargs = tree_map_only(
-            EmulatedTensor, lambda tensor: tensor.values_, (args, {**kwargs, **on_cpu})
+            EmulatedTensor, lambda tensor: tensor.values_, (args, {**kwargs, **there})
         )
         if name == "_to_copy":  # always a copy, also where both are on the CPU
             out = func(*raw_args, **raw_kwargs).clone()
@@ -129,6 +164,7 @@ class EmulatedDevice(TorchDispatchMode):
             return args[0]
         if not results_here:
             return out
+        tree_map_only(torch.Tensor, self._own, out)
         out = tree_map_only(torch.Tensor, EmulatedTensor, out)
         return return_and_correct_aliasing(func, args, kwargs, out) if here else out
 
@@ -156,12 +192,72 @@ class EmulatedDevice(TorchDispatchMode):
             if any(not on_device(tensor) and tensor.dim() for tensor in tensors):
                 raise RuntimeError(f"{name}: expected all tensors on one device")
 
-    @staticmethod
-    def _empty(size, stride, dtype=None, layout=None, device=None, pin_memory=None):
-        return EmulatedTensor(torch.empty_strided(size, stride, dtype=dtype))
+    def _count(self, name, func):
+        if not (func.is_view or name in WITHOUT_KERNEL):
+            self.kernels[name] += SEVERAL_KERNELS.get(name, 1)
+        if name in RAISING:
+            self.raising.append(f"{name} at {_place()}")
+
+    def _own(self, values):
+        """Count the bytes of a tensor until nothing refers to them any more."""
+        storage = values.untyped_storage()
+        if storage._cdata not in self.owned:
+            self.owned.add(storage._cdata)
+            self.bytes += storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
+            weakref.finalize(storage, self._disown, storage._cdata, storage.nbytes())
+        return values
+
+    def _disown(self, key, size):
+        self.owned.discard(key)
+        self.bytes -= size
+
+    def _empty(self, size, stride, dtype=None, layout=None, device=None, pin_memory=None):
+        return EmulatedTensor(
+            self._own(torch.empty_strided(size, stride, dtype=dtype, device=self.where))
+        )
 
     def _copy_from(self, source, target, non_blocking=False):
         self._note("_copy_from", (source,), {"non_blocking": non_blocking}, [], True)
         self.busy = True
         target.values_.copy_(source)
         return target
+
+
+def _place():
+    """Return the innermost line of the package."""
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    if frame is None:
+        return "elsewhere"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _zeros(name, args, kwargs):
+    """Return what the host receives of a device without numbers."""
+    if name == "copy_":
+        return args[0].zero_()
+    if name == "_local_scalar_dense":
+        return torch.zeros((), dtype=args[0].dtype).item()
+    return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+
+
+def fused_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    """Replace SDPA by the operation that it chooses on CUDA without cuDNN's kernel.
+
+    It is flash attention, or the memory-efficient one where there is a mask or float32.
+    """
+    if enable_gqa and (groups := query.shape[1] // key.shape[1]) > 1:
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    if attn_mask is None and query.dtype != torch.float32:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.where(attn_mask, 0.0, float("-inf"))
+        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]

@@ -1,0 +1,75 @@
+"""Kernels and memory of local steps at real sizes, counted without a GPU.
+
+A step is bound by the launches of its kernels, which no test of time on a CPU would show. Lower a
+bound with what lowers it.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("counted_steps.py")
+#: By setup: most kernels of a local step, most GiB of tensors, most kernels of an evaluated chunk.
+BOUNDS = {
+    "vit trishul": (904, 1.6, 347),
+    "vit ravan": (776, 1.6, None),
+    "vit fedit": (726, 1.4, None),
+    "vit fullft": (1144, 3.9, None),
+    "vit trishul fp32": (772, 2.8, 269),
+    "vit trishul stacked": (1298, 3.9, None),
+    "vit fedit stacked": (894, 3.8, None),
+    "t5 trishul": (3225, 2.6, None),
+    "llama trishul": (2467, 5.8, None),
+}
+#: The numbers of answers, copied to the device once in a process.
+ONCE = "blocking copy to the device at base.py"
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory):
+    """Output of :mod:`counted_steps`, by setup."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("backbones"))],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def setups(counts):
+    return {name: each for name, each in counts.items() if name != "known"}
+
+
+def test_a_step_launches_no_more_kernels_and_takes_no_more_memory(counts):
+    found = {
+        name: (each["kernels"], round(each["GiB"], 1), each.get("kernels of evaluation"))
+        for name, each in setups(counts).items()
+    }
+    assert found.keys() == BOUNDS.keys()
+    beyond = {
+        name: (found[name], bounds)
+        for name, bounds in BOUNDS.items()
+        if any(value > most for value, most in zip(found[name], bounds, strict=True) if most)
+    }
+    assert beyond == {}
+    # Far below it is a device that does not see the step.
+    assert all(0.8 * bounds[0] < found[name][0] for name, bounds in BOUNDS.items())
+
+
+def test_no_operation_of_a_step_raises_or_waits(counts):
+    for name, each in setups(counts).items():
+        assert each["raising"] == [], name
+        assert [wait for wait in each["waits"] if not wait.startswith(ONCE)] == [], name
+
+
+def test_the_device_counts_what_is_known(counts):
+    known = counts["known"]
+    assert (known["kernels"], known["bytes"]) == (2, 64)  # a product of 4 x 4, and its scaling
+    assert known["raising"] == ["median at elsewhere"]
+    assert known["waits"] == ["value read at elsewhere"]
+    assert "one device" in known["two devices"]
