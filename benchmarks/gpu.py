@@ -1,19 +1,23 @@
-"""Measurements on a GPU: right results, the prox, a step, the paper's run, backbones, slices.
+"""Measurements on a GPU: a step, the paper's run, the prox, right results, slices, backbones.
 
     python benchmarks/gpu.py [PART ...] [options]
 
-Parts (all by default), and the seconds after which each is stopped:
+Parts (all by default) in this order, and the seconds after which each is stopped:
 
-    right (240)      states against the CPU's; the same bytes twice and resumed; tests marked gpu
-    prox (80)        the proximal map on stacks of cores: time and error of each route
-    step (190)       a local step of ViT-B/16 against its limit: by parts, profiled, as a CUDA graph
-    run (200)        the paper's run on CIFAR-100: 50 rounds of 3 clients x 50 steps of 32
-    backbones (330)  T5-Base and LLaMA-3.2-1B: a step against its limit, memory of two client actors
-    slices (240)     processes with capped memory on one GPU; one that wants too much
+    step (150)       a local step of ViT-B/16 against its limit: by parts, profiled, as a CUDA graph
+    run (150)        the paper's run on CIFAR-100: 50 rounds of 3 clients x 50 steps of 32
+    prox (60)        the proximal map on stacks of cores: time and error of each route
+    right (150)      states against the CPU's; the same bytes twice and resumed; tests marked gpu
+    slices (120)     processes with capped memory on one GPU; one that wants too much
+    backbones (200)  T5-Base and LLaMA-3.2-1B: a step against its limit, memory of two client actors
+
+They take 14 minutes at most. --seconds divides another time among them, and a part that ends early
+leaves the rest of its share to the next ones.
 
 Each part runs in a process of its own, and a part that fails or is stopped does not stop the next.
-Results go to benchmarks/results/ section by section; parts measured later on the same day are added
-to the same page. With a mirror (TRISHUL_HUB, or --hub) the run uses its images, without one noise.
+Results go to benchmarks/results/ as soon as they are known; parts measured later on the same day
+are added to the same page. With a mirror (TRISHUL_HUB, or --hub) the run uses its images, without
+one noise.
 
 The script needs neither Ray, MLflow nor datasets. --rehearse runs every part on the CPU with tiny
 shapes, which says that the script works and nothing else.
@@ -42,6 +46,32 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the package need not be installed
 
+#: What the script imports, by the name of its module, and where that differs by its name on PyPI.
+NEEDED = {
+    **{name: name for name in ("torch", "transformers", "numpy", "pyarrow", "psutil", "pydantic")},
+    **{"tenacity": "tenacity", "safetensors": "safetensors", "yaml": "PyYAML"},
+}
+
+
+def missing_packages() -> str:
+    """Return what is missing and how to bring it to a machine without a network; or nothing."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if not missing:
+        return ""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    packages = " ".join(NEEDED[name] for name in missing)
+    return (
+        f"missing: {', '.join(missing)}\n"
+        "with a network:  python -m pip download --only-binary=:all: --platform "
+        f"manylinux2014_x86_64 --python-version {version} -c constraints.txt -d wheels {packages}\n"
+        "here:            python -m pip install --no-index --no-deps --target packages wheels/*.whl"
+        " && export PYTHONPATH=packages"
+    )
+
+
+if __name__ == "__main__" and (fault := missing_packages()):
+    raise SystemExit(fault)
+
 try:
     import numpy as np
     import torch
@@ -60,23 +90,23 @@ try:
     from trishul_ray.federation.inline import InlineDriver
     from trishul_ray.federation.local import LocalSteps, train_client
     from trishul_ray.federation.messages import TrainJob, to_array
-    from trishul_ray.federation.on_ray.slices import cap_device_memory
     from trishul_ray.federation.prepare import Prepared, prepare_run
     from trishul_ray.federation.workbench import Workbench, build_workbench, new_run
+    from trishul_ray.gpu import cap_device_memory
     from trishul_ray.methods.base import method_names
     from trishul_ray.models.builtin import BUILTINS
     from trishul_ray.models.lookup import KNOWN
     from trishul_ray.models.tokenizers import byte_tokenizer
     from trishul_ray.rng import numpy_rng, torch_rng
     from trishul_ray.runs.results import hardware
-    from trishul_ray.spectral.svt import svt, svt_by_iteration
+    from trishul_ray.spectral.svt import svt, svt_by_iteration, svt_stats
 except ModuleNotFoundError as missing:
     raise SystemExit(f"missing: {missing.name}") from missing
 
 GIB = 2**30
-#: Goals: a step as a multiple of its limit, the prox as a share of a bf16 step, and the run in
-#: seconds, whose limit is 35 s at an H100's dense bf16 peak.
-STEP, PROX, RUN = 1.15, 0.03, 75.0
+#: Goals: a step as a multiple of its limit by precision, the prox as a share of a bf16 step, and
+#: the run in seconds, whose limit is 35 s at an H100's dense bf16 peak.
+STEP, PROX, RUN = {"bf16": 1.35, "fp32": 1.05}, 0.1, 130.0
 #: Error bound of :func:`trishul_ray.spectral.svt.svt`, as a share of the largest singular value.
 EXACT = 1e-6
 
@@ -220,7 +250,7 @@ def memory(device: torch.device) -> dict[str, float]:
     return {"process": most / GIB, "device": (total - free) / GIB, "total": total / GIB}
 
 
-# 1. Right.
+# Right.
 
 
 def right(place: Place) -> None:
@@ -252,7 +282,7 @@ def right(place: Place) -> None:
     title, columns = "The same run twice, and stopped and resumed", ["method", "precision", "bytes"]
     goal = Goal("runs with other bytes", differing, 0)
     place.add(Section(title, columns, rows, goals=[goal]))
-    place.add(marked_tests(place))
+    marked_tests(place)
 
 
 def small_run(
@@ -279,36 +309,52 @@ def small_run(
     return result.checkpoint.state.shared, result.digest
 
 
-def marked_tests(place: Place) -> Section:
-    """Run the tests marked gpu; in a rehearsal they are only collected."""
+def marked_tests(place: Place) -> None:
+    """Run the tests marked gpu, and note them as they end; in a rehearsal they are collected."""
     needed = ("pytest", "pytest_timeout", "hypothesis")
+    title, columns = "Tests marked gpu", ["result"]
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        return Section("Tests marked gpu", ["result"], [[f"not run: {', '.join(missing)} missing"]])
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    command += ["--collect-only"] if place.rehearsal else ["-n", "4"]
+        place.add(Section(title, columns, [[f"not run: {', '.join(missing)} missing"]]))
+        return
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider"]
+    command += ["--collect-only", "-q"] if place.rehearsal else ["-n", "4"]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    process = subprocess.Popen(
         [*command, "tests/gpu", "tests/spectral/test_svt.py"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
     )
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    lines: list[str] = []
+    assert process.stdout is not None
+    for line in map(str.strip, process.stdout):
+        lines += [line] if line else []
+        passed = sum("PASSED" in each for each in lines)
+        failed = [each for each in lines if "FAILED" in each or "ERROR" in each]
+        if line in failed or ("PASSED" in line and passed % 10 == 0):
+            shown = [
+                [f"{passed} passed, {len(failed)} failed so far"],
+                *([each] for each in failed),
+            ]
+            place.add(Section(title, columns, shown))
+    goal = Goal("exit code of pytest", abs(process.wait()), 0)
     shown = [[line] for line in [*lines[-1:], *failed]]
-    goal = Goal("exit code of pytest", abs(done.returncode), 0)
-    return Section(
-        "Tests marked gpu", ["result"], shown, goals=[goal], data={"output": lines[-99:]}
-    )
+    place.add(Section(title, columns, shown, goals=[goal], data={"output": lines[-99:]}))
 
 
-# 2. The prox.
+# The prox.
 
 
 def prox(place: Place) -> None:
     """Measure time and error of every route, on cores of clients with all heads and with a part."""
     rows, data, goals = [], [], []
+    columns = ["cores", "tau / sigma_1", "route", "ms", "error / tau", "error / sigma_1"]
+    notes = [
+        "medians of means of 3 calls; errors are spectral norms, the largest over the cores, "
+        "against an SVD in float64 on the CPU; library: what svt() does on this device"
+    ]
     for n, r in ((3, 8), (2, 12)) if place.rehearsal else ((96, 110), (96, 156), (36, 110)):
         cores = trained_cores(n, r)
         u, values, vh = torch.linalg.svd(cores.double())
@@ -339,12 +385,9 @@ def prox(place: Place) -> None:
                 if name == "library":
                     title = f"error of the library's route / sigma_1, {n} x {r}, tau {share:g}"
                     goals.append(Goal(title, error / largest, EXACT))
-    columns = ["cores", "tau / sigma_1", "route", "ms", "error / tau", "error / sigma_1"]
-    notes = [
-        "medians of means of 3 calls; errors are spectral norms, the largest over the cores, "
-        "against an SVD in float64 on the CPU; library: what svt() does on this device"
-    ]
-    place.add(Section("The prox", columns, rows, notes, goals, {"routes": data}))
+        seconds = statistics.median(per_call(place, partial(svt_stats, here, threshold), 1))
+        rows.append([f"{n} x {r}", "", "svt_stats, once a client", f"{seconds * 1e3:.3f}", "", ""])
+        place.add(Section("The prox", columns, rows, notes, goals, {"routes": data}))
 
 
 def svt_by_eigh(cores: Tensor, threshold: float, dtype: torch.dtype) -> Tensor:
@@ -375,7 +418,7 @@ def trained_cores(n: int, r: int) -> Tensor:
     return ((u * values) @ v.mT).float()
 
 
-# 3. A step.
+# A step.
 
 
 def step(place: Place) -> None:
@@ -410,7 +453,7 @@ def eager(place: Place, experiment: Experiment, prepared: Prepared) -> Section:
         }
         kernels = profile(place, compute)
     low, whole, _, end = map(statistics.median, found.values())
-    goals = [Goal(f"local step / limit, {precision}", whole / low, STEP)]
+    goals = [Goal(f"local step / limit, {precision}", whole / low, STEP[precision])]
     if precision == "bf16":
         goals.append(Goal("prox / bf16 step", end / whole, PROX))
     rows = [
@@ -500,14 +543,14 @@ def as_graphs(place: Place, experiment: Experiment, prepared: Prepared) -> Secti
             call()
             results.append(steps.run.vector.clone())
     goals = [
-        Goal(f"local step / limit, graphs, {precision}", whole / low, STEP),
+        Goal(f"local step / limit, graphs, {precision}", whole / low, STEP[precision]),
         Goal(f"other bytes than the eager step, {precision}", float(not torch.equal(*results)), 0),
     ]
     rows = [["limit", f"{low * 1e3:.2f}"], ["local step", f"{whole * 1e3:.2f}"]]
     return Section(f"As CUDA graphs, {precision}", ["what", "ms"], rows, goals=goals)
 
 
-# 4. The paper's run.
+# The paper's run.
 
 
 def run(place: Place) -> None:
@@ -525,6 +568,7 @@ def run(place: Place) -> None:
         prepared = dealt(experiment, repeated(prepare_run(experiment).dataset, place.scratch, rows))
     fed, began = experiment.federation, time.perf_counter()
     driver = InlineDriver(experiment, prepared, "benchmark")
+    spent = {name: timed(driver.executor, name) for name in ("train", "evaluate")}
     report = driver.begin()
     seconds = [time.perf_counter() - began]
     while not report.finished:
@@ -537,12 +581,18 @@ def run(place: Place) -> None:
         if not report.finished:
             total = seconds[0] + each * (fed.rounds + 1)
             title += f", from {len(seconds) - 1} rounds"
-        clients = [r.client_seconds for r in driver.checkpoint.records[1:]]
-        trained = fed.clients_per_round * statistics.median(clients)
+        rounds = [r.seconds for r in driver.checkpoint.records[1:]]
+        trained = [fed.clients_per_round * r.client_seconds for r in driver.checkpoint.records[1:]]
+        of_clients = sum(spent["train"]) / len(rounds)
+        scored = sum(spent["evaluate"]) / (len(seconds) - 1)  # one more than there are rounds
+        steps, whole = statistics.mean(trained), statistics.mean(rounds)
         shown = [
             ["start", f"{seconds[0]:.1f}"],
             ["a round with its evaluation, mean", f"{each:.2f}"],
-            [f"of it: {fed.clients_per_round} clients train", f"{trained:.2f}"],
+            [f"of it: {fed.clients_per_round} clients' local steps", f"{steps:.2f}"],
+            ["of it: the rest of the clients, e.g. uploads", f"{of_clients - steps:.2f}"],
+            ["of it: evaluation", f"{scored:.2f}"],
+            ["of it: the server", f"{whole - of_clients - scored:.2f}"],
             [title, f"{total:.1f}"],
         ]
         note = (
@@ -552,6 +602,21 @@ def run(place: Place) -> None:
         )
         goal, data = Goal(title, total, RUN), {"seconds": seconds}
         place.add(Section("The paper's run", ["what", "s"], shown, [note], [goal], data))
+
+
+def timed(executor: Any, name: str) -> list[float]:
+    """Return the seconds of each later call of a method, which ends when the device has."""
+    found: list[float] = []
+    method = getattr(executor, name)
+
+    def call(*args: Any) -> Any:
+        began = time.perf_counter()
+        result = method(*args)
+        found.append(time.perf_counter() - began)
+        return result
+
+    setattr(executor, name, call)
+    return found
 
 
 def repeated(dataset: PreparedDataset, folder: Path, rows: dict[str, int]) -> PreparedDataset:
@@ -566,7 +631,7 @@ def repeated(dataset: PreparedDataset, folder: Path, rows: dict[str, int]) -> Pr
     return PreparedDataset(folder, tuple(rows))
 
 
-# 5. Other backbones.
+# Other backbones.
 
 
 def backbones(place: Place) -> None:
@@ -594,7 +659,7 @@ def text_step(place: Place, name: str, experiment: Experiment, prepared: Prepare
     size = " x ".join(map(str, batch["input_ids"].shape))
     taken = memory(place.device)["process"]
     note = f"bf16, random weights, tokens of a batch {size}; {taken:.2f} GiB taken"
-    goal = Goal(f"local step / limit, {name}", ratio, STEP)
+    goal = Goal(f"local step / limit, {name}", ratio, STEP["bf16"])
     return Section(f"A local step, {name}", ["what", "ms"], rows, [note], [goal])
 
 
@@ -620,7 +685,7 @@ def actors(place: Place, name: str, experiment: Experiment, prepared: Prepared) 
     return Section(f"Memory of client actors, {name}", columns, rows, notes)
 
 
-# 6. Slices.
+# Slices.
 
 
 def slices(place: Place) -> None:
@@ -633,8 +698,10 @@ def slices(place: Place) -> None:
         if failed := [answer for w in workers if "error" in (answer := w.answer())]:
             raise RuntimeError(f"a worker did not start: {failed[0]['error']}")
         train(workers[:1], 0.0)  # kernels and caches
-        found = {number: train(workers[:number], seconds) for number in range(1, most + 1)}
-        place.add(together(experiment, found))
+        found: dict[int, list[dict[str, Any]]] = {}
+        for number in range(1, most + 1):
+            found[number] = train(workers[:number], seconds)
+            place.add(together(experiment, found, most))
         greedy = vision(place, *settings, f"federation.batch_size={greed}")[0]
         workers.append(Worker(greedy, prepared, 0.05))
         ready = workers[-1].answer()
@@ -654,7 +721,7 @@ def slices(place: Place) -> None:
     place.add(Section(title, ["what", ""], rows, notes, goals))
 
 
-def together(experiment: Experiment, found: dict[int, list[dict[str, Any]]]) -> Section:
+def together(experiment: Experiment, found: dict[int, list[dict[str, Any]]], most: int) -> Section:
     """Compare steps a second of several workers with one's."""
     rates = {n: sum(a["steps"] / a["seconds"] for a in answers) for n, answers in found.items()}
     rows = [
@@ -669,7 +736,7 @@ def together(experiment: Experiment, found: dict[int, list[dict[str, Any]]]) -> 
     digests = {answer["digest"] for answers in found.values() for answer in answers}
     notes = [
         f"the same client in every process, batches of {experiment.federation.batch_size}, bf16, "
-        f"each capped at 1/{len(found) + 1} of the memory"
+        f"each capped at 1/{most + 1} of the memory"
     ]
     goal = Goal("different uploads of the same client", len(digests) - 1, 0)
     return Section("Slices of one device", columns, rows, notes, [goal], {"answers": found})
@@ -757,7 +824,7 @@ def limit_address_space(room: int) -> None:
 
 #: Function of each part, and the seconds after which it is stopped.
 LIMITS: dict[Callable[[Place], None], int] = {
-    right: 240, prox: 80, step: 190, run: 200, backbones: 330, slices: 240
+    step: 150, run: 150, prox: 60, right: 150, slices: 120, backbones: 200
 }  # fmt: skip
 
 
@@ -842,6 +909,7 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny shapes")
     parser.add_argument("--hub", help="a mirror with CIFAR-100; default TRISHUL_HUB")
     parser.add_argument("--limit", type=float, help="seconds of each part, instead of its own")
+    parser.add_argument("--seconds", type=float, help="seconds of all parts together")
     parser.add_argument("--here", action="store_true", help="in this process; used by the script")
     options = parser.parse_args()
     chosen = [part for name, part in parts.items() if name in options.parts]
@@ -852,12 +920,15 @@ def main() -> None:
         os.environ["TRISHUL_HUB"] = options.hub
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     set_environment()
-    failed = False
-    for part in chosen:
+    failed, end = False, time.monotonic() + (options.seconds or 0.0)
+    for index, part in enumerate(chosen):
         command = [sys.executable, __file__, part.__name__, "--here", "--out", str(options.out)]
         command += ["--rehearse"] * options.rehearse
         process = subprocess.Popen(command, start_new_session=True)
-        limit = options.limit or LIMITS[part]
+        limit = options.limit or float(LIMITS[part])
+        if options.seconds:
+            share = LIMITS[part] / sum(LIMITS[each] for each in chosen[index:])
+            limit = max(1.0, share * (end - time.monotonic()))
         try:
             failed |= process.wait(limit) != 0
         except subprocess.TimeoutExpired:

@@ -44,7 +44,7 @@ def gpu(tmp_path):
 def test_every_part_is_rehearsed(gpu):
     done, parts = gpu()
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert list(parts) == ["right", "prox", "step", "run", "backbones", "slices"]
+    assert list(parts) == ["step", "run", "prox", "right", "slices", "backbones"]
     states = {name: part["state"].split()[0] for name, part in parts.items()}
     assert set(states.values()) == {"done"}
     sections = [section for part in parts.values() for section in part["sections"].values()]
@@ -72,7 +72,17 @@ def test_a_part_that_fails_does_not_stop_the_next(gpu):
     assert all("failed: RuntimeError: no CUDA device" in p["state"] for p in parts.values())
 
 
-def test_a_missing_package_is_named(gpu):
-    done, parts = gpu(absent=["pydantic", "ray"])
+@pytest.mark.slow
+def test_seconds_are_divided_among_the_parts(gpu):
+    done, parts = gpu("prox", "step", "--seconds", "0.1")
+    assert done.returncode == 1
+    assert [part["state"] for part in parts.values()] == ["stopped after 1 s"] * 2
+
+
+def test_all_missing_packages_are_named_with_the_command_that_brings_them(gpu):
+    done, parts = gpu(absent=["pydantic", "ray", "tenacity"])
     assert (done.returncode, parts) == (1, {})
-    assert done.stderr.strip() == "missing: pydantic"
+    first, *commands = done.stderr.strip().splitlines()
+    assert first == "missing: pydantic, tenacity"
+    assert [line.split(":")[0] for line in commands] == ["with a network", "here"]
+    assert commands[0].endswith("-d wheels pydantic tenacity")
