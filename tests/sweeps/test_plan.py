@@ -173,16 +173,35 @@ def test_device_hours_are_hours_times_what_the_run_held(sweeps):
     assert make_plan(sweeps[:1], states, "cpu").total.hours_done == pytest.approx(0.25)
 
 
+def test_what_a_rarer_prox_would_save_is_said_of_cards_of_little_float64():
+    def notes(device, *words):
+        sweep = sweep_from_axes([], ["dataset=cifar100", "model.precision=bf16", *words])
+        plan = make_plan([sweep], states_of([sweep]), device)
+        return plan, "\n".join(plan_notes(plan, {}, 1))
+
+    plan, said = notes("l4")
+    work = work_of(sweep_from_axes([], ["dataset=cifar100"]).cells[0].experiment)
+    assert plan.total.hours_saved * 3600 == pytest.approx(0.8 * work.prox_seconds("l4"))
+    assert 0 < plan.total.hours_saved < plan.total.hours_left
+    assert "method.prox_every=5 would save" in said and "another experiment" in said
+    assert "prox_every" not in notes("h100")[1]
+    assert "prox_every" not in notes("t4", "method=fedit")[1]
+    assert "prox_every" not in notes("a10g", "method.prox_every=5")[1]
+    assert "V100: PyPI's torch has no code for it" in notes("v100")[1]
+
+
 def test_devices_are_known_by_name():
     experiment = sweep_from_axes([], BASE).cells[0].experiment
     names = [
         "NVIDIA H100 80GB HBM3",
         "NVIDIA A100-SXM4-40GB",
         "Tesla V100-SXM2-16GB",
+        "NVIDIA A10G",
+        "Tesla T4",
         "NVIDIA L40S",
     ]
     assert [device_of(result(experiment, 1.0, gpus=[name])) for name in names] == [
-        *("h100", "a100", "v100"),
+        *("h100", "a100", "v100", "a10g", "t4"),
         "NVIDIA L40S",
     ]
     assert device_of(result(experiment, 1.0)) == "cpu"

@@ -192,8 +192,9 @@ def plan(
     device: Annotated[
         str | None,
         typer.Option(
-            help="What computes: h100, h200, a100, v100, l4 or cpu (this machine). Default: the "
-            "GPU of this machine; without one h100 for the profile paper, and else cpu."
+            help="What computes: h100, h200, a100, v100, l4, a10g, t4 or cpu (this machine). "
+            "Default: the GPU of this machine; without one h100 for the profile paper, and else "
+            "cpu."
         ),
     ] = None,
     devices: Annotated[int, typer.Option(min=1, help="Devices that work at the same time.")] = 1,

@@ -49,25 +49,38 @@ class Device:
         peak: Dense peak by precision, in operations per second.
         layer_seconds: Least time of one linear layer with what surrounds it, however small: the
             launches of its kernels and the interpreter.
+        note: What a run on it needs or lacks.
     """
 
     peak: dict[str, float]
     layer_seconds: float
+    note: str = ""
+
+    @property
+    def is_slow_in_float64(self) -> bool:
+        """Whether its float64 peak is less than a sixteenth of that of float32."""
+        return bool(self.peak) and self.peak["fp64"] < self.peak["fp32"] / 16
 
 
-def _device(fp64: float, fp32: float, tf32: float, bf16: float) -> Device:
+def _device(fp64: float, fp32: float, tf32: float, bf16: float, note: str = "") -> Device:
     tera = {"fp64": fp64, "fp32": fp32, "tf32": tf32, "bf16": bf16}
-    return Device({name: value * 1e12 for name, value in tera.items()}, 1e-4)
+    return Device({name: value * 1e12 for name, value in tera.items()}, 1e-4, note)
 
 
 #: Devices by name; peaks in 10^12 operations per second, without sparsity, from NVIDIA's data
-#: sheets: H100 SXM5 (H200 is equal), A100 SXM4, V100 SXM2 (has neither tf32 nor bf16 units), L4.
+#: sheets: H100 SXM5 (H200 is equal), A100 SXM4, V100 SXM2 and T4 (have neither tf32 nor bf16
+#: units), L4, A10G.
 DEVICES = {
     "h100": _device(fp64=34, fp32=67, tf32=494.7, bf16=989.4),
     "h200": _device(fp64=34, fp32=67, tf32=494.7, bf16=989.4),
     "a100": _device(fp64=9.7, fp32=19.5, tf32=156, bf16=312),
-    "v100": _device(fp64=7.8, fp32=15.7, tf32=15.7, bf16=15.7),
+    "v100": _device(
+        *(7.8, 15.7, 15.7, 15.7),
+        "PyPI's torch has no code for it: install a build for CUDA 12.6; bf16 is emulated",
+    ),
     "l4": _device(fp64=0.49, fp32=30.3, tf32=60.5, bf16=121),
+    "a10g": _device(fp64=0.49, fp32=31.5, tf32=35, bf16=70),
+    "t4": _device(0.25, 8.1, 8.1, 8.1, "bf16 is emulated: fp32 is faster"),
     "cpu": Device({}, 3e-5),
 }
 
@@ -98,11 +111,15 @@ class Work:
     def seconds(self, device: str, precision: str) -> float:
         """Return the time of the run on one device of :data:`DEVICES`."""
         rate = peak(device, precision) * EFFICIENCY[precision]
-        total = RUN_SECONDS + self.prox / (peak(device, "fp64") * EFFICIENCY["fp64"])
+        total = RUN_SECONDS + self.prox_seconds(device)
         for phase in (self.training, self.evaluation):
             products = (phase.backbone + phase.adapters) / rate
             total += max(products, phase.layers * DEVICES[device].layer_seconds)
         return total
+
+    def prox_seconds(self, device: str) -> float:
+        """Return the time of the proximal maps on one device of :data:`DEVICES`."""
+        return self.prox / (peak(device, "fp64") * EFFICIENCY["fp64"])
 
 
 def peak(device: str, precision: str) -> float:

@@ -31,6 +31,9 @@ from trishul_ray.tracking.progress import Pace
 #: Unwanted states of a run, shown only where there are any.
 RARE: tuple[CellStatus, ...] = ("failed", "stale", "corrupt")
 
+#: The ``method.prox_every`` that is named where the prox is slow.
+PROX_EVERY = 5
+
 #: Fields that two runs must have in common if the time of one is to tell that of the other.
 _KIND = (
     *("data.name", "data.path", "model.name", "model.precision", "model.image_size", "method.name"),
@@ -51,6 +54,7 @@ class SweepPlan:
         hours_left: Device-hours of the runs to do, without the unknown ones.
         longest: Hours of the longest of them on its slice: more devices do not shorten it.
         hours_done: Device-hours of the finished runs.
+        hours_saved: Device-hours that :data:`PROX_EVERY` would save of the modelled ones.
     """
 
     name: str
@@ -64,6 +68,7 @@ class SweepPlan:
     hours_left: float = 0.0
     longest: float = 0.0
     hours_done: float = 0.0
+    hours_saved: float = 0.0
 
     def __add__(self, other: "SweepPlan") -> "SweepPlan":
         """Return the plan of both, under the name of the first."""
@@ -134,6 +139,7 @@ def make_plan(
                 measured=sum(each.measured for each in estimates),
                 unknown=sum(each.hours is None for each in estimates),
                 hours_left=sum(each.hours or 0.0 for each in estimates),
+                hours_saved=sum(each.saved for each in estimates),
                 longest=max((each.alone for each in estimates), default=0.0),
                 hours_done=sum(_wall_hours(summary) * _share(summary) for summary in done),
             )
@@ -150,11 +156,13 @@ class _Estimate:
         hours: Device-hours; None if unknown.
         alone: Hours on what it holds of its machine.
         measured: Whether they are those of a finished run.
+        saved: Device-hours that :data:`PROX_EVERY` would save.
     """
 
     hours: float | None
     alone: float = 0.0
     measured: bool = False
+    saved: float = 0.0
 
 
 class _Clock:
@@ -164,7 +172,7 @@ class _Clock:
         self.device = device
         self.why_unknown: dict[str, None] = {}
         self._results = results
-        self._modelled: dict[tuple[frozenset[tuple[str, str]], int], float | None] = {}
+        self._modelled: dict[tuple[frozenset[tuple[str, str]], int], _Estimate] = {}
 
     @cached_property
     def _measured(self) -> Mapping[str, list[RunSummary]]:
@@ -181,31 +189,31 @@ class _Clock:
         every = experiment.evaluation.every
         alike = self._measured.get(_kind(identity))
         if not alike:
-            hours = self._model(experiment, identity, every)
-            return _Estimate(hours, hours or 0.0)
+            return self._model(experiment, identity, every)
         ours = _decisive(identity)
         nearest = min(alike, key=lambda result: len(ours ^ _decisive(result.identity)))
         alone = _wall_hours(nearest, experiment.federation.rounds)
         then = nearest.config["evaluation"]["every"]
         if then != every:  # the model says by how much other scored rounds differ
-            both = [self._model(experiment, identity, each) for each in (every, then)]
+            both = [self._model(experiment, identity, each).hours for each in (every, then)]
             alone *= both[0] / both[1] if both[0] and both[1] else 1.0
         return _Estimate(alone * _share(nearest), alone, measured=True)
 
-    def _model(
-        self, experiment: Experiment, identity: Mapping[str, Any], every: int
-    ) -> float | None:
-        """Return the hours by the cost model of a run that is scored every so many rounds."""
+    def _model(self, experiment: Experiment, identity: Mapping[str, Any], every: int) -> _Estimate:
+        """Return the estimate by the cost model of a run that is scored every so many rounds."""
         key = _decisive(identity), every
         if key not in self._modelled:
             evaluation = experiment.evaluation.model_copy(update={"every": every})
             run = experiment.model_copy(update={"evaluation": evaluation})
             try:
-                seconds = work_of(run).seconds(self.device, run.model.precision)
-                self._modelled[key] = seconds / 3600
+                work = work_of(run)
+                hours = work.seconds(self.device, run.model.precision) / 3600
+                left = min(1.0, getattr(run.method, "prox_every", 1) / PROX_EVERY)
+                saved = (1 - left) * work.prox_seconds(self.device) / 3600
+                self._modelled[key] = _Estimate(hours, hours, saved=saved)
             except InputError as error:
                 self.why_unknown[str(error)] = None
-                self._modelled[key] = None
+                self._modelled[key] = _Estimate(None)
         return self._modelled[key]
 
 
@@ -300,6 +308,15 @@ def plan_notes(plan: Plan, states: Mapping[str, CellState], devices: int) -> lis
         f"{plan.total.runs:,} distinct runs; hours on {count}: {plan.total.measured:,} runs "
         f"measured, {modelled:,} from the cost model"
     ]
+    if note := DEVICES[plan.device].note:
+        notes.append(f"{name}: {note}")
+    if DEVICES[plan.device].is_slow_in_float64 and plan.total.hours_saved:
+        saved = f"{_hours(plan.total.hours_saved)} of {_hours(plan.total.hours_left)}"
+        notes.append(
+            f"{name} computes float64, as the prox needs, at a small rate: "
+            f"method.prox_every={PROX_EVERY} would save {saved} hours, as another experiment "
+            "(other ids, other numbers)"
+        )
     if plan.total.longest:
         longest = _hours(plan.total.longest)
         notes.append(f"the longest run takes {longest} hours, which more devices do not shorten")
