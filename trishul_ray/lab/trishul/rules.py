@@ -147,7 +147,9 @@ class RuledTrishul(Trishul):
         if rule in ON_SERVER or (rule == "unknown" and step != run.steps):
             return None
         if rule == "unknown":
-            return Threshold(hard_threshold(singular_values(cores)), hard=True)
+            # On the host, as in svt_stats; this is a client's last step.
+            found = hard_threshold(singular_values(cores.cpu()))
+            return Threshold(found.to(cores.device), hard=True)
         if rule == "continuation":
             lam = max(self.config.lam, self.config.number * DECAY ** (run.round - 1))
             return Threshold(lam * run.summed_rate(step, since)) if lam else None

@@ -30,8 +30,8 @@ DECAY = 0.9
 
 
 def rank_shares(layout: Layout, vector: Tensor) -> Tensor:
-    """Return the effective rank over r of each core in a vector [P], float64 [n]."""
-    banks = layout.core_banks(vector)
+    """Return the effective rank over r of each core in a vector [P], float64 [n] on the host."""
+    banks = layout.core_banks(vector.cpu())
     return torch.cat([effective_rank(singular_values(x)) / x.shape[-1] for x in banks])
 
 
