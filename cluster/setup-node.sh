@@ -10,6 +10,14 @@ if [[ $bucket == *CHANGE-ME* ]]; then
   exit 2
 fi
 
+# With an older driver torch sees no GPU, and Ray does: see DRIVERS in trishul_ray/gpu.py.
+least_driver=580
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
+if [[ $driver =~ ^[0-9]+ ]] && ((BASH_REMATCH[0] < least_driver)); then
+  echo "the NVIDIA driver of this node is $driver, and torch needs $least_driver or newer: use a newer image" >&2
+  exit 2
+fi
+
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 environment=$HOME/.trishul-env
 # Ray tells workers where the head is. On the head itself, it is this machine.

@@ -1,8 +1,10 @@
-"""Peak memory of a process."""
+"""Peak memory of a process, and errors where memory is too small."""
 
+import pytest
 import torch
 
-from trishul_ray.memory import PeakMemory, peak_memory, reset_peak
+from trishul_ray.errors import RunError
+from trishul_ray.memory import PeakMemory, memory_of, peak_memory, reset_peak
 
 
 def test_a_peak_is_of_what_came_after_the_reset():
@@ -17,3 +19,19 @@ def test_a_peak_is_of_what_came_after_the_reset():
     again = torch.ones(50_000_000)
     assert peak_memory(cpu).bytes > rest.bytes + 150_000_000
     assert max(PeakMemory(2, "gpu"), PeakMemory(3, "gpu")).bytes == 3 and len(again)
+
+
+def test_a_real_allocation_that_fails_names_the_work_and_the_remedy():
+    with (
+        pytest.raises(RunError, match=r"^loading x needs more memory .*: lower y, or give"),
+        memory_of(lambda: "loading x", "lower y"),
+    ):
+        torch.empty(2**60, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("said", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "other"])
+def test_what_libraries_cannot_allocate_is_known_by_its_text(said):
+    kind = RuntimeError if said == "other" else RunError
+    with pytest.raises(kind, match=said) as failed, memory_of("it", "less"):
+        raise RuntimeError(said)
+    assert type(failed.value) is kind

@@ -567,7 +567,7 @@ class ResourcesConfig(Section):
     cpus_per_actor: Annotated[float, Field(gt=0)] | Literal["auto"] = not_in_id(
         "auto", "CPUs of one actor's slice; auto: one per thread, fewer if they do not fit"
     )
-    gpus_per_actor: float = not_in_id(1.0, "GPUs of one actor's slice (device cuda)", ge=0, le=8)
+    gpus_per_actor: float = not_in_id(1.0, "share of a GPU of one actor", gt=0, le=1)
     max_restarts: int = not_in_id(3, "restarts of one actor before the run fails", ge=0)
 
 

@@ -35,6 +35,7 @@ from trishul_ray.files import (
     remove_unfinished,
     why_not_writable,
 )
+from trishul_ray.gpu import driver_version, why_unusable
 from trishul_ray.network import try_within
 from trishul_ray.redaction import redact
 from trishul_ray.storage import Store, remove_unused_copies
@@ -209,12 +210,13 @@ def check_devices() -> Check:
             name = torch.cuda.get_device_properties(index).name
             free, total = torch.cuda.mem_get_info(index)
             gpus.append(f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free")
-        bf16 = "with" if torch.cuda.is_bf16_supported() else "without"
-        return Check("devices", "ok", f"torch {torch.__version__}; {'; '.join(gpus)}; {bf16} bf16")
+        bf16 = "with" if torch.cuda.is_bf16_supported(including_emulation=False) else "without"
+        detail = f"torch {torch.__version__}; {'; '.join(gpus)}; {bf16} bf16"
+        reason = why_unusable()
+        return Check("devices", "fail" if reason else "ok", detail, reason or "")
     detail = f"torch {torch.__version__}; CPU only ({torch.backends.cpu.get_cpu_capability()})"
-    if shutil.which("nvidia-smi"):
-        hint = "an NVIDIA driver is installed but torch sees no GPU: install a CUDA build of torch"
-        return Check("devices", "warn", detail, hint)
+    if driver_version() is not None or shutil.which("nvidia-smi"):
+        return Check("devices", "warn", detail, why_unusable() or "")
     return Check("devices", "ok", detail)
 
 

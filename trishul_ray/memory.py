@@ -1,12 +1,17 @@
-"""Peak memory of a process that trains."""
+"""Memory of a process that trains: its peak, and errors where it is too small."""
 
 import re
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trishul_ray.errors import RunError
 from trishul_ray.lazy import torch
+
+#: What libraries say that could not allocate, in errors of no type of their own.
+_FULL = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -42,3 +47,30 @@ def peak_memory(device: "torch.device") -> PeakMemory | None:
         if found := re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text()):
             return PeakMemory(1024 * int(found[1]), "process")
     return None
+
+
+@contextmanager
+def memory_of(work: Callable[[], str] | str, remedy: str) -> Iterator[None]:
+    """Turn an allocation that fails into a RunError with the work, the cap and the remedies.
+
+    ``work`` may be a function, which is called only if an allocation fails.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, torch.OutOfMemoryError) or any(w in str(error) for w in _FULL)):
+            raise
+        said = ". ".join(str(error).split(". ")[:2])
+        raise RunError(
+            f"{work if isinstance(work, str) else work()} needs more memory than {_limit()} "
+            f"({said}): {remedy}, or give each actor more (resources.gpus_per_actor)"
+        ) from error
+
+
+def _limit() -> str:
+    """Return what this process may use, as text."""
+    if not torch.cuda.is_initialized():
+        return "its process may use"
+    share, total = torch.cuda.get_per_process_memory_fraction(), torch.cuda.mem_get_info()[1]
+    gib = f"{share * total / 2**30:.1f} GiB of the GPU's {total / 2**30:.1f}"
+    return f"its process may use, {gib}"

@@ -179,6 +179,21 @@ def test_a_node_without_a_bucket_is_not_set_up(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("driver", "refused"), [("535.129.03", True), ("580.65.06", False)])
+def test_a_node_with_an_old_driver_is_not_set_up(tmp_path, driver, refused):
+    command = tmp_path / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\necho {driver}\n")
+    command.chmod(0o755)
+    (tmp_path / "home").mkdir()
+    words = ["bash", str(CLUSTER / "setup-node.sh"), "s3://mine"]
+    env = {"HOME": str(tmp_path / "home"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    run = subprocess.run(words, env=env, capture_output=True, text=True)
+    # Without secrets the set-up of the other one ends later.
+    assert run.returncode == (2 if refused else 1)
+    assert (f"driver of this node is {driver}" in run.stderr) is refused
+    assert bool(list((tmp_path / "home").iterdir())) is not refused
+
+
 # The AWS account.
 
 

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trishul_ray import plugins
 from trishul_ray.adapters.model import Trained
 from trishul_ray.data.dataset import Split
-from trishul_ray.errors import FailsAgainError, RunError
+from trishul_ray.errors import FailsAgainError
 from trishul_ray.federation.messages import (
     Arrays,
     EvalJob,
@@ -37,7 +37,7 @@ from trishul_ray.federation.messages import (
 )
 from trishul_ray.federation.reduce import configured_weight
 from trishul_ray.federation.workbench import Workbench, global_model, new_run, rows_of
-from trishul_ray.memory import peak_memory
+from trishul_ray.memory import memory_of, peak_memory
 from trishul_ray.methods.base import LocalRun, Method, State, Tensors, count_numbers
 from trishul_ray.rng import numpy_rng, torch_rng
 from trishul_ray.stages import ArrayState, Change, Sender, StepFlops
@@ -45,6 +45,9 @@ from trishul_ray.tasks.sums import EvalSums
 
 if TYPE_CHECKING:
     from trishul_ray.config import OptimizerConfig
+
+#: What takes less memory.
+_LESS = "lower {}, set model.gradient_checkpointing=true or model.precision=bf16"
 
 
 def train_client(
@@ -64,7 +67,9 @@ def train_client(
     if job.round == 0:
         return _answer_survey(bench, job)
     with (
-        _memory_of(f"client {job.client} in round {job.round}", "federation.batch_size"),
+        memory_of(
+            f"client {job.client} in round {job.round}", _LESS.format("federation.batch_size")
+        ),
         _client_stream(bench, "dropout", job.round, job.client),
     ):
         steps = LocalSteps(bench, _started(bench, broadcast, job), job)
@@ -89,7 +94,9 @@ def train_together(
         return [train_client(bench, broadcast, jobs[0])]
     number, clients = jobs[0].round, ", ".join(str(job.client) for job in jobs)
     with (
-        _memory_of(f"clients {clients} in round {number}", "federation.stacked or batch_size"),
+        memory_of(
+            f"clients {clients} in round {number}", _LESS.format("federation.stacked or batch_size")
+        ),
         _client_stream(bench, "dropout", number, jobs[0].client),  # no dropout: see Experiment
     ):
         vectors = bench.initial.new_empty(len(jobs), len(bench.initial))
@@ -500,7 +507,7 @@ def evaluate_chunk(bench: Workbench, broadcast: ArrayState, job: EvalJob) -> Eva
     bench.model.train(False)
     split, rows = rows_of(bench, job.rows, job.client)
     work = f"evaluation of {job.rows} rows {job.start}:{job.stop} after round {job.round}"
-    with _memory_of(work, "evaluation.batch_size"), torch.inference_mode():
+    with memory_of(work, _LESS.format("evaluation.batch_size")), torch.inference_mode():
         trained = Trained(bench.initial)
         if job.round > 0:
             trained = global_model(bench, broadcast, job.round, job.state, job.client)
@@ -526,23 +533,6 @@ def _prepare(bench: Workbench, split: Split, rows: np.ndarray) -> dict[str, Tens
 
 def _loss(bench: Workbench, batch: Mapping[str, Tensor]) -> Tensor:
     return bench.task.losses(bench.model, batch, 1)[0]
-
-
-@contextmanager
-def _memory_of(work: str, batch_size: str) -> Iterator[None]:
-    """Turn an allocation that fails into a RunError that names the work and the remedies."""
-    try:
-        yield
-    except RuntimeError as error:
-        on_cpu = "DefaultCPUAllocator" in str(error)
-        if not (on_cpu or isinstance(error, torch.OutOfMemoryError)):
-            raise
-        raise RunError(
-            f"{work} needs more memory than its process may use "
-            f"({'. '.join(str(error).split('. ')[:2])}): lower {batch_size}, set "
-            "model.gradient_checkpointing=true or model.precision=bf16, or give each actor more "
-            "(resources.gpus_per_actor)"
-        ) from error
 
 
 @contextmanager

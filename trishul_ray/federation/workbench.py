@@ -24,7 +24,8 @@ from trishul_ray.experiment.fit import build_site
 from trishul_ray.federation.messages import Arrays, Blueprint, Expected, changed_sources, to_tensor
 from trishul_ray.federation.prepare import Prepared, prepare_dataset
 from trishul_ray.federation.reduce import round_units, unit_sizes
-from trishul_ray.memory import reset_peak
+from trishul_ray.gpu import device_named
+from trishul_ray.memory import memory_of, reset_peak
 from trishul_ray.methods.base import LocalRun, Method, Site, build_method, exact_share
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import run_dtype
@@ -209,28 +210,36 @@ def build_model_bench(
     """Load the backbone and attach the method's adapters; the description of the data is enough.
 
     Raises:
-        InputError: backbone, budget and the kind of the data do not fit together.
+        InputError: backbone, budget and the kind of the data do not fit together, or the GPU cannot
+            be used.
+        RunError: The memory of the device, or this process's share of it, is too small.
     """
     backbone = Backbone.of(experiment.model, experiment.storage.places)
     task = build_task(experiment.task, info, backbone)
-    name = experiment.resources.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    device = device_named(experiment.resources.device, experiment.model.precision)
     ensure_pretrained(backbone, on_ray=False)
-    loaded = (residents or Residents()).load(
-        backbone, task.model_kind, task.num_classes, seed=experiment.seed, device=device
-    )
     method = build_method(experiment.method, experiment.adapter)
-    site = build_site(loaded.module, experiment, loaded.norms)
-    model = _attach(loaded.module, experiment, method, site, device)
+
+    def work() -> str:
+        shapes = backbone.meta_model(task.model_kind, task.num_classes)
+        size = sum(p.numel() for p in shapes.parameters()) * run_dtype(experiment.model).itemsize
+        gib = f"{size / 2**30:.2g} GiB in {experiment.model.precision}"
+        return f"loading {backbone.name} ({gib}) with the adapters of {experiment.method.name}"
+
+    with memory_of(work, "set model.precision=bf16 or model.quantize"):
+        loaded = (residents or Residents()).load(
+            backbone, task.model_kind, task.num_classes, seed=experiment.seed, device=device
+        )
+        site = build_site(loaded.module, experiment, loaded.norms)
+        model = _attach(loaded.module, experiment, method, site, device)
+        initial = model.initial().to(device)
     if experiment.federation.stacked > 1:
         model.check_stackable()
     return ModelBench(
         settings=experiment,
         info=info,
         model=model,
-        initial=model.initial().to(device),
+        initial=initial,
         method=method,
         task=task,
         device=device,

@@ -7,6 +7,7 @@ before it imports anything heavy, so that all of them start at the same time.
 """
 
 import os
+import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from trishul_ray.checksums import take_remarks
+from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.on_ray.process import Assignment, Process, WorkerEnvironment
-from trishul_ray.federation.on_ray.slices import Slices, cap_device_memory
+from trishul_ray.federation.on_ray.slices import Slices
+from trishul_ray.gpu import cap_device_memory, why_unusable
 
 if TYPE_CHECKING:
     from trishul_ray.federation.inline import InlineExecutor
@@ -51,6 +54,7 @@ class ClientActor:
     def __init__(self, gpu_share: float, environment: WorkerEnvironment) -> None:
         environment.apply()
         cap_device_memory(gpu_share)
+        self._gpu_share = gpu_share
         self.process = Process(os.getpid(), ray.get_runtime_context().get_node_id())
         self._token = ""  # of the run that this actor works for
         self._settings = ExitStack()
@@ -78,6 +82,11 @@ class ClientActor:
         from trishul_ray.federation.inline import InlineExecutor
 
         self._enter(run)
+        on_gpu = self._gpu_share and self.experiment.resources.device != "cpu"
+        if on_gpu and (reason := why_unusable()):
+            # It would train on the CPU, with as many CPUs as feed a GPU.
+            node = socket.gethostname()
+            raise InputError(f"node {node} has a GPU for this actor, but {reason}")
         if self._executor is None:
             prepared = ray.get(run.prepared[0])
             self._executor = InlineExecutor(self.experiment, prepared, self._residents)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trishul_ray.errors import InputError
-from trishul_ray.lazy import torch
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
@@ -109,15 +108,6 @@ def with_actors(experiment: "Experiment", actors: int) -> "Experiment":
     resources = experiment.resources.model_copy(update={"actors": actors})
     federation = experiment.federation.model_copy(update={"clients_per_actor": "auto"})
     return experiment.model_copy(update={"resources": resources, "federation": federation})
-
-
-def cap_device_memory(share: float) -> None:
-    """Limit this process to a share of one GPU's memory, if 0 < share < 1: Ray limits nothing.
-
-    The limit covers what torch allocates, not the CUDA context (some hundred MiB) of the process.
-    """
-    if torch.cuda.is_available() and 0.0 < share < 1.0:
-        torch.cuda.set_per_process_memory_fraction(share)
 
 
 def usable_cores() -> int:
