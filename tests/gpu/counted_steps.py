@@ -155,8 +155,11 @@ def counted(device, experiment, info, row, evaluated):
     # What the first step leaves behind, the optimizer's state, is there in the others.
     found["GiB"] = (device.peak + after - before) / 2**30
     if evaluated:
-        local.evaluate_chunk(bench, start, EvalJob(2, 0, experiment.evaluation.batch_size))
-        found["kernels of evaluation"] = device.kernels.total() - ended
+        model, size = local.EvaluatedModel(bench), experiment.evaluation.batch_size
+        for first in (0, size):  # the model is bound for both
+            before = device.kernels.total()
+            local.evaluate_chunk(model, start, EvalJob(2, first, first + size))
+        found["kernels of evaluation"] = device.kernels.total() - before
     return found | {"raising": device.raising}
 
 

@@ -7,7 +7,13 @@ from dataclasses import replace
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.local import count_flops, evaluate_chunk, send_change, train_together
+from trishul_ray.federation.local import (
+    EvaluatedModel,
+    count_flops,
+    evaluate_chunk,
+    send_change,
+    train_together,
+)
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
     Arrays,
@@ -46,9 +52,11 @@ class InlineExecutor:
         self.experiment, self.residents = experiment, residents or Residents()
         with deterministic(experiment):
             self.bench: Workbench = build_workbench(experiment, prepared, self.residents)
+        self._evaluated = EvaluatedModel(self.bench)
 
     def describe(self, survey: Arrays) -> Blueprint:
         """Return the blueprint of the workbench, given the survey."""
+        self._evaluated.release()
         with deterministic(self.experiment):
             adapt_to(self.bench, survey)
             blueprint = blueprint_of(self.bench)
@@ -60,6 +68,7 @@ class InlineExecutor:
         self, broadcast: ArrayState, jobs: Sequence[TrainJob]
     ) -> list[tuple[Upload, TrainReport]]:
         """Run the rounds of clients that train together."""
+        self._evaluated.release()
         with deterministic(self.experiment):
             adapt_to(self.bench, broadcast.survey)
             trained = train_together(self.bench, broadcast, jobs)
@@ -72,10 +81,14 @@ class InlineExecutor:
             ]
 
     def evaluate(self, broadcast: ArrayState, job: EvalJob) -> EvalReport:
-        """Evaluate the broadcast on one chunk of rows."""
-        with deterministic(self.experiment):
-            adapt_to(self.bench, broadcast.survey)
-            return evaluate_chunk(self.bench, broadcast, job)
+        """Evaluate the broadcast on one chunk of rows; its model stays bound for the next one."""
+        try:
+            with deterministic(self.experiment):
+                adapt_to(self.bench, broadcast.survey)
+                return evaluate_chunk(self._evaluated, broadcast, job)
+        except BaseException:
+            self._evaluated.release()
+            raise
 
     def run(
         self, broadcast: ArrayState, jobs: Sequence[Job], reducer: Reducer | None = None
@@ -98,10 +111,12 @@ class InlineExecutor:
                 for i in part:
                     if i >= MOST_CLIENTS:
                         del uploads[i]
+        scored = [self.evaluate(broadcast, job) for job in jobs if isinstance(job, EvalJob)]
+        self._evaluated.release()
         return Outcome(
             uploads=[uploads[i] for i in sorted(uploads)],
             reports=[reports[i] for i in sorted(reports)],
-            evaluations=[self.evaluate(broadcast, job) for job in jobs if isinstance(job, EvalJob)],
+            evaluations=scored,
             sums=sums,
         )
 
@@ -115,6 +130,7 @@ class InlineExecutor:
 
     def close(self) -> None:
         """Release the backbone."""
+        self._evaluated.release()
         self.bench.close()
 
 
