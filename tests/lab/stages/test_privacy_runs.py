@@ -370,7 +370,9 @@ def test_result_page_and_tracking_say_what_is_promised_and_what_lies_outside(sma
     assert private["epsilon"] > 0 and private["noise"] == 1 and private["simulated"] == [4, 3]
     sweep = invent_sweep("x", {"method": ("FedIT",)}, ("method",), ())
     plain = comparable([sweep])
-    cells = [replace(c, summary=replace(c.result, reports={"privacy": private})) for c in sweep.cells]
+    cells = [
+        replace(c, summary=replace(c.result, reports={"privacy": private})) for c in sweep.cells
+    ]
     page = comparable([replace(sweep, cells=tuple(cells))])
     assert page.startswith(plain) and "cohorts of 3 of 4" in page
     for text in (private["sentence"], page, tags["trishul.privacy"]):
