@@ -88,8 +88,14 @@ try:
     from trishul_ray.federation.checkpoint import state_digest
     from trishul_ray.federation.determinism import deterministic, set_environment
     from trishul_ray.federation.inline import InlineDriver
-    from trishul_ray.federation.local import LocalSteps, train_client
-    from trishul_ray.federation.messages import TrainJob, to_array
+    from trishul_ray.federation.local import (
+        EvaluatedModel,
+        LocalSteps,
+        evaluate_chunk,
+        train_client,
+        train_together,
+    )
+    from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
     from trishul_ray.federation.prepare import Prepared, prepare_run
     from trishul_ray.federation.workbench import Workbench, build_workbench, new_run
     from trishul_ray.gpu import cap_device_memory
@@ -104,9 +110,10 @@ except ModuleNotFoundError as missing:
     raise SystemExit(f"missing: {missing.name}") from missing
 
 GIB = 2**30
-#: Goals: a step as a multiple of its limit by precision, the prox as a share of a bf16 step, and
-#: the run in seconds, whose limit is 35 s at an H100's dense bf16 peak.
-STEP, PROX, RUN = {"bf16": 1.35, "fp32": 1.05}, 0.1, 130.0
+#: Goals: a step as a multiple of its limit by precision, one of three stacked clients likewise, the
+#: prox as a share of a bf16 step, and the run in seconds, whose limit is 35 s at an H100's dense
+#: bf16 peak.
+STEP, STACKED, PROX, RUN = {"bf16": 1.35, "fp32": 1.05}, 1.15, 0.1, 130.0
 #: Error bound of :func:`trishul_ray.spectral.svt.svt`, as a share of the largest singular value.
 EXACT = 1e-6
 
@@ -423,9 +430,10 @@ def trained_cores(n: int, r: int) -> Tensor:
 
 def step(place: Place) -> None:
     """Measure ViT-B/16, batch 32, q and v, 4 heads of rank 110, in bf16 and in fp32."""
-    setups = [vision(place, f"model.precision={precision}") for precision in ("bf16", "fp32")]
+    steps = f"federation.local_steps={place.times(25)}"
+    setups = [vision(place, steps, f"model.precision={each}") for each in ("bf16", "fp32")]
     # Graphs last: a capture that fails may leave the process unusable.
-    for measured in (eager, by_parts, as_graphs):
+    for measured in (eager, together_and_scored, by_parts, as_graphs):
         for experiment, prepared in setups:
             with deterministic(experiment):
                 place.add(measured(place, experiment, prepared))
@@ -470,6 +478,33 @@ def eager(place: Place, experiment: Experiment, prepared: Prepared) -> Section:
     data = {"seconds": found, "kernels": kernels}
     columns = ["what", "ms", "of the limit"]
     return Section(f"A local step, {precision}", columns, rows, notes, goals, data)
+
+
+def together_and_scored(place: Place, experiment: Experiment, prepared: Prepared) -> Section:
+    """Measure steps of three clients in one pass, and a chunk of test rows."""
+    precision, bench = experiment.model.precision, build_workbench(experiment, prepared)
+    start = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
+    limit, steps = Limit(bench), first_steps(bench)
+    with steps.bound():
+        batch = steps.batch(1)
+        low = statistics.median(per_call(place, lambda: limit.loss(batch).backward()))
+    jobs, found = [TrainJob(round=1, client=client) for client in range(3)], []
+    for _ in range(3):
+        reports = [report for _, report in train_together(bench, start, jobs)]
+        found.append(sum(each.seconds for each in reports) / steps.last)
+    model, size = EvaluatedModel(bench), min(500, len(bench.test))
+    chunk = EvalJob(round=1, start=0, stop=size)
+    scored = per_call(place, lambda: evaluate_chunk(model, start, chunk), 3)
+    model.release()
+    rows = [
+        ["limit of one client", milliseconds([low])],
+        ["step of three stacked clients", milliseconds(found)],
+        [f"chunk of {size} test rows", milliseconds(scored)],
+    ]
+    ratio = statistics.median(found) / len(jobs) / low
+    goals = [Goal(f"stacked step of a client / limit, {precision}", ratio, STACKED)]
+    title = f"Stacked clients and evaluation, {precision}"
+    return Section(title, ["what", "ms"], rows, goals=goals)
 
 
 def profile(place: Place, call: Callable[[], object], calls: int = 5) -> dict[str, Any]:
