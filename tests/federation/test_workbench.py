@@ -1,6 +1,7 @@
 """Capacities of clients, and the test rows that a workbench evaluates."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from trishul_ray.draws import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineExecutor
-from trishul_ray.federation.messages import to_array
+from trishul_ray.federation.local import EvaluatedModel, evaluate_chunk
+from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.workbench import build_workbench, new_run
 from trishul_ray.runs.runner import central_twin
@@ -148,3 +150,29 @@ def test_every_seed_method_and_partition_is_validated_on_the_same_rows(small):
     split, chosen = build_workbench(limited, prepare_run(limited)).scored["test"]
     assert alone.keys() == {"test"} and chosen.tolist() == alone["test"][1].tolist()
     assert split.fingerprint == alone["test"][0].fingerprint
+
+
+def test_a_bound_model_scores_as_one_that_is_bound_for_each_chunk(small):
+    experiment = small("method=trishul", "federation.local_steps=2", "evaluation.limit=24")
+    executor = InlineExecutor(experiment, prepare_run(experiment))
+    model, vector = executor.bench.model, executor.bench.initial
+    first = executor.bench.method.initial_state(model.layout, vector, {}).map(to_array)
+    moved = replace(first, shared=first.shared + np.float32(0.05))
+
+    def scored(state, start, fresh=False):
+        if fresh:
+            each = EvaluatedModel(executor.bench)
+            report = evaluate_chunk(each, state, EvalJob(1, start, start + 8))
+            each.release()
+            return report.sums.loss
+        return executor.evaluate(state, EvalJob(1, start, start + 8)).sums.loss
+
+    wanted = [(first, 0), (first, 8), (moved, 0), (moved, 8), (first, 16)]
+    losses = [scored(*each) for each in wanted]
+    bound = model.bound[0]
+    executor.evaluate(replace(first, shared=first.shared.copy()), EvalJob(1, 0, 8))
+    assert model.bound[0] is bound  # the same model, in other arrays, as every call on Ray has them
+    executor.train(first, [TrainJob(round=1, client=0)])
+    assert model.bound is None
+    assert losses == [scored(*each, fresh=True) for each in wanted]
+    assert len(set(losses)) == len(losses)
