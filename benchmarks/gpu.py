@@ -335,6 +335,7 @@ def marked_tests(place: Place) -> None:
         text=True,
     )
     lines: list[str] = []
+    failed: list[str] = []
     assert process.stdout is not None
     for line in map(str.strip, process.stdout):
         lines += [line] if line else []
