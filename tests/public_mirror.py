@@ -9,7 +9,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 from PIL import Image
 
-from trishul_ray.data.public import ImageRows, QuestionRows, TextRows
+from trishul_ray.data.public import ImageRows, InstructionRows, QuestionRows, TextRows
 from trishul_ray.rng import numpy_rng
 
 
@@ -40,8 +40,20 @@ def text_columns(rows, count, split):
     return columns | {rows.label: [n % len(rows.classes) for n in range(count)]}
 
 
+def instruction_columns(rows, count, split):
+    columns = {column: texts(count) for column in rows.names.values()}
+    if rows.groups:
+        columns[rows.names["group"]] = [rows.groups[n % len(rows.groups)] for n in range(count)]
+    return columns
+
+
 #: Formats of rows that can be written; a format of a dataset's own comes with its own tests.
-COLUMNS = {ImageRows: image_columns, QuestionRows: question_columns, TextRows: text_columns}
+COLUMNS = {
+    ImageRows: image_columns,
+    InstructionRows: instruction_columns,
+    QuestionRows: question_columns,
+    TextRows: text_columns,
+}
 
 
 def write_table(file, columns):
@@ -50,6 +62,8 @@ def write_table(file, columns):
     table = pa.table(columns)
     if file.suffix == ".jsonl":
         file.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(table.to_pylist(), indent=2))
     elif file.suffix in (".csv", ".tsv"):
         delimiter = "\t" if file.suffix == ".tsv" else ","
         pa.csv.write_csv(table, file, pa.csv.WriteOptions(delimiter=delimiter))

@@ -43,6 +43,31 @@ def test_the_papers_protocol(dataset, model, rounds, batch, length):
     assert "RAVAN Table 8" in made.optimizer.lr_source
 
 
+@pytest.mark.parametrize(
+    ("dataset", "clients", "cohort", "rounds", "work", "budget", "rate"),
+    [
+        ("dolly", 200, 10, 60, (200, 1), 8, None),
+        ("dolly-shards", 10, 1, 10, (47, 64), 8, 3e-4),
+        ("alpaca-gpt4", 20, 2, 200, (10, 16), 32, 5e-5),
+        ("medical", 20, 2, 200, (10, 16), 32, 5e-5),
+        ("finance", 50, 5, 200, (10, 16), 32, 5e-5),
+        ("code", 10, 2, 200, (10, 16), 32, 5e-5),
+        ("gsm8k", 3, 3, 500, (30, 1), 8, 3e-4),
+    ],
+)
+def test_published_protocols_of_instructions(dataset, clients, cohort, rounds, work, budget, rate):
+    made = load_experiment(None, [f"dataset={dataset}", "method=fedit"])
+    fed = made.federation
+    assert made.task.kind == "instruction" and made.task.template == "alpaca"
+    assert (fed.clients, fed.clients_per_round, fed.rounds) == (clients, cohort, rounds)
+    assert ((fed.local_steps, fed.batch_size), made.lora_rank) == (work, budget)
+    assert rate is None or made.optimizer.lr == rate
+    assert (made.data.train_limit == 20_000) == (dataset == "alpaca-gpt4")
+    # Four bits and recomputation are for the preset's backbone.
+    other = load_experiment(None, [f"dataset={dataset}", "model=llama-tiny"])
+    assert other.model.quantize == "none" and not other.model.gradient_checkpointing
+
+
 def info_of(dataset):
     """Facts of the dataset that need no rows."""
     rows = next(source for source in PUBLIC if source.name == dataset).rows
@@ -62,7 +87,7 @@ def test_every_dataset_has_a_preset_of_its_protocol(source):
 @pytest.mark.parametrize(
     ("dataset", "model"),
     [
-        *((s.name, "t5-tiny") for s in PUBLIC if s.rows.kind != "image"),
+        *((s.name, "t5-tiny") for s in PUBLIC if s.rows.kind in ("text", "qa")),
         *((s.name, "bert-tiny") for s in PUBLIC if s.rows.kind == "text"),
         *((f"glue/{task}", "llama-tiny") for task in GLUE),
     ],

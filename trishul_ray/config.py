@@ -5,6 +5,7 @@ The defaults are the paper's protocol: 20 clients, 3 per round, 50 local steps, 
 
 import math
 import os
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -269,9 +270,23 @@ class TaskConfig(Section):
     loss: Literal["tokens", "rows"] = in_id_if_set(
         "tokens", "instruction: the mean over all tokens of answers, or over rows of their means"
     )
+    answer_pattern: str | None = not_in_id(
+        None,
+        "instruction: a regular expression; `trishul eval` compares its last match in an answer, "
+        "without commas, with that in the reference",
+    )
     verbalizers: tuple[str, ...] | None = Field(
         None, description="a word or phrase for each class, in order; default: by dataset"
     )
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _compile_pattern(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"{value!r} is no regular expression: {error}") from None
+        return value
 
     @field_validator("template")
     @classmethod

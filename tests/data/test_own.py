@@ -440,6 +440,8 @@ UTF16 = "text,label\nun été,0\nb,1\n".encode("utf-16")
         ("x.csv", b"text,label\n\xff\xfe,0\n", r"line 2: not UTF-8 \(byte 0xff .* LATIN1, convert"),
         ("x.jsonl", b'{"text": "a", "label": 1}\n{"text"\n', r"x.jsonl, line 2: not JSON"),
         ("x.jsonl", b'["a", 1]\n', r"x.jsonl, line 1: not a JSON object"),
+        ("x.json", b'[{"text": "a", "label": 1}, 2]', r"x.json, row 1: not a JSON object"),
+        ("x.json", b'[{"text":\n', r"x.json, line 2: not JSON \(Expecting value at column 1\)"),
         *(
             (name, b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "git lfs pull")
             for name in ("x.parquet", "x.csv", "x.jsonl")

@@ -13,6 +13,7 @@ from public_mirror import COLUMNS, write_mirror, write_table
 
 from trishul_ray.data import datasets
 from trishul_ray.data.datasets import PUBLIC
+from trishul_ray.data.datasets.dolly import CATEGORIES
 from trishul_ray.data.datasets.mrqa import SUBSETS
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.passed_rows import encode_image
@@ -177,12 +178,47 @@ def test_every_dataset_is_pinned_and_reported_with_its_sources_if_not_found(
 def test_every_dataset_is_read_from_a_mirror(source, tmp_path):
     write_mirror(tmp_path / "hub", source, {"train": 20, "test": 5})
     data = prepare(source.name, cache=tmp_path, hub=tmp_path / "hub")
-    if source.test_share is None:
+    if len(source.sizes) > 1:
         assert (len(data.train), len(data.test)) == (20, 5 * len(source.test))
     else:
         assert len(data.train) + len(data.test) == 20 and len(data.test)
     assert data.info.kind == source.rows.kind and set(source.official) == {"train", "test"}
     assert min(source.official.values()) > 0
+
+
+def dolly_rows(count):
+    groups = [CATEGORIES[n % 2] for n in range(count)]
+    asked = [str(n) for n in range(count)]
+    answers = [" " if n == 4 else f"answer {n}" for n in range(count)]
+    return {
+        "instruction": asked, "context": [""] * count, "response": answers, "category": groups
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_ten_rows_of_each_category_of_dolly_are_test_rows(tmp_path, suffix):
+    rows = dolly_rows(60)
+    folder = tmp_path / "databricks/databricks-dolly-15k"
+    name = "data/train-0.parquet" if suffix == "parquet" else "databricks-dolly-15k.jsonl"
+    write_table(folder / name, rows)
+    data = prepare("dolly", cache=tmp_path, hub=tmp_path)
+    assert data.info.groups == CATEGORIES[:2] and data.info.fields == ("instruction", "input")
+    assert np.bincount(data.test.column("group")).tolist() == [10, 10]
+    assert len(data.train) == 39 and len(data.info.skipped) == 1, "a blank answer is left out"
+    assert data.info.skipped[0].partition(", ")[0] in ("train", "test")
+    official = next(source for source in PUBLIC if source.name == "dolly").official
+    assert official == {"train": 14_931, "test": 80}
+
+
+def test_a_client_of_dolly_shards_has_two_shards_of_the_sorted_rows(tmp_path):
+    folder = tmp_path / "databricks/databricks-dolly-15k"
+    write_table(folder / "databricks-dolly-15k.jsonl", dolly_rows(420))
+    data = prepare("dolly-shards", cache=tmp_path, hub=tmp_path)
+    clients = data.train.column("client")
+    assert np.bincount(clients).max() - np.bincount(clients).min() <= 2
+    assert set(clients) == set(range(10)) and len(data.info.clients) == 10
+    categories = data.train.column("group")
+    assert len({len(set(categories[clients == c])) for c in range(10)}) == 2, "one, or both"
 
 
 def published(**fields):
@@ -223,6 +259,7 @@ def test_a_dataset_is_prepared_again_when_its_definition_changes():
         ({"sizes": {"train": 5}}, "sizes has no test; for one split set test_share"),
         ({"sizes": {"all": 5}, "test_share": 1.0}, "test_share=1.0 is not between 0 and 1"),
         ({"test_share": 0.2}, "test_share is for one split"),
+        ({"sizes": {"all": 5}, "test_each": 2}, "test_each is for rows with groups"),
         ({"groups": ("a", "b")}, "2 groups for 1 splits of test rows"),
     ],
 )
@@ -241,7 +278,7 @@ def test_a_dataset_that_is_not_on_the_hub_needs_no_revision(tmp_path):
     assert "internet" not in str(caught.value)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "tsv", "parquet"])
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "csv", "tsv", "parquet"])
 @pytest.mark.parametrize("spelled", ["number", "name"])
 def test_a_mirror_may_be_of_any_format_and_spell_labels(tmp_path, suffix, spelled):
     repo = HubRepo("mine", file_patterns=(f"{{split}}.{suffix}",))

@@ -16,6 +16,7 @@ import trishul_ray
 from trishul_ray.config import DataConfig
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.report.outcomes import CellOutcome, Evaluated
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.evaluate import (
@@ -116,6 +117,10 @@ def test_rouge_is_that_of_another_implementation():
         assert rouge_l(answer, reference) == pytest.approx(wanted, abs=1e-6)
     assert rouge_l("", "x") == 0 and math.isnan(rouge_l("x", "日本"))
     assert exact_match("The cat!", "cat") == 1 and exact_match("dog", "cat") == 0
+    number = load_experiment(None, ["dataset=gsm8k"]).task.answer_pattern
+    for said, right in {"so 3\n#### 1,200": 1, "#### 1200.": 1, "-1200": 0, "none": 0}.items():
+        assert exact_match(said, "2 + <<2=2>>\n#### 1,200", number) == right
+    assert math.isnan(exact_match("1", "no number", number))
 
 
 def test_what_generates_no_answers_is_refused(cache, tmp_path):

@@ -113,6 +113,17 @@ def test_other_settings_cost_what_they_add():
     assert evaluated_rows(load_experiment(None, ["dataset=svhn", *share])) == (10000, 7326)
 
 
+def test_rows_of_unseen_groups_are_scored_and_a_decoders_head_sees_the_labels():
+    words = ["dataset=synthetic/instructions", "method=fedit"]
+    plain = load_experiment(None, words)
+    unseen = load_experiment(None, [*words, "data.test_groups=[copy]"])
+    (test, _), (more, _) = evaluated_rows(plain), evaluated_rows(unseen)
+    rows = prepare_run(unseen).dataset
+    assert (test, more) == (150, len(rows.test)) and more > 200
+    longer = load_experiment(None, [*words, "task.target_length=64"])
+    assert work_of(longer).training.backbone > work_of(plain).training.backbone
+
+
 def test_a_model_that_is_not_on_this_machine_is_named():
     with pytest.raises(InputError, match="nobody/nothing"):
         work_of(load_experiment(None, ["model=nobody/nothing"]))

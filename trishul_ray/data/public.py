@@ -17,8 +17,16 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from trishul_ray.data.columns import number_values, read_answers, read_labels, read_raw, read_texts
+from trishul_ray.data.columns import (
+    at_row,
+    number_values,
+    read_answers,
+    read_labels,
+    read_raw,
+    read_texts,
+)
 from trishul_ray.data.dataset import (
+    Column,
     Columns,
     DatasetInfo,
     Kind,
@@ -28,11 +36,13 @@ from trishul_ray.data.dataset import (
     join,
     length,
     split_off_test,
+    take_rows,
 )
 from trishul_ray.data.hub import HubRepo, class_names
 from trishul_ray.data.images import MODE_CHANNELS, decode_images, pixel_statistics
 from trishul_ray.data.tables import file_signature, read_table
 from trishul_ray.errors import CorruptFileError, InputError, join_limited
+from trishul_ray.rng import numpy_rng
 
 #: Class names, or None if the source has none.
 ClassNames = tuple[str, ...] | None
@@ -194,6 +204,73 @@ class QuestionRows(RowFormat):
 
 
 @dataclass(frozen=True)
+class InstructionRows(RowFormat):
+    """Instructions with answers: ``instruction``, ``output`` and, if named, ``input``, ``group``.
+
+    Rows with a blank answer are left out and named.
+
+    Attributes:
+        names: columns of the hub's tables, by these names.
+        groups: names of the groups, in the order of their numbers.
+        shards: number of clients for a natural partition, the same for every experiment: training
+            rows sorted by group are cut into twice as many shards, and a client has two of them.
+    """
+
+    names: Mapping[str, str]
+    groups: tuple[str, ...] = ()
+    shards: int | None = None
+    kind = "instruction"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the hub's tables to read."""
+        return tuple(self.names.values())
+
+    def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
+        """Return the columns as texts [N]."""
+        return {name: read_texts(table, column, where) for name, column in self.names.items()}
+
+    def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
+        """Return fields, and names of ``group`` and ``client``, int64 [N], where there are any."""
+        skipped, stored = [], {}
+        for split, columns in splits.items():
+            blank = [not text.strip() for text in pa.array(columns["output"]).to_pylist()]
+            skipped += [at_row(split, row) for row in np.flatnonzero(blank).tolist()]
+            stored[split] = take_rows(columns, np.flatnonzero(np.logical_not(blank)))
+        fields = tuple(name for name in ("instruction", "input") if name in self.names)
+        about: dict[str, Any] = {"fields": fields, "skipped": tuple(skipped)}
+        if self.groups:
+            raw = {split: columns["group"] for split, columns in stored.items()}
+            numbered, about["groups"] = number_values(raw, self.groups, "group")
+            for split, columns in stored.items():
+                columns["group"] = numbered[split]
+        if self.shards is not None:
+            for columns in stored.values():
+                columns["client"] = _shard(columns["group"], self.shards)
+            about["clients"] = tuple(str(client) for client in range(self.shards))
+        return about, stored
+
+
+def _draw_each(groups: Column, count: int) -> np.ndarray:
+    """Return ``count`` rows of each group, at most half of them, by a fixed draw, as bool [N]."""
+    _, group, sizes = np.unique(np.asarray(groups), return_inverse=True, return_counts=True)
+    drawn, left = np.zeros(len(group), dtype=bool), np.minimum(sizes // 2, count)
+    for row in numpy_rng(0, "test-share").permutation(len(group)):
+        drawn[row] = left[group[row]] > 0
+        left[group[row]] -= 1
+    return drawn
+
+
+def _shard(groups: np.ndarray, clients: int) -> np.ndarray:
+    """Return the client of each row [N], int64: each has two of 2 C shards of the sorted groups."""
+    owners = np.empty(len(groups), dtype=np.int64)
+    shards = np.array_split(np.argsort(groups, kind="stable"), 2 * clients)
+    for place, shard in enumerate(numpy_rng(0, "shards").permutation(2 * clients)):
+        owners[shards[shard]] = place // 2
+    return owners
+
+
+@dataclass(frozen=True)
 class PublicDataset:
     """A public dataset.
 
@@ -207,6 +284,7 @@ class PublicDataset:
         groups: names of the groups of test rows, one for each split of ``test``; may be empty.
         test_share: for a dataset that was published as one split, of any name: the share of its
             rows that is set aside as test rows, the same in every experiment. ``test`` is not read.
+        test_each: likewise, the number of rows of each group of instructions.
 
     Raises:
         ValueError: a repository on the hub is not pinned to a commit, or the splits contradict
@@ -221,6 +299,7 @@ class PublicDataset:
     test: tuple[str, ...] = ("test",)
     groups: tuple[str, ...] = ()
     test_share: float | None = None
+    test_each: int | None = None
     splits: tuple[str, ...] = ("train", "test")
 
     def __post_init__(self) -> None:
@@ -233,10 +312,14 @@ class PublicDataset:
             pinned or not self.repo.on_hub,
             f"{self.repo.repo} is on the hub: set repo.revision to a commit (40 hex digits)",
         )
+        one = "test_share" if self.test_share is not None else "test_each"
         if self.test_share is not None:
             check(0 < self.test_share < 1, f"test_share={self.test_share} is not between 0 and 1")
-            check(len(self.sizes) == 1, "test_share is for one split; sizes has several")
-            check(not self.groups, "test_share makes one group of test rows; groups has names")
+        if self.test_each is not None:
+            check(bool(self._row_groups), "test_each is for rows with groups")
+        if self.test_share is not None or self.test_each is not None:
+            check(len(self.sizes) == 1, f"{one} is for one split; sizes has several")
+            check(not self.groups, f"{one} makes one group of test rows; groups has names")
             return
         missing = [split for split in ("train", *self.test) if split not in self.sizes]
         check(not missing, f"sizes has no {', '.join(missing)}; for one split set test_share")
@@ -246,11 +329,17 @@ class PublicDataset:
         )
 
     @property
+    def _row_groups(self) -> tuple[str, ...]:
+        return self.rows.groups if isinstance(self.rows, InstructionRows) else ()
+
+    @property
     def official(self) -> dict[str, int]:
         """Published numbers of ``train`` and ``test`` rows."""
-        if self.test_share is not None:
+        if self.test_share is not None or self.test_each is not None:
             (total,) = self.sizes.values()
-            test = count_test_rows(total, self.test_share)
+            test = len(self._row_groups) * (self.test_each or 0)
+            if self.test_share is not None:
+                test = count_test_rows(total, self.test_share)
             return {"train": total - test, "test": test}
         return {"train": self.sizes["train"], "test": sum(self.sizes[s] for s in self.test)}
 
@@ -263,7 +352,8 @@ class PublicDataset:
         source = self.repo.key
         if files is not None:
             source = file_signature(file for split in self.sizes for file in files[split])
-        return f"{source}\n{(self.rows, self.test, self.groups, self.test_share)!r}"
+        each = "" if self.test_each is None else f", {self.test_each} test rows of a group"
+        return f"{source}\n{(self.rows, self.test, self.groups, self.test_share)!r}{each}"
 
     def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
         """Return the description, and the columns [N, ...] of every split.
@@ -325,6 +415,11 @@ class PublicDataset:
         if self.test_share is not None:
             (only,) = self.sizes
             return split_off_test(splits[only], self.test_share, self.name)
+        if self.test_each is not None:
+            (only,) = self.sizes
+            test_rows = _draw_each(splits[only]["group"], self.test_each)
+            parts = {"train": ~test_rows, "test": test_rows}
+            return {k: take_rows(splits[only], np.flatnonzero(v)) for k, v in parts.items()}
         test = [dict(splits[split]) for split in self.test]
         for group, part in enumerate(test if self.groups else ()):
             part["group"] = np.full(length(part), group, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Read table files: CSV, TSV, JSON lines and Parquet.
+"""Read table files: CSV, TSV, JSON, JSON lines and Parquet.
 
 Errors name the file and, where possible, the row.
 """
@@ -18,7 +18,10 @@ from trishul_ray.files import Json
 from trishul_ray.lazy import pq
 
 #: Formats that :func:`read_table` can read, by suffix of the file's name.
-_FORMATS = {".parquet": "parquet", ".jsonl": "JSON lines", ".csv": "CSV", ".tsv": "CSV"}
+_FORMATS = {
+    **{".parquet": "parquet", ".jsonl": "JSON lines", ".json": "JSON"},
+    **{".csv": "CSV", ".tsv": "CSV"},
+}
 
 #: File name suffixes that :func:`read_table` can read.
 SUFFIXES = tuple(_FORMATS)
@@ -56,7 +59,7 @@ def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
         if kind == "CSV":
             table = _read_csv(file)
             return with_nfc_names(table.select(select(table.column_names)) if columns else table)
-        rows = list(_json_lines(file))
+        rows = list(_json_objects(file))
     names = select(list(dict.fromkeys(name for row in rows for name in row)))
     arrays = [to_array([row.get(name) for row in rows], str(file), name) for name in names]
     return with_nfc_names(pa.table(arrays, names=names))
@@ -67,7 +70,7 @@ def name_rows(file: Path, table: pa.Table) -> str:
 
     Blank lines and line breaks in values make more lines than rows; then its rows count from 0.
     """
-    header = {"CSV": 1, "JSON lines": 0}.get(_FORMATS[file.suffix.lower()])
+    header = {"CSV": 1, "JSON lines": 0, "JSON": 0}.get(_FORMATS[file.suffix.lower()])
     if header is None:
         return str(file)
     with file.open("rb") as stream:
@@ -80,7 +83,7 @@ def name_rows(file: Path, table: pa.Table) -> str:
 
 
 def column_names(file: Path) -> list[str]:
-    """Return the names of a table's columns, in NFC; of JSON lines, those of the first row."""
+    """Return the names of a table's columns, in NFC; of JSON, those of the first row."""
     return [nfc(name) for name in _stored_names(file)]
 
 
@@ -90,7 +93,7 @@ def _stored_names(file: Path) -> list[str]:
             return list(pq.read_schema(file).names)
         if kind == "CSV":
             return list(pa.csv.open_csv(file, *_csv_options(file)).schema.names)
-        return list(next(_json_lines(file), {}))
+        return list(next(_json_objects(file), {}))
 
 
 def _read_csv(file: Path) -> pa.Table:
@@ -170,6 +173,28 @@ def _not_utf8(file: Path) -> str | None:
                     f"iconv -f {encoding} -t UTF-8 {file.name} > new{file.suffix}"
                 )
     return None
+
+
+def _json_objects(file: Path) -> Iterator[Json]:
+    """Yield the objects of a list, or of lines; anything else is a CorruptFileError."""
+    with file.open("rb") as stream:
+        start = stream.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
+    if file.suffix.lower() != ".json" or not start.startswith(b"["):
+        yield from _json_lines(file)
+        return
+    try:
+        values = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        where = f"{file}, line {error.lineno}"
+        raise CorruptFileError(
+            f"{where}: not JSON ({error.msg} at column {error.colno})"
+        ) from error
+    except ValueError as error:
+        raise CorruptFileError(f"{file}: not UTF-8 ({error})") from error
+    for row, value in enumerate(values):
+        if not isinstance(value, dict):
+            raise CorruptFileError(f"{file}, row {row}: not a JSON object")
+        yield value
 
 
 def _json_lines(file: Path) -> Iterator[Json]:

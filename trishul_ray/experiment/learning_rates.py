@@ -51,12 +51,14 @@ def default_learning_rate(experiment: Experiment) -> tuple[float, str] | None:
     iid = partition.kind == "iid"
     table = _table()
     names = f"{dataset} {experiment.model.name}", dataset, dataset.partition("/")[0], "default"
-    row = next(name for name in names if name in table)
     lenders, unpublished = _lenders(method), table["unpublished"]
     own = {name: vars(method_class(name)).get("rates", {}) for name in lenders}
-    rows = {name: rates[row] for name, rates in own.items() if row in rates} | table[row]
-    known = next((m for m in lenders if m in rows or m in unpublished), None)
-    if known is None:
+    for row in (name for name in names if name in table):
+        rows = {name: rates[row] for name, rates in own.items() if row in rates} | table[row]
+        known = next((m for m in lenders if m in rows or m in unpublished), None)
+        if known is not None:
+            break
+    else:
         return None
     borrowed = [] if known == method else [f"from {known}, for {method}"]
     if known in unpublished:

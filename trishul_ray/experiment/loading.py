@@ -242,13 +242,17 @@ def _is_top(key: str) -> bool:
 
 @cache
 def _preset(dataset: str) -> RawFields:
-    """Return the fields of ``presets/<dataset>.yaml``; empty if there is no such file."""
+    """Return the fields of ``presets/<dataset>.yaml``, over those of the preset that it extends.
+
+    They are empty if there is no such file.
+    """
     # Look it up among the files instead of joining paths: the name may come from the user.
     files = {file.name: file for file in (resources.files("trishul_ray") / "presets").iterdir()}
     name = f"{dataset.replace('/', '-')}.yaml"
     fields = yaml.safe_load(files[name].read_text(encoding="utf-8")) if name in files else {}
     assert isinstance(fields, dict)
-    return fields
+    base = fields.pop("extends", None)
+    return _merge(_preset(base), fields) if base else fields
 
 
 def _expand_short_fields(fields: RawFields) -> None:
@@ -336,8 +340,9 @@ def _merge(base: RawFields, over: RawFields) -> RawFields:
         if name and name != base.get("method", {}).get("name", name):
             merged["method"] = over["method"]
     if _changes_model(base, over):
-        # A preset's ranks and random weights are meant for the preset's backbone only.
-        for section, field in (("adapter", "matching"), ("model", "init")):
+        # A preset's ranks, random weights and 4 bits are meant for the preset's backbone only.
+        of_model = [("model", "init"), ("model", "quantize"), ("model", "gradient_checkpointing")]
+        for section, field in (("adapter", "matching"), *of_model):
             own, whole = over.get(section, {}), merged.get(section)
             if isinstance(own, dict) and isinstance(whole, dict) and field not in own:
                 merged[section] = {k: v for k, v in whole.items() if k != field}

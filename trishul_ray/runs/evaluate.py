@@ -108,6 +108,8 @@ def evaluate_run(
         "task": task.settings(),
         "versions": versions(),
     }
+    if (pattern := experiment.task.answer_pattern) is not None:
+        about["answer_pattern"] = pattern
     known = _read(home, about)
     if "tuned" in known and (not untuned or "untuned" in known):
         return known
@@ -130,7 +132,7 @@ def evaluate_run(
         for row, text in zip(answered, texts, strict=True):
             row["answer" if name == "tuned" else name] = text
         pairs = [(text, row["reference"]) for text, row in zip(texts, answered, strict=True)]
-        columns["exact_match"] = np.array([exact_match(*pair) for pair in pairs])
+        columns["exact_match"] = np.array([exact_match(*pair, pattern) for pair in pairs])
         columns["rouge_l"] = np.array([rouge_l(*pair) for pair in pairs])
         about[name] = _scores_by_group(columns, encoded, chosen, experiment)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answered).encode()
@@ -242,11 +244,19 @@ def _choose(
     return found
 
 
-def exact_match(answer: str, reference: str) -> float:
-    """Return whether two texts are the same without case, punctuation and articles."""
+def exact_match(answer: str, reference: str, pattern: str | None = None) -> float:
+    """Return whether two texts are the same without case, punctuation and articles.
+
+    With a pattern, its last matches are compared, without commas; NaN if the reference has none.
+    """
+    if pattern is not None:
+        said, right = ([*re.finditer(pattern, text)] for text in (answer, reference))
+        if not right:
+            return math.nan
+        return float(bool(said) and said[-1][0].replace(",", "") == right[-1][0].replace(",", ""))
     target: Any = {"answers": {"text": [reference]}, "id": "0"}
-    said = {"prediction_text": answer, "id": "0"}
-    return float(torchmetrics.functional.text.squad(said, target)["exact_match"]) / 100
+    prediction = {"prediction_text": answer, "id": "0"}
+    return float(torchmetrics.functional.text.squad(prediction, target)["exact_match"]) / 100
 
 
 def rouge_l(answer: str, reference: str) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.targets import classifier_module
 from trishul_ray.config import ModelConfig, Places
-from trishul_ray.data.prepare import official_rows, prepare
+from trishul_ray.data.prepare import choose_rows, official_rows, prepare
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.slices import usable_cores
 from trishul_ray.lazy import torch
@@ -141,6 +141,9 @@ def work_of(experiment: Experiment) -> Work:
     fed, options, model = experiment.federation, experiment.evaluation, experiment.model
     shape = _shape(model.model_copy(update={"content": None}), experiment.storage.places)
     n, m = shape.image_tokens or experiment.task.max_length, experiment.task.target_length
+    config: Any = shape.module.config
+    if not config.is_encoder_decoder and experiment.task.kind != "instruction":
+        m = 1  # a decoder's head scores the label words at one position
     method = build_method(experiment.method, experiment.adapter)
     site = build_site(shape.module, experiment)
     adapters = method.adapters(site)
@@ -195,16 +198,20 @@ def evaluated_rows(experiment: Experiment) -> tuple[int, int]:
     """Return how many test rows and (about) how many validation rows an evaluation scores.
 
     Raises:
-        InputError: Own data are not on this machine.
+        InputError: Own data, or rows of ``data.test_groups``, are not on this machine.
     """
-    official = official_rows(experiment.data.name)
-    if official is not None:
+    data = experiment.data
+    official = official_rows(data.name)
+    if official is not None and not data.test_groups:
         test, train = official["test"], official["train"]
     else:
         places = experiment.storage.places
-        own = prepare(experiment.data, cache=places.cache, hub=places.hub, download=False)
-        test, train = len(own.test), len(own.train)
-    validation = round(experiment.data.validation_share * train)
+        rows = prepare(data, cache=places.cache, hub=places.hub, download=False)
+        rows = choose_rows(
+            rows, data.model_copy(update={"validation_share": 0.0}), cache=places.cache
+        )
+        test, train = len(rows.test), len(rows.train)
+    validation = round(data.validation_share * train)
     limit = experiment.evaluation.limit or max(test, validation)
     return min(test, limit), min(validation, limit)
 
@@ -244,8 +251,7 @@ class _Shape:
         if classifier_module(name) is not None:
             return 1
         if name == "lm_head":
-            config: Any = self.module.config
-            return m if config.is_encoder_decoder else 1
+            return m
         if name.startswith(DECODER):
             return n if name.endswith(("EncDecAttention.k", "EncDecAttention.v")) else m
         return 1 if self._is_read_once(name) else n

@@ -59,7 +59,9 @@ class Instruction(Task):
     reads = "instruction"
     families = ("causal-lm",)
     model_kind = "causal-lm"
-    fields_read = frozenset({"max_length", "target_length", "template", "turns", "loss"})
+    fields_read = frozenset(
+        {"max_length", "target_length", "template", "turns", "loss", "answer_pattern"}
+    )
     row_metrics = ("token_accuracy",)
     targets = ("positions", "labels", "counts", "start", "group", "client")
     tokens: TokenizerRef

@@ -1,0 +1,49 @@
+"""Dolly: 15,011 instructions in eight categories, answered by employees of Databricks.
+
+The test rows are ten of each category, as in Shepherd (FedIT). ``dolly-shards`` has the same rows
+with its ten clients, of two shards of the rows sorted by category. CC BY-SA 3.0.
+
+Source: https://huggingface.co/datasets/databricks/databricks-dolly-15k; the shards as in
+https://github.com/JayZhang42/FederatedGPT-Shepherd, ``client_data_allocation.py``.
+"""
+
+from dataclasses import replace
+
+from trishul_ray.data.hub import HubRepo
+from trishul_ray.data.public import InstructionRows, PublicDataset
+
+#: Categories, in the order of their group numbers.
+CATEGORIES = (
+    *("brainstorming", "classification", "closed_qa", "creative_writing", "general_qa"),
+    *("information_extraction", "open_qa", "summarization"),
+)
+
+_ROWS = InstructionRows(
+    names={
+        "instruction": "instruction",
+        "input": "context",
+        "output": "response",
+        "group": "category",
+    },
+    groups=CATEGORIES,
+)
+
+DOLLY = PublicDataset(
+    name="dolly",
+    description="instructions of eight categories, 14,931 train / 80 test",
+    repo=HubRepo(
+        "databricks/databricks-dolly-15k",
+        revision="bdd27f4d94b9c1f951818a7da7fd7aeea5dbff1a",
+        file_patterns=("data/{split}-*.parquet", "databricks-dolly-15k.jsonl"),
+    ),
+    rows=_ROWS,
+    sizes={"train": 15_011},
+    test_each=10,
+)
+
+SHARDS = replace(
+    DOLLY,
+    name="dolly-shards",
+    description="Dolly on ten clients of two shards by category, 14,931 / 80",
+    rows=replace(_ROWS, shards=10),
+)

@@ -1,0 +1,22 @@
+"""GSM8K: word problems of grade-school arithmetic, 7,473 train and 1,319 test, with steps. MIT.
+
+An answer ends with ``####`` and the number; ``<<48/2=24>>`` in it are notes for a calculator.
+
+Source: K. Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021, arXiv 2110.14168.
+"""
+
+from trishul_ray.data.hub import HubRepo
+from trishul_ray.data.public import InstructionRows, PublicDataset
+
+GSM8K = PublicDataset(
+    name="gsm8k",
+    description="word problems with their steps, 7,473 / 1,319",
+    repo=HubRepo(
+        "openai/gsm8k",
+        config="main",
+        revision="e53f048856ff4f594e959d75785d2c2d37b678ee",
+        file_patterns=("main/{split}-*.parquet",),
+    ),
+    rows=InstructionRows(names={"instruction": "question", "output": "answer"}),
+    sizes={"train": 7_473, "test": 1_319},
+)
