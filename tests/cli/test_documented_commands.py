@@ -5,6 +5,7 @@ few rows of its dataset. Commands are found where they are documented; none is l
 """
 
 import functools
+import json
 import re
 import shlex
 from pathlib import Path
@@ -179,6 +180,8 @@ def hub(tmp_path_factory):
     (here / "rates-smoke.yaml").write_text("rates: []\n")
     rows = [f"{text},{n % 2},{n % 7}" for n, text in enumerate(texts(84))]
     (here / "notes.csv").write_text("\n".join(["body,topic,hospital", *rows]))
+    own = [{"instruction": text, "output": "yes"} for text in texts(60)]
+    (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
     for n in range(60):
         file = here / "photos" / ("cat", "dog")[n % 2] / f"{n}.jpg"
         file.parent.mkdir(parents=True, exist_ok=True)

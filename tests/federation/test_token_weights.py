@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from method_runs import run
+from method_runs import resumed, run
 
 from trishul_ray.errors import InputError
 from trishul_ray.federation.prepare import prepare_run
@@ -32,6 +32,10 @@ def test_the_average_is_the_central_step_if_loss_and_weights_fit(executor, tmp_p
     assert differ("tokens", "tokens") < 1e-5
     assert differ("rows", "size") < 1e-5
     assert differ("tokens", "size") > 1e-3
+
+
+def test_a_run_that_is_stopped_has_the_bytes_of_a_whole_one(executor, tmp_path):
+    resumed(executor(*ROWS, *TWO, "federation.weighting=tokens", "federation.rounds=3"), tmp_path)
 
 
 def test_a_task_without_label_tokens_is_refused(small):

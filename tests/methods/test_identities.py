@@ -40,19 +40,27 @@ def test_trishul_without_its_prongs_is_ravan_byte_for_byte(executor):
     assert state_digest(shrunk[1]) != state_digest(first[1])
 
 
-@pytest.mark.parametrize("weighting", ["uniform", "size"])
+#: Answers of a small decoder, whose clients are weighed by label tokens.
+ANSWERS = [
+    "dataset=synthetic/instructions", "model.name=llama-tiny", "partition.by=group", "budget=8",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "size", "tokens"])
 @pytest.mark.parametrize("name", [*EXACT, "fedit", "scaffold", "hetlora"])
 def test_exact_methods_average_updates_exactly(executor, tmp_path, name, weighting):
     """Compare the global update with the weighted mean of the clients' updates, in the second
     round, when every factor has moved."""
     options = [f"method={name}", f"federation.weighting={weighting}", *EXACT.get(name, [])]
+    options += ANSWERS if weighting == "tokens" else []
     # Free sizes, so that the two weightings differ.
     recording = Recording(executor(*options, "partition.variant=per-label"))
     server = server_of(recording, tmp_path)
     server.step()
     server.step()
     bench = recording.inner.bench
-    weights = np.array([u.rows if weighting == "size" else 1.0 for u in recording.uploads])
+    by = {"size": lambda u: u.rows, "tokens": lambda u: u.tokens}.get(weighting, lambda u: 1.0)
+    weights = np.array([by(upload) for upload in recording.uploads], dtype=float)
     sent = recording.broadcast.map(to_tensor)
     clients = []
     for upload in recording.uploads:

@@ -32,6 +32,11 @@ FORGETS = (
     "'assistant' %}{% set text = text.split('|')[-1] %}{% endif %}{{ '<cls>' + m['role'] + '\n' + "
     "text + '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ '<cls>assistant\n' }}{% endif %}"
 )
+#: Adds a system message where there is none.
+KIND = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<cls>system\nbe kind<sep>\n' }}{% endif %}"
+    + CHATML
+)
 DATED = "{{ strftime_now('%d %b %Y') }}" + CHATML
 ROWS = [
     Row.of("say hi", "", " hi there "),
@@ -110,7 +115,7 @@ def decoder():
     return AdaptedModel(LlamaForCausalLM(config).double(), {}, seed=0, train_head=False)
 
 
-@pytest.mark.parametrize("template", ["alpaca", "plain", "turns", CHATML, LLAMA3, FORGETS])
+@pytest.mark.parametrize("template", ["alpaca", "plain", "turns", CHATML, LLAMA3, FORGETS, KIND])
 def test_an_answer_follows_what_is_generated_from_and_ends(tokens, template):
     prompt = prompt_of(tokens, template, max_length=600)
     text = tokens.tokenizer.decode
@@ -122,7 +127,7 @@ def test_an_answer_follows_what_is_generated_from_and_ends(tokens, template):
         assert text(ids[start:], skip_special_tokens=True).strip() == row.output.strip()
         assert prompt.end_ids() & set(ids[start:])
         begin = tokens.tokenizer.bos_token_id
-        assert ids.count(begin) == (0 if template in (CHATML, FORGETS) else 1)
+        assert ids.count(begin) == (0 if template in (CHATML, FORGETS, KIND) else 1)
 
 
 def test_all_answers_of_a_conversation_are_labels_or_the_last_one(tokens):
@@ -262,6 +267,41 @@ def test_what_follows_a_label_is_not_seen_and_what_is_before_it_is(task_of, spli
     changed[0, 2] = 9
     moved = task.losses(decoder, {**batch, "input_ids": changed}, 3)
     assert moved[0] != loss[0] and torch.equal(moved[1:], loss[1:])
+
+
+def test_rows_in_one_sequence_have_the_loss_of_rows_in_a_batch(task_of, split_of, decoder):
+    task = task_of()
+    batch = batch_of(task, split_of(ROWS))
+    ids, places, labels = [], [], []
+    encoded = task.prompt.encode(ROWS, "rows")
+    for row in encoded:
+        (start, stop), length = row.spans[0], len(row.ids)
+        ids += row.ids
+        places += range(length)
+        labels += [-100] * start + row.ids[start:stop]
+    packed = decoder.model(
+        input_ids=torch.tensor([ids]), position_ids=torch.tensor([places]), use_cache=False
+    ).logits[0]
+    wanted = torch.tensor(labels[1:])
+    loss = torch.nn.functional.cross_entropy(packed[:-1], wanted, reduction="sum")
+    scores = task.score(task.predict(decoder, batch), batch).loss
+    torch.testing.assert_close(loss, scores.sum(), rtol=1e-9, atol=0)
+
+
+def test_answers_are_those_of_single_steps_and_a_limit_only_cuts_them(task_of, split_of, decoder):
+    batch = batch_of(task_of(), split_of(ROWS))
+    short, long = task_of(target_length=5), task_of(target_length=10)
+    with torch.inference_mode():
+        found = long.generate(decoder, batch)
+        assert torch.equal(short.generate(decoder, batch), found[:, :5])
+        for row, start in enumerate(batch["start"].tolist()):
+            ids = batch["input_ids"][row, :start]
+            for token in found[row].tolist():
+                best = decoder.model(input_ids=ids[None], use_cache=False).logits[0, -1].argmax()
+                assert token == best
+                if token in long.stop_ids(decoder):
+                    break
+                ids = torch.cat([ids, best[None]])
 
 
 def test_a_learned_row_is_generated_and_a_batch_generates_as_single_rows(
