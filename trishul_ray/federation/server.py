@@ -293,7 +293,8 @@ class Server:
         """
         train = [self._job(number, client, cohort.steps.get(client)) for client in cohort.clients]
         evaluation = self.scoring.jobs(self.checkpoint)
-        every = self.method.needs_uploads or self.experiment.evaluation.diagnostics_cohort == "all"
+        every = self.method.needs_uploads or self.stages.read_changes
+        every |= self.experiment.evaluation.diagnostics_cohort == "all"
         reducer = None if every else self._reducer()
         if sent.is_exact:
             outcome = self.executor.run(sent.state, [*train, *evaluation], reducer)
@@ -345,6 +346,17 @@ class Server:
             return fetched
         return [self._restored(upload, broadcast) for upload in fetched]
 
+    def _changes(self, uploads: list[Any], accepted: set[int]) -> dict[int, np.ndarray]:
+        """Return the accepted changes, decoded, by ascending client."""
+        weighting = self.experiment.federation.weighting
+        return {
+            upload.client: self.stages.restore(
+                upload.arrays.shared, configured_weight(weighting, upload)
+            )
+            for upload in sorted(self.executor.fetch(uploads), key=lambda each: each.client)
+            if upload.client in accepted
+        }
+
     def _restored(self, upload: Upload, broadcast: ArrayState) -> Upload:
         weight = configured_weight(self.experiment.federation.weighting, upload)
         value = broadcast.shared + self.stages.restore(upload.arrays.shared, weight)
@@ -391,6 +403,8 @@ class Server:
         mean = self.stages.average(number, total, {r.client: r.stages for r in outcome.reports})
         if mean is None:
             mean = self._mean(total, reducer)
+        if self.stages.read_changes:
+            mean = self.stages.aggregate(number, mean, self._changes(outcome.uploads, accepted))
         # Before the state changes: fetching may fail if a node is lost.
         needed = None if self.method.needs_uploads else MOST_CLIENTS
         fetched = self._values(outcome.uploads[:needed], sent.read)

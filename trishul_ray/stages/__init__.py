@@ -24,8 +24,8 @@ while a stage acts on changes, clients send these in place of values.
 
 The hooks of a round, in order: :meth:`Stage.broadcast`, :meth:`Stage.cohort`,
 :meth:`Stage.instruct`, :meth:`Stage.send`, :meth:`Stage.total`, :meth:`Stage.average`,
-:meth:`Stage.mean`, :meth:`Stage.end`. A method's survey is round 0: :meth:`Stage.cohort`,
-:meth:`Stage.instruct`, :meth:`Stage.answer`, :meth:`Stage.survey`.
+:meth:`Stage.aggregate`, :meth:`Stage.mean`, :meth:`Stage.end`. A method's survey is round 0:
+:meth:`Stage.cohort`, :meth:`Stage.instruct`, :meth:`Stage.answer`, :meth:`Stage.survey`.
 
 Legend: W entries of the shared part, U units of aggregation, N clients.
 """

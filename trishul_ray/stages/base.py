@@ -76,6 +76,8 @@ class Stage:
         moves_beyond_mean: Whether the next state is another one than the mean of what clients have.
         hides_clients: Whether no client may be told apart: a client without a finite loss sends
             zeros instead of ending the run, and no quorum is counted.
+        reads_changes: Whether :meth:`aggregate` needs the change of each client; the server then
+            keeps all uploads of a round.
         summed: Metrics of changes of which a round's record has the sum over clients; of others it
             has the mean.
         registries: Fields that name something registered, and its registry. The plug-ins of what
@@ -92,6 +94,7 @@ class Stage:
     wire: ClassVar[int] = 0
     moves_beyond_mean: ClassVar[bool] = False
     hides_clients: ClassVar[bool] = False
+    reads_changes: ClassVar[bool] = False
     summed: ClassVar[frozenset[str]] = frozenset()
     registries: ClassVar[Mapping[str, plugins.Registry[Any]]] = {}
 
@@ -216,6 +219,20 @@ class Stage:
             reported: Metrics of each client's change, by client.
         """
         return None
+
+    def aggregate(
+        self, number: int, mean: MeanChange, changes: Mapping[int, np.ndarray]
+    ) -> MeanChange:
+        """Return what takes the place of the mean change of a round (from 1).
+
+        It is called only with :attr:`reads_changes`.
+
+        Args:
+            number: The round.
+            mean: The mean.
+            changes: The valid changes of the shared part, [W] each, by ascending client.
+        """
+        return mean
 
     def mean(self, number: int, mean: MeanChange) -> MeanChange:
         """Return the mean change of a round (from 1) that goes on."""

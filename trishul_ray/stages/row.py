@@ -56,6 +56,11 @@ class Stages:
         return any(stage.moves_beyond_mean for stage in self)
 
     @property
+    def read_changes(self) -> bool:
+        """Whether a stage needs the change of each client."""
+        return any(stage.reads_changes for stage in self)
+
+    @property
     def hide_clients(self) -> bool:
         """Whether no client may be told apart."""
         return any(stage.hides_clients for stage in self)
@@ -142,6 +147,15 @@ class Stages:
         """Return the mean change of a round by the first stage that has its own."""
         found = (stage.average(number, total, reported) for stage in reversed(self._stages))
         return next((each for each in found if each is not None), None)
+
+    def aggregate(
+        self, number: int, mean: MeanChange, changes: Mapping[int, np.ndarray]
+    ) -> MeanChange:
+        """Pass the mean change of a round, and each client's, through the stages that read them."""
+        for stage in reversed(self._stages):
+            if stage.reads_changes:
+                mean = stage.aggregate(number, mean, changes)
+        return mean
 
     def mean(self, number: int, mean: MeanChange) -> MeanChange:
         """Pass the mean change of a round through the stages."""

@@ -1,0 +1,164 @@
+"""Robust rules: what the server makes of a round's changes if some clients send harmful ones.
+
+With x_1 .. x_m the changes, f of which may be harmful, the rule takes the place of the mean::
+
+    median   of each entry                  Yin et al., ICML 2018, arXiv 1803.01498
+    trimmed  mean of each entry without its f smallest and f largest values      (the same)
+    krum     mean of the m - f changes with the smallest sums of squared distances to their
+             m - f - 2 nearest changes      Blanchard et al., NeurIPS 2017 (multi-Krum)
+    norm     mean of the changes, those longer than a bound shortened to it
+                                            Sun et al., 2019, arXiv 1911.07963
+
+All changes weigh the same: a client could claim any number of rows. They are whole uploads, so that
+the rules know nothing of layers. The bound is by default the median length of the round.
+
+On the factors of LoRA the rules are known to be weak (arXiv 2602.15671): they are baselines.
+
+Legend: W entries of the shared part, m clients.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from trishul_ray.config import Section
+from trishul_ray.errors import InputError
+from trishul_ray.lab.server_optimizer import ServerConfig
+from trishul_ray.methods.base import Method
+from trishul_ray.stages import MeanChange, Stage, norm_of, register_stage
+
+
+class RobustConfig(Section):
+    """What the server makes of the changes of a round."""
+
+    rule: Literal["mean", "median", "trimmed", "krum", "norm"] = Field(
+        "mean", description="mean: no rule; the others take its place, with equal weights"
+    )
+    share: float = Field(
+        0.2,
+        ge=0,
+        lt=0.5,
+        description="share of a cohort that may be harmful, rounded up, for trimmed and krum",
+    )
+    bound: Annotated[float, Field(gt=0)] | Literal["median"] = Field(
+        "median", description="rule=norm: greatest length of a change, or the round's median"
+    )
+
+    @model_validator(mode="after")
+    def _check_fields_are_read(self) -> "RobustConfig":
+        unread = {"trimmed": ["bound"], "krum": ["bound"], "norm": ["share"]}
+        self.reject_unused(unread.get(self.rule, ["share", "bound"]), f"with rule={self.rule!r}")
+        return self
+
+
+@register_stage("robust")
+class Robust(Stage):
+    """A rule in place of the mean."""
+
+    Config, wire, moves_beyond_mean, reads_changes = RobustConfig, 0, True, True
+    example: ClassVar = {"rule": "median"}
+    config: RobustConfig
+
+    @property
+    def harmful(self) -> int:
+        """f, of a whole cohort."""
+        if self.config.rule not in ("trimmed", "krum"):
+            return 0
+        return harmful_of(self.config.share, self.settings.federation.clients_per_round)
+
+    @property
+    def least(self) -> int:
+        """The changes without which the rule means nothing."""
+        return {"trimmed": 2 * self.harmful + 1, "krum": 2 * self.harmful + 3}.get(
+            self.config.rule, 1
+        )
+
+    @property
+    def quorum(self) -> dict[str, int]:
+        """A round with fewer changes is not aggregated."""
+        return {"robust.rule": self.least}
+
+    def check(self, method: Method) -> None:
+        """Refuse what the rule cannot be a part of."""
+        settings, name = self.settings, f"robust.rule={self.config.rule!r}"
+        fed = settings.federation
+        if fed.clients_per_round < self.least:
+            raise ValueError(
+                f"{name} with robust.share={self.config.share:g} needs {self.least} clients a "
+                f"round, federation.clients_per_round={fed.clients_per_round}"
+            )
+        if settings.is_set("privacy"):
+            raise ValueError(f"{name} reads single changes, which the section privacy hides")
+        if settings.section(ServerConfig).sum == "ring":
+            raise ValueError(f"{name} reads single changes, of which server.sum='ring' has the sum")
+        if fed.compute != "full" or fed.weighting != "uniform":
+            raise ValueError(
+                f"{name} weighs whole changes alike; federation.compute={fed.compute!r} and "
+                f"federation.weighting={fed.weighting!r}: allowed are full and uniform"
+            )
+
+    def begin(self) -> list[str]:
+        """Refuse methods that send more than the shared part."""
+        if more := sorted(self.plan.lengths.keys() - {"shared"}):
+            raise InputError(
+                f"robust.rule={self.config.rule!r} covers the trained numbers alone, and "
+                f"{self.settings.method_as_set} also sends {', '.join(more)}"
+            )
+        return []
+
+    def aggregate(
+        self, number: int, mean: MeanChange, changes: Mapping[int, np.ndarray]
+    ) -> MeanChange:
+        """Return the rule's change in place of the mean."""
+        rows = np.stack([changes[client] for client in sorted(changes)]).astype(np.float64)
+        rule = self.config.rule
+        metrics: dict[str, float] = {}
+        if rule == "median":
+            found = np.median(rows, axis=0)
+        elif rule == "trimmed":
+            found = trimmed_mean(rows, self.harmful)
+        elif rule == "krum":
+            kept = krum(rows, self.harmful)
+            found = rows[kept].mean(axis=0)
+        else:
+            found, cut = bounded_mean(rows, self.config.bound)
+            metrics["robust_bounded"] = float(cut)
+        metrics["robust_moved"] = norm_of([found - mean.state.shared])
+        found = found.astype(mean.state.shared.dtype)
+        return replace(mean.with_shared(found), metrics={**mean.metrics, **metrics})
+
+
+def harmful_of(share: float, clients: int) -> int:
+    """Return f: a share of the clients, rounded up."""
+    return math.ceil(round(share * clients, 9))
+
+
+def trimmed_mean(rows: np.ndarray, harmful: int) -> np.ndarray:
+    """Return the mean [W] of each entry without its f smallest and f largest values, of [m, W]."""
+    mean: np.ndarray = np.sort(rows, axis=0)[harmful : len(rows) - harmful].mean(axis=0)
+    return mean
+
+
+def krum(rows: np.ndarray, harmful: int) -> np.ndarray:
+    """Return which m - f of the rows [m, W] have the smallest scores, ascending; ties by place."""
+    count = len(rows)
+    squares = np.zeros((count, count))
+    for first in range(count):
+        # Differences, not products: a large row must not drown the distances of the others.
+        squares[first] = np.square(rows - rows[first]).sum(axis=1)
+    nearest = np.sort(squares, axis=1)[:, 1 : max(2, count - harmful - 1)]  # 0 is the row itself
+    order = np.argsort(nearest.sum(axis=1), kind="stable")
+    return np.sort(order[: count - harmful])
+
+
+def bounded_mean(rows: np.ndarray, bound: float | Literal["median"]) -> tuple[np.ndarray, int]:
+    """Return the mean [W] of the rows [m, W], and how many were shortened to the bound."""
+    norms = np.array([norm_of([row]) for row in rows])
+    most = float(np.median(norms)) if bound == "median" else bound
+    scale = np.divide(most, norms, out=np.ones_like(norms), where=norms > most)
+    mean: np.ndarray = (rows * scale[:, None]).mean(axis=0)
+    return mean, int((norms > most).sum())
