@@ -8,12 +8,9 @@ Legend: m clients, W entries of the shared part, U units of aggregation, n core 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -26,8 +23,6 @@ from trishul_ray.methods.adapters import lora_pairs, lora_scale
 from trishul_ray.spectral.diagnostics import client_matrices, diagnose, left_spectrum, stack_spectra
 from trishul_ray.spectral.svt import singular_values
 from trishul_ray.stages import ArrayState
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,14 +70,12 @@ def upload_diagnostics(
     weights = torch.tensor([configured_weight(weighting, upload) for upload in uploads])
     weights = weights.double() / weights.sum()
     sent, updates, active = _stacked(uploads, broadcast, blueprint)
-    top_k = experiment.evaluation.top_k
-    both = _side_by_side(
-        partial(_over_ranks, vectors, weights, active, blueprint, top_k)
-        for vectors in (sent, updates)
-    )
-    for prefix, (values, _) in zip(("", "delta_"), both, strict=True):
+    matrices: Arrays = {}
+    for prefix, vectors in (("", sent), ("delta_", updates)):
+        # The matrices of the updates, which come last, are kept.
+        top_k = experiment.evaluation.top_k
+        values, matrices = _over_ranks(vectors, weights, active, blueprint, top_k)
         metrics |= {prefix + name: value for name, value in values.items()}
-    matrices = both[1][1]
     one = _uploaded_spectrum(sent[:1], None if active is None else active[:1], blueprint)
     if matrices:
         matrices["clients"] = np.array([u.client for u in uploads], dtype=np.int64)
@@ -143,18 +136,6 @@ def _stacked(
     full = np.ones(len(blueprint.expected.unit_sizes), dtype=bool)
     masks = [full if u.active is None else np.array(u.active) for u in uploads]
     return sent, sent - received, torch.from_numpy(np.stack(masks))
-
-
-def _side_by_side(calls: Iterable[Callable[[], T]]) -> list[T]:
-    """Return the results of calls, each in a thread of its own where PyTorch uses one.
-
-    The clients wait for them, so that a core is free for each. Elsewhere a call in a thread would
-    sum in another order.
-    """
-    if torch.get_num_threads() > 1:
-        return [call() for call in calls]
-    with ThreadPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as threads:
-        return [each.result() for each in [threads.submit(call) for call in calls]]
 
 
 def _uploaded_spectrum(vector: Tensor, active: Tensor | None, blueprint: Blueprint) -> Arrays:
