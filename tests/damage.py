@@ -1,4 +1,6 @@
-"""Damage to a file by a power cut, a full disk or a worn one."""
+"""Damage to a file by a power cut, a full disk or a worn one; every kind of kept file."""
+
+from pathlib import Path
 
 
 def _page(data: bytes) -> bytes:
@@ -21,3 +23,48 @@ DAMAGE = {
     "page": _page,
     "bit": _bit,
 }
+
+#: When test_damaged_files.py damages a file, by its pattern; it takes the newest that matches.
+RUN_AGAIN = [
+    ("runs/*/attempt.json", "broken off"),
+    ("runs/*/config.yaml", "broken off"),
+    ("runs/*/checkpoints/round-*", "broken off"),
+    ("runs/*/checkpoints/clients-*", "broken off"),
+    ("runs/*/result.json", "finished"),
+    ("runs/*/config.yaml", "finished"),
+    ("runs/*/metrics.parquet", "finished"),
+    ("runs/*/diagnostics.npz", "finished"),
+    ("runs/*/test_rows.npz", "finished"),
+    ("runs/*/adapter/*.safetensors", "finished"),
+    ("runs/*/adapter/*.json", "finished"),
+    ("runs/*/adapter/README.md", "finished"),
+    ("runs/*/adapter/backbone/*", "finished"),
+    ("runs/*/figures/*.png", "finished"),
+    ("cache/data/*/*.arrow", "cached"),
+    ("cache/data/*/.xxh128", "cached"),
+    ("cache/weights/*/weights.pt", "cached"),
+    ("cache/weights/*/.xxh128", "cached"),
+    ("cache/models/*/model.safetensors", "cached"),
+    ("cache/models/*/config.json", "cached"),
+    ("cache/models/*/preprocessor_config.json", "cached"),
+    ("cache/models/*/.xxh128", "cached"),
+]
+#: Files that other tests damage, in each of these ways.
+ELSEWHERE = {
+    "runs/*/failure.json": "sweeps/test_status.py",
+    "runs/sweeps/*.json": "sweeps/test_status.py",
+    "runs/*/eval.json": "runs/test_evaluate.py",
+    "runs/*/answers.jsonl": "runs/test_evaluate.py",
+    "cache/rows/*/*": "data/test_from_python.py",
+    "cache/results/*/*/*": "sweeps/test_status.py",
+}
+#: Files that nothing rests on: of a damaged database, SQLite or MLflow tells.
+NOT_CHECKED = ["runs/mlflow.db", "runs/mlartifacts/**/*", "runs/*/harness.json", "**/*lock"]
+
+
+def unlisted(root: Path) -> list[str]:
+    """Return the files of ``runs`` and ``cache`` of which these lists know nothing."""
+    patterns = [*(pattern for pattern, _ in RUN_AGAIN), *ELSEWHERE, *NOT_CHECKED]
+    listed = {path for pattern in patterns for path in root.glob(pattern)}
+    kept = [path for place in ("runs", "cache") for path in (root / place).rglob("*")]
+    return sorted(str(p.relative_to(root)) for p in kept if p.is_file() and p not in listed)

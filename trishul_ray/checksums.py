@@ -4,6 +4,7 @@ Folders of the cache, on which numbers rest, are sealed with checksums and check
 """
 
 import hashlib
+import json
 import logging
 import re
 import shlex
@@ -17,8 +18,8 @@ from pathlib import Path
 import xxhash
 from filelock import FileLock
 
-from trishul_ray.errors import InputError
-from trishul_ray.files import complete_folder, write_file
+from trishul_ray.errors import CorruptFileError, InputError, first_line
+from trishul_ray.files import Json, complete_folder, write_file
 
 #: Beginning of the text that stands for a file that Git LFS has not fetched.
 _LFS = b"version https://git-lfs.github.com/spec/"
@@ -32,6 +33,9 @@ SETTLING_SECONDS = 2.0
 
 #: A file in a folder of the cache with the checksums of the others.
 SEAL = ".xxh128"
+
+#: Between the other fields of an object of JSON and the hex digits of its checksum.
+_CHECKSUM = b',\n  "checksum": "'
 
 #: Repairs of this process that its driver does not know yet, a line each.
 _remarks: list[str] = []
@@ -204,6 +208,37 @@ def discard_damaged(folder: Path) -> None:
             f"storage.cache: {folder} is damaged, and cannot be removed ({error.strerror}): "
             f"rm -r {shlex.quote(str(folder))}"
         ) from error
+
+
+def to_checked_json(fields: Json) -> bytes:
+    """Return an object as JSON with a last field ``checksum``: the SHA-256 of the bytes before.
+
+    It is of bytes, not of values: thousands of results are checked without encoding them again.
+    """
+    text = json.dumps(fields, indent=2, ensure_ascii=False)
+    return _with_checksum(text.removesuffix("\n}").encode())
+
+
+def from_checked_json(content: bytes, place: str) -> Json:
+    """Return the object that :func:`to_checked_json` has written, with its checksum.
+
+    Raises:
+        CorruptFileError: It is damaged; the message names its ``place``.
+    """
+    try:
+        fields = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{place} is unreadable ({first_line(error)})") from error
+    if not isinstance(fields, dict):
+        raise CorruptFileError(f"{place} is unreadable (not an object)")
+    if content != _with_checksum(content.rpartition(_CHECKSUM)[0]):
+        fault = "is corrupt (checksum differs)" if "checksum" in fields else "has no checksum"
+        raise CorruptFileError(f"{place} {fault}")
+    return fields
+
+
+def _with_checksum(body: bytes) -> bytes:
+    return body + _CHECKSUM + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 def remark(line: str) -> None:

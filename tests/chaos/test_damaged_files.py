@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from crashes import ALL, CRASHED, Place
-from damage import DAMAGE
+from damage import DAMAGE, ELSEWHERE, RUN_AGAIN, unlisted
 
 from trishul_ray.experiment.loading import load_experiment
 
@@ -16,34 +16,11 @@ WORDS = [
     "evaluation.batch_size=16", "resources.backend=inline", "uploads.codec=int4",
     "uploads.error_feedback=true",
 ]  # fmt: skip
-#: When a file is damaged, by its pattern; the newest that matches is taken. MLflow's database is
-#: its own: of a damaged one, SQLite or MLflow tells.
-KINDS = {
-    "runs/*/attempt.json": "broken off",
-    "runs/*/config.yaml": "broken off",
-    "runs/*/checkpoints/round-*": "broken off",
-    "runs/*/checkpoints/clients-*": "broken off",
-    "runs/*/result.json": "finished",
-    "runs/*/metrics.parquet": "finished",
-    "runs/*/diagnostics.npz": "finished",
-    "runs/*/test_rows.npz": "finished",
-    "runs/*/adapter/adapter_model.safetensors": "finished",
-    "runs/*/figures/loss.png": "finished",
-    "cache/data/*/train.arrow": "cached",
-    "cache/data/*/.xxh128": "cached",
-    "cache/weights/*/weights.pt": "cached",
-    "cache/weights/*/.xxh128": "cached",
-    "cache/models/*/model.safetensors": "cached",
-    "cache/models/*/config.json": "cached",
-    "cache/models/*/preprocessor_config.json": "cached",
-    "cache/models/*/.xxh128": "cached",
-}
-
 _WAYS = list(DAMAGE)
 #: Kinds of files and of damage; without ALL two of the latter for each file, in turn.
 CASES = [
-    (kind, _WAYS[(number + further) % len(_WAYS)])
-    for number, kind in enumerate(KINDS)
+    (*kind, _WAYS[(number + further) % len(_WAYS)])
+    for number, kind in enumerate(RUN_AGAIN)
     for further in (range(len(_WAYS)) if ALL else (0, 2))
 ]
 
@@ -84,10 +61,9 @@ def world(tmp_path_factory, fork_environment):
 @pytest.mark.slow
 @pytest.mark.chaos
 @pytest.mark.timeout(900)  # the first one makes the runs
-@pytest.mark.parametrize(("pattern", "damage"), CASES)
-def test_a_damaged_file_changes_nothing(world, pattern, damage):
+@pytest.mark.parametrize(("pattern", "state", "damage"), CASES)
+def test_a_damaged_file_changes_nothing(world, pattern, state, damage):
     place, id, want = world
-    state = KINDS[pattern]
     place.restore(place.root / state)
     if pattern.startswith("cache/weights"):  # of the backbone's files as they are linked now
         assert place.run(WORDS).code == 0
@@ -118,3 +94,13 @@ def test_undamaged_files_are_said_to_be_nothing_else(world):
         assert again.code == 0 and "damaged" not in again.said and "corrupt" not in again.said
         got = place.observe(id)
         assert {**got, "files": set(got["files"])} == {**expected, "files": set(expected["files"])}
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_every_kind_of_kept_file_is_listed(world):
+    place, _, want = world
+    for state in want:
+        assert unlisted(place.root / state) == []
+    tests = Path(__file__).parents[1]
+    assert all("in DAMAGE" in (tests / file).read_text() for file in ELSEWHERE.values())

@@ -9,8 +9,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from damage import DAMAGE
 from PIL import Image
 
+from trishul_ray.checksums import SEAL, take_remarks
 from trishul_ray.config import DataConfig
 from trishul_ray.data.passed_rows import encode_image, store_rows, to_splits, to_table
 from trishul_ray.data.prepare import prepare
@@ -37,6 +39,18 @@ def test_the_same_rows_have_one_folder(rows, tmp_path):
     assert folder == store_rows(COLUMNS, tmp_path, {})
     assert pq.read_table(folder / "train.parquet").to_pydict() == COLUMNS
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_damaged_rows_are_written_again(tmp_path):
+    folder = store_rows(COLUMNS, tmp_path, {})
+    for name in ("train.parquet", SEAL):
+        content = (folder / name).read_bytes()
+        for damage in DAMAGE:
+            (folder / name).write_bytes(DAMAGE[damage](content))
+            assert store_rows(COLUMNS, tmp_path, {}) == folder
+            assert (folder / name).read_bytes() == content
+            (said,) = take_remarks()
+            assert f"{folder} is damaged (" in said
 
 
 def test_other_values_orders_names_and_splits_are_other_folders(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from damage import DAMAGE
 from peft import PeftModel
 from torchmetrics.functional.text.rouge import rouge_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,6 +22,7 @@ from trishul_ray.report.outcomes import CellOutcome, Evaluated
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.evaluate import (
     ANSWERS,
+    _read,
     draw_rows,
     evaluate_run,
     exact_match,
@@ -92,6 +94,17 @@ def test_answers_are_the_same_in_any_batch_and_their_scores_are_read_by_tables(t
     column = Evaluated(score="rouge_l", model="untuned")
     (read,) = column.outcomes([cell])
     assert read.value == whole["untuned"]["rouge_l"] and read.unit == "%"
+    for name in ("eval.json", ANSWERS):
+        content = home.read(name)
+        for damage in DAMAGE:
+            home.write(name, DAMAGE[damage](content))
+            if name == "eval.json":
+                (cell_read,) = column.outcomes([cell])
+                with pytest.raises(CorruptFileError, match=r"eval\.json .*; trishul eval .* again"):
+                    cell_read.value  # noqa: B018
+            assert _read(home, {"id": tuned.id}) == {}
+        home.write(name, content)
+    assert _read(home, {"id": tuned.id}) == whole
     (lost,) = Evaluated(score="loss").outcomes([cell])
     assert lost.value == scores["loss"] and lost.unit == "loss"
 

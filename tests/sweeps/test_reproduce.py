@@ -14,6 +14,7 @@ from contextlib import closing, suppress
 
 import psutil
 import pytest
+from damage import unlisted
 from rich.console import Console
 
 from trishul_ray.errors import InputError
@@ -149,6 +150,7 @@ def test_a_sweep_with_a_cell_that_fails_always_and_one_that_fails_once(
         **dict.fromkeys(experiments, "finished"),
         "broken": "failed",
     }
+    assert unlisted(tmp_path) == []
     failure = json.loads(run_folder(broken).read("failure.json"))
     assert failure["reason"] == result.failures["mine: broken"] and failure["attempts"] == 1
     for experiment in experiments.values():

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from damage import DAMAGE
 from rich.console import Console
 from tiny_files import TINY_TEXT, change_weights, save_bert, write_notes
 
@@ -26,6 +27,7 @@ from trishul_ray.sweeps.status import (
     other_results,
     record_failure,
 )
+from trishul_ray.tracking.mlflow_sweep import SweepRun
 from trishul_ray.tracking.progress import RunProgress
 
 WORDS = ["dataset=hub", "data.path=me/notes", "model=me/bert", *TINY_TEXT]
@@ -187,6 +189,24 @@ def test_a_failure_is_kept_until_a_run_finishes(place, cache):
     record_failure(experiment, "the disk is full", 3)
     state = state_of(experiment)
     assert state.status == "corrupt" and state.reason.endswith("; the disk is full")
+    note = place / f"runs/{experiment.id}/failure.json"
+    content = note.read_bytes()
+    for damage in DAMAGE:
+        note.write_bytes(DAMAGE[damage](content))
+        assert state_of(experiment).reason.endswith("; the last attempt failed")
+
+
+def test_a_damaged_note_of_what_mlflow_has_is_not_believed(tmp_path):
+    (tmp_path / "mlflow.db").touch()
+    runs, tags = Store.open(str(tmp_path / "runs")), {"sweep": "mine", "profile": "custom"}
+    sweep, results = SweepRun(f"sqlite:///{tmp_path}/mlflow.db", "mine", runs, tags, {}), {"a": "b"}
+    sweep.note(results)
+    (note,) = (tmp_path / "runs" / "sweeps").iterdir()
+    content = note.read_bytes()
+    assert sweep.has(results)
+    for damage in DAMAGE:
+        note.write_bytes(DAMAGE[damage](content))
+        assert not sweep.has(results)
 
 
 def test_a_store_in_a_bucket(cell, place, cache, s3_bucket):
@@ -233,10 +253,12 @@ def test_a_copy_that_is_damaged_is_not_used(cell, place, tmp_path, s3_bucket):
     home.upload_folder(place / "runs" / cell.id)
     mark_finished(home)
     (copy,) = [examine({there.id: there})[there.id].home.root]
-    for damaged in ("result.json", "metrics.parquet"):
-        Path(copy, damaged).write_bytes(b"{}")
-        state = examine({there.id: there})[there.id]
-        assert state.status == "finished" and not state.home.is_local
+    for name in ("result.json", "metrics.parquet"):
+        content = Path(copy, name).read_bytes()
+        for damage in DAMAGE:
+            Path(copy, name).write_bytes(DAMAGE[damage](content))
+            state = examine({there.id: there})[there.id]
+            assert state.status == "finished" and not state.home.is_local
     os.utime(Path(copy).parent, (0, 0))
     assert remove_unused_copies(tmp_path / "cache") == [Path(copy).parent]
     assert examine({there.id: there})[there.id].home.is_local

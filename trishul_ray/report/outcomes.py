@@ -5,7 +5,6 @@ those of the paper's records where a table reproduces one.
 """
 
 import io
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -23,6 +22,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from trishul_ray.checksums import from_checked_json
 from trishul_ray.config import Section
 from trishul_ray.errors import CorruptFileError
 from trishul_ray.plugins import Registry
@@ -284,14 +284,16 @@ class EvaluatedOutcome(CellOutcome):
         """The score; None if the run was not evaluated.
 
         Raises:
-            CorruptFileError: The file is not JSON.
+            CorruptFileError: The file is damaged.
         """
         if self.summary is None or not self.home.exists(EVALUATION):
             return None
+        place = self.home.place(EVALUATION)
         try:
-            found = json.loads(self.home.read(EVALUATION))
-        except ValueError as error:
-            raise CorruptFileError(f"{self.home.place(EVALUATION)} is unreadable") from error
+            found = from_checked_json(self.home.read(EVALUATION), place)
+        except CorruptFileError as error:
+            again = f"trishul eval {self.home.uri} makes it again"
+            raise CorruptFileError(f"{error}; {again}") from error
         if found["state_sha256"] != self.summary.state_sha256:
             return None  # of a run that has started over since
         value = found.get(self.model, {}).get(self.metric)

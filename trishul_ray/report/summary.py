@@ -16,6 +16,7 @@ import numpy as np
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from trishul_ray.checksums import from_checked_json, to_checked_json
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
 from trishul_ray.experiment.experiment import ID_LENGTH, Experiment
@@ -34,11 +35,11 @@ NUMBERS = ("metrics.parquet", "diagnostics.npz")
 #: Files of a finished run that need no backbone to be written.
 TABLES = ("config.yaml", *NUMBERS, "test_rows.npz")
 
+#: Sections of a finished run's config.yaml that may be edited: they change no number.
+_EDITED = ("name", "storage", "tracking", "resources")
+
 #: Beside the runs of a bucket, a file for each that has finished.
 _FINISHED = "finished"
-
-#: Between the other fields of result.json and the hex digits of its checksum.
-_CHECKSUM = b',\n  "checksum": "'
 
 _ID = re.compile(f"[0-9a-f]{{{ID_LENGTH}}}")
 
@@ -105,8 +106,8 @@ class RunSummary:
         identity: Text of which the id is the hash.
         sources: Content behind names of public data and weights; see ``Blueprint``.
         export: The exported model, as ``Export``; None if it was left out.
-        files: The files of the run, and their SHA-256; None for config.yaml, which the run's id
-            checks, and whose places may change.
+        files: The files of the run, and their SHA-256; None for config.yaml, whose places may be
+            edited: the other sections are those of ``config``.
         logged_to: See ``Tracker.place``.
         unread_fields: Fields of the experiment that nothing has read.
         logged: Whether all of it is where it was to be logged; False while its process ends.
@@ -169,15 +170,9 @@ class RunSummary:
         """
         place = home.place("result.json")
         content = home.read("result.json")
-        try:
-            fields = json.loads(content)
-        except ValueError as error:
-            raise CorruptFileError(f"{place} is unreadable ({error})") from error
-        if not isinstance(fields, dict) or "id" not in fields:
+        fields = from_checked_json(content, place)
+        if "id" not in fields:
             raise CorruptFileError(f"{place} is unreadable (not the result of a run)")
-        if content != _with_checksum(content.rpartition(_CHECKSUM)[0]):
-            fault = "is corrupt (checksum differs)" if "checksum" in fields else "has no checksum"
-            raise CorruptFileError(f"{place} {fault}")
         if fields["id"] != home.name:
             raise CorruptFileError(f"{place} belongs to run {fields['id']}")
         try:
@@ -226,8 +221,7 @@ class RunSummary:
 
     def to_json(self) -> bytes:
         """Return the bytes of result.json."""
-        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
-        return _with_checksum(text.removesuffix("\n}").encode())
+        return to_checked_json(self.to_dict())
 
     @property
     def client_metrics(self) -> dict[str, float]:
@@ -265,22 +259,26 @@ class RunSummary:
                 damaged[name] = "missing"
             else:
                 whole = hashlib.sha256(content).hexdigest() == expected
-                if not (_is_configuration(content) if expected is None else whole):
+                if not (self._is_configuration(content) if expected is None else whole):
                     damaged[name] = "corrupt"
         return damaged
+
+    def _is_configuration(self, content: bytes) -> bool:
+        """Return whether config.yaml, whose places may be edited, is that of the run."""
+        try:
+            found = parse_yaml(content)
+        except (yaml.YAMLError, UnicodeDecodeError):
+            return False
+        if not isinstance(found, dict):
+            return False
+        return all(
+            found.get(name) == value for name, value in self.config.items() if name not in _EDITED
+        )
 
 
 @cache
 def _values() -> TypeAdapter[RunSummary]:
     return TypeAdapter(RunSummary)
-
-
-def _is_configuration(content: bytes) -> bool:
-    """Return whether config.yaml, which has no SHA-256, can be read."""
-    try:
-        return isinstance(parse_yaml(content), dict)
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return False
 
 
 def unscored(experiment: Experiment, scored: Iterable[int]) -> str:
@@ -294,14 +292,6 @@ def unscored(experiment: Experiment, scored: Iterable[int]) -> str:
     more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
     every = experiment.evaluation.every
     return f"no score of round {min(lacking)}{more}, which evaluation.every={every} asks for"
-
-
-def _with_checksum(body: bytes) -> bytes:
-    """Return the bytes of result.json, given those of all fields but the last, its checksum.
-
-    It is of bytes, not of values: thousands of results are checked without encoding them again.
-    """
-    return body + _CHECKSUM + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 def flatten(fields: Json, prefix: str = "") -> Json:

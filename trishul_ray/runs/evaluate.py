@@ -27,9 +27,10 @@ import torch
 
 from trishul_ray.adapters.export import merge_trained
 from trishul_ray.adapters.model import Trained
+from trishul_ray.checksums import from_checked_json, to_checked_json
 from trishul_ray.data.dataset import RowSet, Split
 from trishul_ray.data.instructions import Row, read_rows
-from trishul_ray.errors import InputError, RunError
+from trishul_ray.errors import CorruptFileError, InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.messages import changed_sources
@@ -138,7 +139,7 @@ def evaluate_run(
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answered).encode()
     home.write(ANSWERS, lines)
     about["answers_sha256"] = hashlib.sha256(lines).hexdigest()
-    home.write(EVALUATION, json.dumps(about, indent=2, ensure_ascii=False).encode() + b"\n")
+    home.write(EVALUATION, to_checked_json(about))
     if experiment.tracking.mlflow and summary.mlflow_run_id is not None:
         _log(experiment, summary.mlflow_run_id, about)
     return about
@@ -162,9 +163,11 @@ def _log(experiment: Experiment, run: str, about: Json) -> None:
 
 def _read(home: Store, about: Json) -> Json:
     """Return the evaluation that a run has, if it is of the same; otherwise nothing."""
-    with suppress(FileNotFoundError, ValueError, AttributeError):
-        found: Json = json.loads(home.read(EVALUATION))
-        if {name: found.get(name) for name in about} == json.loads(json.dumps(about)):
+    with suppress(FileNotFoundError, CorruptFileError):
+        found = from_checked_json(home.read(EVALUATION), EVALUATION)
+        del found["checksum"]
+        same = {name: found.get(name) for name in about} == json.loads(json.dumps(about))
+        if same and found["answers_sha256"] == hashlib.sha256(home.read(ANSWERS)).hexdigest():
             return found
     return {}
 

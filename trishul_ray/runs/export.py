@@ -103,7 +103,10 @@ def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
         raise CorruptFileError(f"{place} is damaged: repeat the run, which restores it") from error
     experiment = build_experiment(fields, note=False)
     if experiment.id != name:
-        raise InputError(f"run {run!r}: its config.yaml now describes {experiment.id}, not {name}")
+        raise InputError(
+            f"run {run!r}: its config.yaml now describes {experiment.id}, not {name}: repeat the "
+            "run, which restores it"
+        )
     return home, experiment
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from trishul_ray.checksums import from_checked_json, to_checked_json
 from trishul_ray.data.dataset import ProgressCallback, score_name
 from trishul_ray.errors import CorruptFileError
 from trishul_ray.experiment import Experiment
@@ -163,7 +164,7 @@ def record_failure(
     """
     why = redact(reason)
     note = {"id": experiment.id, "status": status, "reason": why, "attempts": attempts}
-    RunFolder.of(experiment).home.write(FAILURE, json.dumps(note, indent=2).encode())
+    RunFolder.of(experiment).home.write(FAILURE, to_checked_json(note))
 
 
 def collect(sweeps: Sequence[Sweep], states: Mapping[str, CellState]) -> tuple[SweepOutcome, ...]:
@@ -264,11 +265,11 @@ def _with_failure(reason: str, home: Store) -> str:
 def read_failure(home: Store) -> CellState | None:
     """Return why a run has no result, as :func:`record_failure` noted it; None without a note."""
     try:
-        note = json.loads(home.read(FAILURE))
+        note = from_checked_json(home.read(FAILURE), FAILURE)
         return CellState("stopped" if note["status"] == "stopped" else "failed", note["reason"])
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError):
+    except CorruptFileError:  # or an earlier version's
         return CellState("failed", "the last attempt failed")
 
 
