@@ -36,6 +36,7 @@ import sqlalchemy.dialects.sqlite
 import torch
 import transformers.models.vit.modeling_vit  # noqa: F401
 from rich.console import Console
+from syncs import Syncs
 from tiny_run import write_numbers
 
 import trishul_ray.federation.inline
@@ -74,11 +75,12 @@ _WRITES = os.O_CREAT | os.O_TRUNC
 
 @dataclass
 class Ended:
-    """End of a run: its exit code, its output, and its calls, in order."""
+    """End of a run: its exit code, its output, its calls, in order, and what was not synced."""
 
     code: int
     said: str
     calls: list[str] = field(default_factory=list)
+    unsynced: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,9 @@ class Place:
         )
         process.start()
         process.join()
-        said, calls = json.loads(report.read_text()) if report.exists() else ("", [])
+        ended = json.loads(report.read_text()) if report.exists() else [""]
         assert process.exitcode is not None
-        return Ended(process.exitcode, said, calls)
+        return Ended(process.exitcode, *ended)
 
     def restore(self, template: Path) -> None:
         """Replace everything by a copy of another place; files but MLflow's are linked."""
@@ -191,6 +193,7 @@ def _run(
     trishul_ray.tracking.mlflow.ROUNDS_SECONDS = 0.0
     BUILTINS[VIT_DIGITS.name] = replace(VIT_DIGITS, recipe=replace(VIT_DIGITS.recipe, epochs=1))
     out, calls, code = io.StringIO(), list[str](), 0
+    unsynced: list[str] = []
     sys.stdout = sys.stderr = out
 
     def count(call: str) -> None:
@@ -233,15 +236,17 @@ def _run(
         experiment = load_experiment(None, [*words, "storage.runs=runs"])
         sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", note)
         sqlalchemy.event.listen(sqlalchemy.Engine, "commit", commit)
+        syncs = Syncs(root)
         sys.addaudithook(hook)
         progress = RunProgress(9, Console(file=out, width=300))
         for _ in run_steps(experiment, progress, fresh=fresh, extras=extras):
             pass
         crash = None
+        unsynced = syncs.end()
     except BaseException:
         code = 1
         traceback.print_exc(file=out)
     made = list(calls)
     with open(report, "w") as file:
-        json.dump([out.getvalue(), made], file)
+        json.dump([out.getvalue(), made, unsynced], file)
     os._exit(code)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from syncs import Syncs
 
 from trishul_ray import files
 from trishul_ray.checksums import fault_in, seal
@@ -36,6 +37,28 @@ def test_a_folder_is_complete_or_not_there(tmp_path):
         (folder / "a").write_text("2")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
     assert (tmp_path / "new/model/a").read_text() == "1"
+
+
+def test_a_name_appears_when_what_it_names_is_on_the_disk(tmp_path, monkeypatch):
+    for name in ("fsync", "replace", "mkdir"):
+        monkeypatch.setattr(os, name, getattr(os, name))  # Syncs replaces them
+    syncs = Syncs(str(tmp_path))
+    write_file(tmp_path / "runs" / "a" / "b", b"1")
+    with complete_folder(tmp_path / "cache" / "c") as folder:
+        (folder / "d").mkdir()
+        (folder / "d" / "e").write_bytes(b"1")
+    assert syncs.end() == []
+    monkeypatch.setattr(files, "_sync", lambda path: None)
+    write_file(tmp_path / "runs" / "f" / "g", b"1")
+    (tmp_path / "cache" / "h").touch()
+    renamed, *others = syncs.end()
+    assert "/runs/f/.g." in renamed and renamed.endswith(" is renamed and not synced")
+    assert set(others) == {
+        f"{tmp_path}/cache/h is not synced",
+        f"{tmp_path}/runs/f/g is not synced",
+        f"the name of {tmp_path}/runs/f is not synced",
+        f"the name of {tmp_path}/runs/f/g is not synced",
+    }
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])

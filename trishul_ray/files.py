@@ -55,7 +55,7 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES
 def make_cache_folder(folder: Path) -> None:
     """Create ``folder`` and its parents, or raise an InputError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise InputError(
             f"storage.cache: cannot create {folder}: {error.strerror}; set TRISHUL_CACHE"
@@ -114,9 +114,7 @@ def complete_file(file: Path) -> Iterator[Path]:
     """
     with _unfinished(file, lambda path: path.touch(exist_ok=False)) as temporary:
         yield temporary
-        _sync(temporary)
-        os.replace(temporary, file)
-        _sync(file.parent)
+        put_in_place(temporary, file)
 
 
 @contextmanager
@@ -138,9 +136,16 @@ def complete_folder(folder: Path) -> Iterator[Path]:
             if (mode := path.stat().st_mode) & readable != readable:
                 with suppress(OSError):  # some file systems know no permissions
                     path.chmod(mode | readable)
-            _sync(path)
-        os.replace(temporary, folder)
-        _sync(folder.parent)
+            if path != temporary:
+                _sync(path)
+        put_in_place(temporary, folder)
+
+
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Give a file its name, durably: content first; of a folder, the content must be synced."""
+    _sync(temporary)
+    os.replace(temporary, target)
+    _sync(target.parent)
 
 
 @contextmanager

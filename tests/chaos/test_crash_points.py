@@ -83,6 +83,7 @@ def crash_everywhere(place, scenario, first, stride):
     id = load_experiment(None, scenario.words).id
     undisturbed = place.run(scenario.words, fresh=scenario.fresh, extras=scenario.extras)
     assert undisturbed.code == 0, undisturbed.said
+    assert undisturbed.unsynced == []
     want, wrong = place.observe(id), {}
     assert want["statuses"] == ["FINISHED"] and want["logged"] and not want["damaged"]
     for number in range(first, len(undisturbed.calls) + 1, stride):

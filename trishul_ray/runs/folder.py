@@ -11,6 +11,7 @@ from filelock import FileLock, Timeout
 from trishul_ray.errors import BusyError, InputError, StorageError, StorageRefusedError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import CheckpointStore, open_checkpoints, run_folder
+from trishul_ray.files import make_folder
 from trishul_ray.redaction import redact
 from trishul_ray.report.summary import attempt_of, unmark_finished, write_attempt
 from trishul_ray.storage import Store, reason
@@ -71,7 +72,7 @@ class RunFolder:
         lock = FileLock(folder / f".{self.id}.lock")
         is_new = not folder.exists()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             lock.acquire(timeout=LOCK_SECONDS)
         except Timeout as error:
             raise BusyError(

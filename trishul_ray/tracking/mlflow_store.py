@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from filelock import FileLock, Timeout
 
 from trishul_ray.errors import InputError, first_line
+from trishul_ray.files import make_folder, put_in_place
 from trishul_ray.lazy import mlflow
 from trishul_ray.redaction import MASK, redact
 
@@ -180,7 +181,7 @@ def open_client(uri: str) -> "MlflowClient":
             new.unlink(missing_ok=True)  # of a process that was killed
             # Without the client, whose stores live as long as the process.
             SqlAlchemyStore(sqlite_uri(new), "mlruns").engine.dispose()
-            new.replace(file)
+            put_in_place(new, file)
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)  # migrates the schema
     except (mlflow.MlflowException, SQLAlchemyError, OSError) as error:
@@ -217,7 +218,7 @@ def store_lock(uri: str) -> Iterator[None]:
         return
     lock = FileLock(f"{file}.lock", timeout=LOCK_SECONDS)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         lock.acquire()
     except Timeout as error:
         raise InputError(
