@@ -188,6 +188,8 @@ def test_truth_is_no_number(field, tmp_path):
         ("just words\n", "must contain key: value pairs, not a text"),
         ("!!python/object/apply:os.system ['true']\n", "is not YAML"),
         (f"a: {2000 * '['}{2000 * ']'}\n", "is not YAML: values are nested too deeply"),
+        ("seed: 2001-99-99\n", "is not YAML: a value cannot be read: month must be in 1"),
+        ("seed: !!timestamp x\n", "is not YAML: a value cannot be read"),
     ],
 )
 def test_invalid_config_files(tmp_path, text, expected):

@@ -437,6 +437,7 @@ UTF16 = "text,label\nun été,0\nb,1\n".encode("utf-16")
         ("x.tsv", b"text,label\na,0\nb,1\n", r"the columns are separated by ',', not by tabs"),
         ("x.csv", UTF16, r"x.csv, line 1: not UTF-8 .*; if it is UTF-16, convert it"),
         ("x.csv", b"text,label,text\na,0,b\n", r"2 columns are called 'text' \(columns 1, 3 of 3"),
+        ("x.csv", b"text,l\xffabel\na,0\n", r"line 1: not UTF-8 \(byte 0xff"),
         ("x.csv", b"text,label\n\xff\xfe,0\n", r"line 2: not UTF-8 \(byte 0xff .* LATIN1, convert"),
         ("x.jsonl", b'{"text": "a", "label": 1}\n{"text"\n', r"x.jsonl, line 2: not JSON"),
         ("x.jsonl", b'["a", 1]\n', r"x.jsonl, line 1: not a JSON object"),

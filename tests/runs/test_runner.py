@@ -330,8 +330,10 @@ def test_a_corrupt_result_is_named(tiny):
         (checked(older | {"data": []}), "has other fields"),
         (checked(older | {"config": {}}), r"has other fields \('method'\)"),
         (checked(older | {"config": {"method": "fedit"}}), "has other fields"),
+        (checked(older | {"config": {**older["config"], "partition": {}}}), r"\('kind'\)"),
         (checked(older | {"final": {"round": "last"}}), r"has other fields \(final.round: "),
         (checked(older | {"final": {"round": 3}}), r"has other fields \('final.accuracy'\)"),
+        (checked(older | {"best": {"round": 3}}), r"has other fields \('best.accuracy'\)"),
         (checked(older | {"round_seconds": None}), r"has other fields \(round_seconds: "),
         (checked(older | {"personal": {"a": "x"}}), r"has other fields \(personal.a: "),
     ]:

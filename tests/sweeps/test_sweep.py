@@ -219,6 +219,7 @@ MISTAKES = [
     ("name: a/b\n", 1, ["name 'a/b' must be letters, digits"]),
     ("profile: big\n", 1, ["profile=big: input should be 'paper', 'small', 'smoke' or 'custom'"]),
     ("\nextends: nowhere.yaml\n", 2, ["nowhere.yaml does not exist; give its path"]),
+    (f"\nextends: {'a' * 300}\n", 2, ["aaa does not exist; give its path"]),
     ("\nextends: s.yaml\n", 2, ["s.yaml extends this file, too; remove one"]),
     ("title: [a]\n", 1, ["title must be a name or a number, not a list"]),
     # Fields.

@@ -136,7 +136,7 @@ def _errors_named(file: Path) -> Iterator[str]:
                     f"new{file.suffix}"
                 )
         yield kind
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         describe = {"parquet": _cut_short, "CSV": _not_utf8}.get(kind)
         known = describe(file) if describe is not None and file.is_file() else None
         unknown = f"{file}: not a readable {kind} file ({first_line(error)})"

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from trishul_ray.errors import InputError, one_line
+from trishul_ray.errors import InputError, first_line, one_line
 
 #: Fields of an experiment, nested by section, before they are validated.
 RawFields: TypeAlias = dict[str, Any]
@@ -47,6 +47,8 @@ def parse_yaml(text: str | bytes) -> Any:
         return yaml.load(text, Loader=_Loader)  # noqa: S506  # a SafeLoader
     except RecursionError:
         raise yaml.MarkedYAMLError(problem=TOO_DEEP) from None
+    except (ValueError, LookupError, AttributeError) as error:  # such as a date in month 13
+        raise yaml.MarkedYAMLError(problem=f"a value cannot be read: {first_line(error)}") from None
 
 
 def parse_texts(text: str) -> Any:

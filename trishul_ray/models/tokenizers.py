@@ -49,7 +49,7 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
         files.check()
         _check_file(location / "tokenizer.json")
     try:
-        with files.reading(ImportError):
+        with files.reading():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 location, trust_remote_code=False, use_fast=True
             )

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -116,8 +115,7 @@ def build_weights(plan: Plan) -> tuple[nn.Module, list[str]]:
         return drawn, []
     if isinstance(checkpoint, Path) and not any(checkpoint.glob("*.safetensors")):
         raise _no_safetensors(config, checkpoint, AUTO_CLASSES[kind].__name__)
-    errors = RuntimeError, SafetensorError
-    with plan.files.reading(*errors, weights=True), torch.random.fork_rng(devices=[]):
+    with plan.files.reading(weights=True), torch.random.fork_rng(devices=[]):
         model, info = AUTO_CLASSES[kind].from_pretrained(
             checkpoint,
             config=plan.architecture,

@@ -204,9 +204,11 @@ class RunSummary:
         for section in ("method", "data", "model"):
             if not isinstance(self.config[section]["name"], str):
                 raise TypeError(f"config.{section}.name is no text")
-        for name in (self.headline, "round"):
-            if name not in self.final:
-                raise KeyError(f"final.{name}")
+        for field_name in ("final", "best"):
+            for name in (self.headline, "round"):
+                if name not in getattr(self, field_name):
+                    raise KeyError(f"{field_name}.{name}")
+        _row_of(self)
 
     def written(self) -> "RunSummary":
         """Return the summary as it is read again: with its checksum, and plain JSON values."""

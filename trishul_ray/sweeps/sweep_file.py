@@ -641,7 +641,7 @@ def _extended(own: Pairs, path: Path, children: tuple[Path, ...]) -> Iterator[Pa
     for item in [given] if isinstance(given, Scalar) else given:
         name = _expect(item, Scalar, "extends")
         candidates = [folder / name for folder in (path.parent, *folders())]
-        found = next((file for file in candidates if file.is_file()), None)
+        found = next(filter(os.path.isfile, candidates), None)  # also for names that are too long
         if found is None:
             fail(name, f"extends: {name} does not exist; give its path from this file")
         if found.resolve() in children:

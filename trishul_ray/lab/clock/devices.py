@@ -239,7 +239,7 @@ def _read(field: str, path: str, needed: Sequence[str], optional: Sequence[str] 
                 f"{field}={path!r} lacks the column {', '.join(lacking)}; it has {', '.join(names)}"
             )
         return pq.read_table(place, columns=[*needed, *(o for o in optional if o in names)])
-    except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+    except (OSError, ValueError, NotImplementedError) as error:  # those of Arrow are among them
         if isinstance(error, InputError):
             raise
         reason = lfs_pointer(place) or first_line(error)
