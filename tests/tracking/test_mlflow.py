@@ -26,7 +26,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.redaction import is_secret_name, redact
 from trishul_ray.storage import Store
 from trishul_ray.tracking import mlflow as mlflow_module
-from trishul_ray.tracking.mlflow import ID_TAG, MlflowTracker
+from trishul_ray.tracking.mlflow import ID_TAG, MlflowTracker, replace_run
 from trishul_ray.tracking.mlflow_store import (
     get_or_create_experiment,
     open_client,
@@ -283,6 +283,20 @@ def test_a_round_is_logged_once(uri):
     again.round(2, {"accuracy": 0.8})
     again.end("FINISHED")
     assert history(uri, first.run_id, "accuracy") == [(1, 0.5), (2, 0.8)]
+
+
+def test_a_run_is_not_replaced_if_the_process_that_was_to_delete_it_was_killed(uri, monkeypatch):
+    first = open_run(uri)
+
+    def killed(self, run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MlflowClient, "delete_run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        replace_run(uri, "trishul", "abc123", "another")
+    again = open_run(uri)
+    assert again.run_id == first.run_id
+    assert "trishul.replaced_by" not in MlflowClient(uri).get_run(first.run_id).data.tags
 
 
 def test_changed_parameters_go_into_a_tag(uri):

@@ -157,9 +157,12 @@ class MlflowTracker(Tracker):
                 number = self.experiment.experiment_id
                 return self.client.create_run(number, tags=tags, run_name=run.name)
             self._logged = None  # the store is asked
-            if found[0].info.status != "RUNNING":
-                self.client.update_run(found[0].info.run_id, status="RUNNING")
-            return found[0]
+            (first, *_) = found
+            if first.info.status != "RUNNING":
+                self.client.update_run(first.info.run_id, status="RUNNING")
+            if REPLACED_TAG in first.data.tags:  # a process was killed in replace_run
+                self.client.delete_tag(first.info.run_id, REPLACED_TAG)
+            return first
 
     def _log_start(self, run: RunStart, known: Mapping[str, str]) -> None:
         params, entities = public(run.params), mlflow.entities

@@ -129,6 +129,7 @@ class RayDriver:
         self._workers, self.actor = workers, workers.coordinator(experiment, slices)
         self.limit = experiment.resources.max_restarts
         self.losses = 0
+        self._events: list[str] = []  # since the last report
         self._last_round = -1  # the last round whose record was returned
         fields = experiment.to_dict(sources=True)
         self._run = Assignment(uuid.uuid4().hex, fields, attempt, [ray.put(prepared)])
@@ -140,7 +141,9 @@ class RayDriver:
             InputError: The run cannot be built from this input.
             RunError: No actor started, or ``resources.max_restarts`` are used up.
         """
-        return self._without_repeats(self._ask(self.actor.begin))
+        report = self._without_repeats(self._ask(self.actor.begin))
+        events, self._events = self._events, []
+        return replace(report, events=[*events, *report.events])
 
     def step(self) -> RoundReport:
         """Run one round. If the coordinator dies in it, return where its successor starts.
@@ -153,19 +156,10 @@ class RayDriver:
             self.losses = 0  # since the last round
             return report
         except RayError as error:
-            # Ray counts restarts, too.
-            if is_gone(self.actor) or self.losses >= self.limit:
-                raise self._failure(error) from error
-            self.losses += 1  # Ray's own count does not have the objects that are lost with a node
-            self._workers.spoiled = True
-            event = (
-                f"{_describe_loss(error)}; loss {self.losses} of at most {self.limit}, going on "
-                "from the checkpoint"
-            )
+            self._go_on_after(error)
         # The round may have been aggregated and its record lost with the answer, so ask for all
         # records. Ray holds this call back until the coordinator has restarted.
-        recovered = self.begin()
-        return replace(recovered, events=[event, *recovered.events])
+        return self.begin()
 
     def final(self) -> RunResult:
         """Return the result of a finished run."""
@@ -178,11 +172,27 @@ class RayDriver:
         return pids
 
     def _ask(self, method: Any) -> Any:
-        """Return the answer of a method of the coordinator, which Ray repeats after a restart."""
-        try:
-            return self._wait(method.remote(self._run))
-        except RayError as error:
-            raise self._failure(error) from error
+        """Return the answer of a method of the coordinator, which Ray repeats after a restart.
+
+        It is asked again if a node was lost with what the coordinator needs, as in a survey.
+        """
+        while True:
+            try:
+                return self._wait(method.remote(self._run))
+            except RayError as error:
+                self._go_on_after(error)
+
+    def _go_on_after(self, error: RayError) -> None:
+        """Count a loss, or raise a RunError if there were too many since the last round."""
+        if is_gone(self.actor) or self.losses >= self.limit:  # Ray counts restarts, too
+            used_up = f"resources.max_restarts={self.limit} are used up"
+            raise RunError(f"{_describe_loss(error)}; {used_up}") from error
+        self.losses += 1  # Ray's own count does not have the objects that are lost with a node
+        self._workers.spoiled = True
+        self._events.append(
+            f"{_describe_loss(error)}; loss {self.losses} of at most {self.limit}, going on from "
+            "the checkpoint"
+        )
 
     def _wait(self, answer: Any) -> Any:
         """Return the coordinator's answer; the first time, say so if it waits for resources."""
@@ -197,10 +207,6 @@ class RayDriver:
         new = [record for record in report.records if record.round > self._last_round]
         self._last_round = max([self._last_round, *(record.round for record in new)])
         return replace(report, records=new)
-
-    def _failure(self, error: RayError) -> RunError:
-        used_up = f"resources.max_restarts={self.limit} are used up"
-        return RunError(f"{_describe_loss(error)}; {used_up}")
 
 
 def _result_of(future: futures.Future[Any]) -> Any:
