@@ -413,6 +413,15 @@ def test_the_axis_of_a_metric_that_is_always_zero_has_no_negative_part(tmp_path)
         assert axes.get_ylim()[0] == 0.0
 
 
+def test_an_axis_does_not_magnify_what_is_rounded(tmp_path):
+    sweep = by_lambda(tmp_path)
+    for number, cell in enumerate(sweep.cells):
+        cell.summary.final["accuracy"] = 0.5 + number * 2**-52
+    for axes in draw_chart(data_of(figure_of("lambda_accuracy"), sweep), []).axes:
+        low, high = axes.get_ylim()
+        assert high - low > 0.01
+
+
 def test_values_of_the_field_are_not_written_over_each_other(tmp_path):
     data = data_of(figure_of("accuracy_inconsistency"), by_alpha(tmp_path))
     figure = draw_chart(data, [])

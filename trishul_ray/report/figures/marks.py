@@ -145,7 +145,9 @@ def _y_axis(axes: Axes, panel: Panel) -> None:
         axes.set_ylim(0, 1.08 * high or 1.0)
     else:
         # Shares and norms are not negative: nor is their axis, however wide their spread.
-        margin = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
+        margin = 0.08 * (high - low)
+        if high - low <= 1e-6 * max(abs(low), abs(high)):  # what differs is rounded
+            margin = 0.05 * abs(high) or 1.0
         axes.set_ylim(max(low - margin, 0.0) if positive else low - margin, high + margin)
     _in_percent(axes.yaxis, panel.y)
 
