@@ -92,7 +92,8 @@ def check_writable(folder: Path, option: str) -> None:
 def make_folder(folder: Path) -> None:
     """Create a folder and its parents, durably: each is on the disk before anything is in it."""
     if not folder.is_dir():
-        make_folder(folder.parent)
+        if not folder.parent.exists():
+            make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         _sync(folder.parent)
 

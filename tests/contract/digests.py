@@ -127,6 +127,7 @@ CONFIGURATIONS = {
     "privacy, survey": "method=fedsb privacy.noise=0.3 privacy.sampling=fixed",
     "privacy, private": "method=trishul-private method.private_heads=2 privacy.noise=1 "
     f"privacy.sampling=fixed {OWN}",
+    "attacked": "attack.share=0.5 attack.scale=-3 robust.rule=median",
     # Computation of a client.
     "stacked": "federation.stacked=2",
     "stacked, private": f"federation.stacked=3 method=trishul-private method.private_heads=2 {OWN}",
