@@ -57,12 +57,24 @@ def test_metrics_are_in_groups():
     [
         (
             *("image", "vit-digits"),
-            {"max_length", "target_length", "template", "verbalizers", "turns", "loss"},
+            {
+                "max_length",
+                "target_length",
+                "template",
+                "verbalizers",
+                "answer_pattern",
+                "turns",
+                "loss",
+            },
         ),
-        ("text", "bert-tiny", {"target_length", "template", "verbalizers", "turns", "loss"}),
-        ("text", "llama-tiny", {"target_length", "turns", "loss"}),
-        ("text", "t5-tiny", {"turns", "loss"}),
-        ("qa", "t5-tiny", {"verbalizers", "turns", "loss"}),
+        (
+            "text",
+            "bert-tiny",
+            {"target_length", "template", "verbalizers", "answer_pattern", "turns", "loss"},
+        ),
+        ("text", "llama-tiny", {"target_length", "answer_pattern", "turns", "loss"}),
+        ("text", "t5-tiny", {"answer_pattern", "turns", "loss"}),
+        ("qa", "t5-tiny", {"verbalizers", "answer_pattern", "turns", "loss"}),
         ("instruction", "llama-tiny", {"verbalizers"}),
     ],
 )

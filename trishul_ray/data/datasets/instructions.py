@@ -46,7 +46,7 @@ MEDICAL = PublicDataset(
 # Rows: https://huggingface.co/datasets/FinGPT/fingpt-sentiment-train
 FINANCE = PublicDataset(
     name="finance",
-    description="sentiment of financial news as instructions (FinGPT), 76,772 in all",
+    description="sentiment of financial news (FinGPT), 76,772 in all",
     repo=HubRepo(
         "FinGPT/fingpt-sentiment-train", revision="a2701f2155c1371ba38b92a2c41e8b0c0fca7614"
     ),
