@@ -7,13 +7,11 @@ Evaluation does not delay training: the model after round t is the broadcast of 
 evaluation and training run together, and the record of round t is complete one round later.
 """
 
-import math
 import time
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -53,22 +51,19 @@ from trishul_ray.federation.reduce import (
     round_units,
 )
 from trishul_ray.federation.scoring import Scoring
+from trishul_ray.federation.transfers import Transfers, over_clients
 from trishul_ray.memory import PeakMemory
 from trishul_ray.methods.base import ClientUpload, Method, Round, State, build_method
 from trishul_ray.rng import numpy_rng
 from trishul_ray.stages import (
     ArrayState,
-    ClientRound,
     Cohort,
     MeanChange,
     Partial,
     RunPlan,
     Sent,
     Stages,
-    Traffic,
 )
-
-A = TypeVar("A", int, float)
 
 
 class Executor(Protocol):
@@ -159,10 +154,6 @@ class Server:
             self.events.append("no valid checkpoint is left: the run starts over")
         start = Checkpoint(experiment.id, attempt, 0, State(np.zeros(0)), records=[RoundRecord(0)])
         self.checkpoint = restored or start
-        # The clients that have been asked so far, and the round in which they were last.
-        self._asked: dict[int, int] = {}
-        for record in self.checkpoint.records:
-            self._remember(record)
         self.blueprint = executor.describe(self.checkpoint.state.survey)
         lines = self._begin()
         if restored is None:
@@ -177,6 +168,7 @@ class Server:
         self.events += lines
         self.checkpoint.sources = self.blueprint.sources
         self.checkpoint.info = self.blueprint.info
+        self.transfers = Transfers(self.method, self.blueprint, self.checkpoint.records)
         self.scoring = Scoring(
             experiment, self.blueprint, self.participants, personal=self.method.personal
         )
@@ -270,20 +262,12 @@ class Server:
                 everyone = self._compare_everyone(number, sent.read, outcome)
                 began += time.perf_counter() - paused
                 record = self._aggregate(number, sent, cohort, outcome)
-                self._remember(record)
+                self.transfers.remember(record)
                 now.matrices |= everyone
                 record.seconds = time.perf_counter() - began
                 now.records.append(record)
             self.checkpoints.save(now)
         return self._report([complete])
-
-    def _remember(self, record: RoundRecord) -> None:
-        self._asked |= dict.fromkeys([*record.clients, *map(int, record.missing)], record.round)
-
-    def _setup(self, broadcast: State, client: int) -> int:
-        """Return how many numbers a client downloads once in this round; see the method's."""
-        last = self._asked.get(client)
-        return self.method.setup_parameters(broadcast, self.blueprint.layout, last)
 
     def _run(self, number: int, sent: Sent, cohort: Cohort) -> Outcome:
         """Train the clients of a round, and score the model after the previous one.
@@ -316,22 +300,9 @@ class Server:
 
     def _cohort(self, number: int, sent: Sent) -> Cohort:
         """Return the clients of a round: those that are drawn, unless a stage chooses."""
-        drawn = Cohort(self.draw(number), traffic=partial(self._traffic, sent))
+        traffic = partial(self.transfers.expected, sent, self.checkpoint.records[-1])
+        drawn = Cohort(self.draw(number), traffic=traffic)
         return self.stages.cohort(number, drawn)
-
-    def _traffic(self, sent: Sent) -> Traffic:
-        """Return the bytes that a client of the next round is expected to transfer.
-
-        Who comes in time must be known before anyone trains: a client is expected to send as much
-        as those of the round before on average, and in round 1 four bytes for each number.
-        """
-        tensors, last = sent.state.map(as_tensor), self.checkpoint.records[-1]
-        up = 4.0 * sum(self.blueprint.expected.lengths.values())
-        if last.clients:
-            up = last.metrics()["uploaded_bytes"] / len(last.clients)
-        down = 4 * self._download(tensors, 0) if sent.size is None else sent.size
-        first = self.method.setup_parameters(tensors, self.blueprint.layout, None)
-        return Traffic(down, 4 * first, up)
 
     def _job(self, number: int, client: int, steps: int | None = None) -> TrainJob:
         """Return the job of a client in a round, with what it has kept."""
@@ -415,7 +386,10 @@ class Server:
         now.client_states |= {r.client: r.state for r in reports if r.state}
         now.kept |= {r.client: r.kept for r in reports if r.kept}
         now.round = number
-        record, clients = self._record(number, sent, cohort, outcome, total)
+        record, clients = self.transfers.record(
+            number, sent, cohort, outcome.reports, total, now.records[-1]
+        )
+        record.stages = over_clients(outcome.reports, self.stages.summed)
         record.stages |= {**total.metrics, **mean.metrics}
         record.stages |= self.stages.end(number, now.state, clients)
         if self.experiment.evaluation.diagnoses(number, self.experiment.federation.rounds):
@@ -525,46 +499,6 @@ class Server:
             )
         return total
 
-    def _record(
-        self, number: int, sent: Sent, cohort: Cohort, outcome: Outcome, total: Partial
-    ) -> tuple[RoundRecord, list[ClientRound]]:
-        """Return the record of a round, and each client's part in it."""
-        tensors, reports, size = sent.read.map(as_tensor), outcome.reports, sent.size
-        uploaded = {report.client: report.uploaded for report in reports}  # ascending
-        downs = [self._download(tensors, report.unsent) for report in reports]
-        setups = {each: self._setup(tensors, each) for each in [*uploaded, *cohort.missing]}
-        clients = []
-        for r, numbers in zip(reports, downs, strict=True):
-            once = 0 if r.client in cohort.repeated else setups[r.client]
-            down = 4 * numbers if size is None else size
-            up = 4 * r.uploaded if r.uploaded_bytes is None else r.uploaded_bytes
-            clients.append(ClientRound(r.client, down + 4 * once, up, r.loss, r.squared_loss))
-        if cohort.wasted:
-            downs.append(cohort.wasted * self._download(tensors, 0))
-        setup, received = sum(setups.values()), len(reports) + cohort.wasted
-        losses = [r.loss for r in reports if math.isfinite(r.loss)]
-        coded = [r.uploaded_bytes for r in reports if r.uploaded_bytes is not None]
-        record = RoundRecord(
-            round=number,
-            clients=list(uploaded),
-            refused={str(client): why for client, why in total.refused.items()},
-            missing={str(client): why for client, why in cohort.missing.items()},
-            accepted_uploads=[uploaded[client] for client in total.clients],
-            train_loss=float(np.mean(losses)) if losses else None,
-            uploaded_parameters=sum(uploaded.values()),
-            uploaded_bytes=sum(coded) if coded else None,
-            downloaded_parameters=sum(downs) + setup,
-            downloaded_bytes=None if size is None else size * received + 4 * setup,
-            client_seconds=float(np.mean([r.seconds for r in reports])) if reports else None,
-            stages=_over_clients(reports, self.stages.summed),
-        )
-        return record, clients
-
-    def _download(self, broadcast: Any, unsent: int) -> int:
-        """Return how many numbers of a broadcast a client receives in this round."""
-        before = self.checkpoint.records[-1].accepted_uploads
-        return self.method.download_parameters(broadcast, self.blueprint.layout, unsent, before)
-
     def progress(self) -> RoundReport:
         """Return the records that no later step changes, and the events since the last report."""
         records = self.checkpoint.records
@@ -580,16 +514,6 @@ class Server:
         # What the clients keep may be large, and the result is sent to the driver.
         whole = replace(self.checkpoint, client_states={}, kept={})
         return RunResult(whole, self.blueprint, self.broadcast(), self.memory)
-
-
-def _over_clients(reports: Sequence[TrainReport], summed: AbstractSet[str]) -> dict[str, float]:
-    """Return what stages report of a round's clients: means, or sums of the named ones."""
-    found: dict[str, list[float]] = {}
-    for report in reports:
-        for name, value in report.stages.items():
-            if math.isfinite(value):  # that of what is refused may not be
-                found.setdefault(name, []).append(value)
-    return {n: float(np.sum(v) if n in summed else np.mean(v)) for n, v in found.items()}
 
 
 def _is_finite(state: ArrayState) -> bool:
