@@ -62,7 +62,8 @@ def test_a_driver_killed_twice_gives_the_same_bytes_and_one_mlflow_run(
     third = trishul("run", *words)
     code, out, errors = third.end()
     assert code == 0, errors
-    assert "continuing after round" in errors
+    # The second was killed in a later round, or between its last one and its figures.
+    assert "continuing after round" in errors or "had finished before" in errors, errors
     assert RAYS_OWN.search(out + errors) is None, out + errors
     assert third.left_behind() == []
 

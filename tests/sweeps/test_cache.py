@@ -46,6 +46,7 @@ WITHOUT_EFFECT = {
     "storage.retry_seconds": [0],
     "federation.clients_per_actor": [1],
     "optimizer.lr_source": ["a guess"],
+    "task.answer_pattern": ["[0-9]+"],  # of `trishul eval`
     "optimizer.rates": [None],
     "evaluation.every": [0, 7],  # the only round of these runs is the last, which is scored
     "data.content": ["sha256:0 elsewhere"],
