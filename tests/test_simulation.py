@@ -29,7 +29,7 @@ def play_all(kind, seeds, folder):
     trouble = Counter()
     for seed in seeds:
         try:
-            trouble += play(seed, kind, folder).trouble
+            trouble += play(seed, kind, folder)
         except AssertionError as error:
             raise AssertionError(f"schedule {seed} of {kind!r}: {error}") from error
     return trouble

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from simulation.world import DriverKilled, Handle, Hang, World, methods_of
 
@@ -29,6 +30,7 @@ from trishul_ray.federation.on_ray.slices import Slices
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.reduce import combine, partial_sum
 from trishul_ray.federation.server import Server
+from trishul_ray.methods.base import State
 from trishul_ray.storage import Store
 
 #: Restarts of an actor, and losses of a coordinator in one round, that a run gets over.
@@ -107,7 +109,7 @@ def client_class(world: World, reference: Undisturbed) -> Any:
             return reference.answers[key]
 
         def describe(self, run: Any, survey: Any) -> Any:
-            key = _key(_Named(survey))
+            key = _key(State(np.zeros(0), survey))
             blueprint = self._answer(key, lambda: reference.executor.describe(survey))
             return self.process, replace(blueprint, remarks=())
 
@@ -127,15 +129,6 @@ def client_class(world: World, reference: Undisturbed) -> Any:
             return (self.process, None), combine(fetched(sums))
 
     return Client
-
-
-class _Named:
-    """Arrays by name, with the parts of a broadcast."""
-
-    def __init__(self, arrays: Any) -> None:
-        import numpy as np
-
-        self.shared, self.extra, self.base, self.survey = np.zeros(0), arrays, {}, {}
 
 
 @functools.cache
@@ -230,16 +223,8 @@ def experiment_of(fields: Any, reference: Any) -> Any:
     return reference.model_copy(update={"storage": storage})
 
 
-@dataclass
-class Played:
-    """What a schedule came to: how often which trouble happened, and how many drivers it took."""
-
-    trouble: Counter[str]
-    drivers: int
-
-
-def play(seed: int, kind: str, folder: Path) -> Played:
-    """Run a kind to its end in a world of a seed, and audit it.
+def play(seed: int, kind: str, folder: Path) -> Counter[str]:
+    """Run a kind to its end in a world of a seed, audit it, and return the trouble that it had.
 
     A driver that was killed, or that says why it ends, is started again, with less trouble.
 
@@ -286,7 +271,7 @@ def play(seed: int, kind: str, folder: Path) -> Played:
         assert {name for name, times in done.items() if times > 1} == set(), "done twice"
         left = sorted(path.name for path in runs.rglob("*") if path.name.startswith("."))
         assert left == [] or trouble["disk"] or trouble["driver"], f"left: {left}"
-        return Played(trouble, drivers)
+        return trouble
     finally:
         shutil.rmtree(runs)
 

@@ -513,7 +513,7 @@ class EvaluatedModel:
         arrays = [*_arrays_of(broadcast), *(job.state[name] for name in sorted(job.state))]
         if self._made_of is not None:
             before, old = self._made_of
-            if before == key and len(old) == len(arrays) and all(map(np.array_equal, old, arrays)):
+            if before == key and len(old) == len(arrays) and all(map(_are_equal, old, arrays)):
                 return
         self.release()
         trained = Trained(bench.initial)
@@ -526,6 +526,10 @@ class EvaluatedModel:
         """Unbind the model, if it is bound."""
         self._binding.close()
         self._made_of = None
+
+
+def _are_equal(one: np.ndarray, other: np.ndarray) -> bool:
+    return one is other or np.array_equal(one, other)
 
 
 def _arrays_of(state: ArrayState) -> list[np.ndarray]:

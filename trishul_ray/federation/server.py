@@ -319,18 +319,18 @@ class Server:
 
     def _changes(self, uploads: list[Any], accepted: set[int]) -> dict[int, np.ndarray]:
         """Return the accepted changes, decoded, by ascending client."""
-        weighting = self.experiment.federation.weighting
         return {
-            upload.client: self.stages.restore(
-                upload.arrays.shared, configured_weight(weighting, upload)
-            )
+            upload.client: self._decoded(upload)
             for upload in sorted(self.executor.fetch(uploads), key=lambda each: each.client)
             if upload.client in accepted
         }
 
-    def _restored(self, upload: Upload, broadcast: ArrayState) -> Upload:
+    def _decoded(self, upload: Upload) -> np.ndarray:
         weight = configured_weight(self.experiment.federation.weighting, upload)
-        value = broadcast.shared + self.stages.restore(upload.arrays.shared, weight)
+        return self.stages.restore(upload.arrays.shared, weight)
+
+    def _restored(self, upload: Upload, broadcast: ArrayState) -> Upload:
+        value = broadcast.shared + self._decoded(upload)
         return replace(upload, arrays=replace(upload.arrays, shared=value.astype(np.float32)))
 
     def broadcast(self) -> ArrayState:

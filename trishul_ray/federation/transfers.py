@@ -13,7 +13,7 @@ from trishul_ray.stages import ClientRound, Cohort, Partial, Sent, Traffic
 
 
 class Transfers:
-    """What clients transfer, given what they have received in earlier rounds.
+    """Counts of what clients transfer, given what they have received in earlier rounds.
 
     Args:
         method: The method.

@@ -20,7 +20,7 @@ from trishul_ray.stages import Change, Sender, Stage, register_stage
 
 
 class AttackConfig(Section):
-    """Who attacks, and how."""
+    """Attackers, and the factor of their changes."""
 
     share: float = Field(
         0.0, ge=0, lt=1, description="share of the clients, rounded up, that attack; by the seed"

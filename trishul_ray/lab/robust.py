@@ -33,7 +33,7 @@ from trishul_ray.stages import MeanChange, Stage, norm_of, register_stage
 
 
 class RobustConfig(Section):
-    """What the server makes of the changes of a round."""
+    """A robust rule in place of the mean of a round's changes."""
 
     rule: Literal["mean", "median", "trimmed", "krum", "norm"] = Field(
         "mean", description="mean: no rule; the others take its place, with equal weights"

@@ -192,7 +192,7 @@ class RunSummary:
         if (peak := fields.get("peak_memory")) is not None:
             fields = fields | {"peak_memory": PeakMemory(**peak)}
         if older := (fields.keys() - cls.__dataclass_fields__.keys()) & {*stage_names()}:
-            # Of older versions: a stage's report stands beside the fields, null if there is none.
+            # Older versions stored a stage's report beside the fields, null if there was none.
             reports = {name: fields[name] for name in older if fields[name] is not None}
             kept = {name: value for name, value in fields.items() if name not in older}
             fields = kept | {"reports": reports}
