@@ -312,12 +312,11 @@ class PublicDataset:
             pinned or not self.repo.on_hub,
             f"{self.repo.repo} is on the hub: set repo.revision to a commit (40 hex digits)",
         )
-        one = "test_share" if self.test_share is not None else "test_each"
         if self.test_share is not None:
             check(0 < self.test_share < 1, f"test_share={self.test_share} is not between 0 and 1")
         if self.test_each is not None:
             check(bool(self._row_groups), "test_each is for rows with groups")
-        if self.test_share is not None or self.test_each is not None:
+        if one := self._drawn_by:
             check(len(self.sizes) == 1, f"{one} is for one split; sizes has several")
             check(not self.groups, f"{one} makes one group of test rows; groups has names")
             return
@@ -329,13 +328,19 @@ class PublicDataset:
         )
 
     @property
+    def _drawn_by(self) -> str:
+        """The field that says how test rows are set aside; empty if they are published."""
+        fields = ("test_share", "test_each")
+        return next((name for name in fields if getattr(self, name) is not None), "")
+
+    @property
     def _row_groups(self) -> tuple[str, ...]:
         return self.rows.groups if isinstance(self.rows, InstructionRows) else ()
 
     @property
     def official(self) -> dict[str, int]:
         """Published numbers of ``train`` and ``test`` rows."""
-        if self.test_share is not None or self.test_each is not None:
+        if self._drawn_by:
             (total,) = self.sizes.values()
             test = len(self._row_groups) * (self.test_each or 0)
             if self.test_share is not None:

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from trishul_ray.config import Section
+from trishul_ray.methods.base import exact_share
 from trishul_ray.rng import numpy_rng
 from trishul_ray.stages import Change, Sender, Stage, register_stage
 
@@ -49,7 +50,7 @@ class Attack(Stage):
         """The clients that attack, the same in every round."""
         clients, share = self.settings.federation.clients, self.config.share
         drawn = numpy_rng(self.settings.seed, "attackers").permutation(clients)
-        return frozenset(drawn[: math.ceil(round(share * clients, 9))].tolist())
+        return frozenset(drawn[: math.ceil(exact_share(clients, share))].tolist())
 
     def send(self, change: Change, sender: Sender) -> Change:
         """Return the change times the factor, of an attacker."""
