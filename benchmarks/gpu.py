@@ -49,7 +49,8 @@ sys.path.insert(0, str(ROOT))  # the package need not be installed
 #: What the script imports, by the name of its module, and where that differs by its name on PyPI.
 NEEDED = {
     **{name: name for name in ("torch", "transformers", "numpy", "pyarrow", "psutil", "pydantic")},
-    **{"tenacity": "tenacity", "safetensors": "safetensors", "yaml": "PyYAML"},
+    **{name: name for name in ("joblib", "tenacity", "safetensors", "xxhash")},
+    **{"PIL": "pillow", "yaml": "PyYAML"},
 }
 
 
@@ -221,6 +222,17 @@ def per_call(place: Place, call: Callable[[], object], calls: int = 10) -> list[
         for _ in range(place.times(calls)):
             call()
         found.append((now(place.device) - began) / place.times(calls))
+    return found
+
+
+def launches(place: Place, call: Callable[[], object], calls: int = 10) -> list[float]:
+    """Return the seconds that the host takes for a call on a device that has nothing to do."""
+    found = []
+    for _ in range(place.times(calls)):
+        now(place.device)
+        began = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - began)
     return found
 
 
@@ -459,9 +471,10 @@ def eager(place: Place, experiment: Experiment, prepared: Prepared) -> Section:
             "local step": per_call(place, compute),
             "of it: batch": per_call(place, lambda: steps.batch(1)),
             "of it: prox": per_call(place, after_step),
+            "launches alone, not waited for": launches(place, compute),
         }
         kernels = profile(place, compute)
-    low, whole, _, end = map(statistics.median, found.values())
+    low, whole, _, end, _ = map(statistics.median, found.values())
     goals = [Goal(f"local step / limit, {precision}", whole / low, STEP[precision])]
     if precision == "bf16":
         goals.append(Goal("prox / bf16 step", end / whole, PROX))
@@ -474,7 +487,7 @@ def eager(place: Place, experiment: Experiment, prepared: Prepared) -> Section:
         "median (min-max)",
         f"by the profiler, in a step: {kernels['number']:.0f} kernels, busy {kernels['busy']:.1%} "
         f"of {kernels['seconds'] * 1e3:.2f} ms (profiled)",
-        "longest: " + "; ".join(f"{name[:60]} {ms:.3f} ms" for name, ms in kernels["longest"]),
+        "longest: " + "; ".join(f"{name[:60]} {ms:.3f} ms" for name, ms in kernels["longest"][:8]),
     ]
     data = {"seconds": found, "kernels": kernels}
     columns = ["what", "ms", "of the limit"]
@@ -532,7 +545,7 @@ def profile(place: Place, call: Callable[[], object], calls: int = 5) -> dict[st
         "number": len(events) / calls,
         "busy": busy / 1e6 / seconds,
         "seconds": seconds / calls,
-        "longest": sorted(names.items(), key=lambda item: -item[1])[:8],
+        "longest": sorted(names.items(), key=lambda item: -item[1])[:60],
     }
 
 
