@@ -583,6 +583,9 @@ class ResourcesConfig(Section):
         "auto", "CPUs of one actor's slice; auto: one per thread, fewer if they do not fit"
     )
     gpus_per_actor: float = not_in_id(1.0, "share of a GPU of one actor", gt=0, le=1)
+    cuda_graphs: bool = not_in_id(
+        False, "replay local steps as CUDA graphs: one launch for hundreds; the same bytes"
+    )
     max_restarts: int = not_in_id(3, "restarts of one actor before the run fails", ge=0)
 
 

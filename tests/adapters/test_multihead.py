@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from trishul_ray.adapters.base import FrozenLinear, LayerSpec
-from trishul_ray.adapters.multihead import Call, MultiHead, Routes, choose_routes, multihead_linear
+from trishul_ray.adapters.multihead import (
+    Call,
+    MultiHead,
+    Routes,
+    aligned_bases,
+    choose_routes,
+    multihead_linear,
+)
 from trishul_ray.errors import InputError
 
 ROUTES = [Routes(*pair) for pair in itertools.product((True, False), repeat=2)]
@@ -75,6 +82,30 @@ def test_values_and_gradients_are_those_of_the_formula(shape, path, bias, scale)
     assert got.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], rtol=1e-11, atol=1e-11)
+
+
+@settings(deadline=None, max_examples=30)
+@given(shapes, st.sampled_from([Routes(False, True), Routes(False, False)]))
+def test_aligned_heads_change_no_value_and_no_gradient(shape, routes):
+    _, frozen, params, x = case(*shape)
+    wide = replace(frozen, constants=aligned_bases(frozen.constants, shape[2]))
+    assert len(wide.constants["basis_A"]) % 8 == 0
+    found, expected = (
+        gradients(lambda x, p, f=f: multihead_linear(x, p["core"], f, routes), x, params)
+        for f in (wide, frozen)
+    )
+    torch.testing.assert_close(found[0], expected[0])
+    for name in ("x", "core"):
+        torch.testing.assert_close(found[1][name], expected[1][name])
+
+
+def test_stacked_clients_compute_with_aligned_heads():
+    adapter, frozen, params, x = case(12, 16, 2, 5, (6, 4))
+    both = {name: torch.stack([value, -value]) for name, value in params.items()}
+    wide = replace(frozen, constants=aligned_bases(frozen.constants, 2))
+    rows = x.view(2, -1, 16)
+    found = adapter.forward_stacked(rows, wide, both, "factored")
+    torch.testing.assert_close(found, adapter.forward_stacked(rows, frozen, both, "factored"))
 
 
 @pytest.mark.parametrize("routes", ROUTES)

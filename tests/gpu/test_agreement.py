@@ -31,6 +31,8 @@ def test_a_round_on_a_gpu_gives_the_state_of_the_cpu(small, tmp_path, method):
         )
         driver = InlineDriver(experiment, prepare_run(experiment), "a")
         start = driver.checkpoint.state.shared
+        if not start.size:
+            pytest.skip("the server keeps no state")
         driver.step()
         states.append(driver.checkpoint.state.shared)
     assert np.abs(states[0] - start).max() > 1e-3

@@ -44,6 +44,30 @@ def test_the_same_bytes_twice_and_after_a_resume(
     assert losses[0] == losses[1] == losses[2]
 
 
+#: One with cores and the prox, one with LoRA, a base, frozen tensors of its own, and no adapter;
+#: one whose hooks ask for another gradient, and stacked clients.
+AS_GRAPHS = [
+    *(["method=trishul"], ["method=fedit"], ["method=fedex"], ["method=fedsb"], ["method=fullft"]),
+    *(["method=scaffold"], ["method=trishul", "federation.stacked=2"]),
+]
+
+
+@pytest.mark.parametrize("overrides", AS_GRAPHS, ids=" ".join)
+def test_the_same_bytes_as_cuda_graphs(small, drive_to_end, tmp_path, device, overrides):
+    """On a CPU, a replay is a call on the same copies of the arguments."""
+    digests = []
+    for graphs in (False, True):
+        run = small(
+            *overrides,
+            f"resources.cuda_graphs={graphs}",
+            f"resources.device={device}",
+            "resources.backend=inline",
+            f"storage.runs={tmp_path / str(graphs)}",
+        )
+        digests.append(drive_to_end(InlineDriver(run, prepare_run(run), "a")).digest)
+    assert digests[0] == digests[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_and_its_gradient_repeat(device, dtype, masked):

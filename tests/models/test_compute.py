@@ -1,15 +1,17 @@
 import copy
+import itertools
 
 import pytest
 import torch
 from transformers import ConvNextConfig, ConvNextForImageClassification
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config import ModelConfig, Places
 from trishul_ray.errors import InputError
-from trishul_ray.models.attention import ATTENTION, recompute_activations
+from trishul_ray.models.attention import ATTENTION, recompute_activations, unread_mask
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import cast, configure_compute
 
@@ -162,3 +164,27 @@ def test_no_keys_and_values_are_kept_in_training(tmp_path):
     assert model.generation_config.use_cache is not False
     tokens = model.generate(**given, max_new_tokens=3, do_sample=False)
     assert tokens.shape == (3, 15)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_mask_is_left_out_during_a_capture_as_at_any_other_time(monkeypatch, causal):
+    """Transformers would build one, and other kernels would compute the attention."""
+    lengths = [(q, kv) for q, kv in itertools.product((1, 4, 8), (4, 8)) if q <= kv]
+    for (q, kv), causal_skip, skip, local in itertools.product(
+        lengths, (True, False), (True, False), (None, 3, 20)
+    ):
+        options = {
+            **{"batch_size": 2, "q_length": q, "kv_length": kv, "local_size": local},
+            "allow_is_causal_skip": causal_skip,
+            "allow_is_bidirectional_skip": skip,
+            "mask_function": causal_mask_function if causal else bidirectional_mask_function,
+        }
+        masks = []
+        for capturing in (False, True):
+            monkeypatch.setattr(
+                torch.cuda, "is_current_stream_capturing", lambda found=capturing: found
+            )
+            masks.append(unread_mask(**options))
+        one, other = masks
+        assert (one is None) == (other is None), options
+        assert one is None or torch.equal(one, other)

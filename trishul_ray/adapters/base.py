@@ -54,7 +54,7 @@ class FrozenLinear:
     Attributes:
         weight: [d_out, d_in].
         bias: [d_out] or None.
-        constants: the adapter's frozen tensors by name, in the weight's dtype.
+        constants: the adapter's frozen tensors by name, as :meth:`LayerAdapter.cast` gives them.
         remainder: [d_out, d_in], only in low precision: the second part of a weight that was split
             by :func:`trishul_ray.adapters.linear.split`.
         quantized: the weight is stored in fewer bits, and dense only in this call.
@@ -97,6 +97,10 @@ class LayerAdapter(ABC):
         They are drawn on the CPU from the layer's own random stream, so that every process and
         device type gets the same bytes.
         """
+
+    def cast(self, constants: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the frozen tensors as :meth:`forward` reads them, in the weight's dtype."""
+        return {name: value.to(dtype) for name, value in constants.items()}
 
     @abstractmethod
     def initial(self, spec: LayerSpec, seed: int) -> dict[str, Tensor]:

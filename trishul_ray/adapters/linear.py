@@ -45,7 +45,7 @@ class AdaptedLinear(nn.Module):
         self.constants = constants  # float32, for exact updates
         self._bound_constants = constants
         # In the weight's dtype, for the forward; cast once.
-        self._cast_constants = {k: v.to(self.dtype) for k, v in constants.items()}
+        self._cast_constants = adapter.cast(constants, self.dtype)
         self.params: dict[str, Tensor] | None = None
         #: Clients whose trainables are bound, if there are several.
         self.stack: Stack | None = None
@@ -77,7 +77,7 @@ class AdaptedLinear(nn.Module):
             self.moved_weight, self.remainder = self._parts(weight.detach().float() + base)
         used = self.constants if constants is None else constants
         if constants is not None or self._bound_constants is not self.constants:
-            self._cast_constants = {k: v.to(self.dtype) for k, v in used.items()}
+            self._cast_constants = self.adapter.cast(used, self.dtype)
         self._bound_constants = used
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,12 +19,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from trishul_ray.adapters.base import ComputePath, FrozenLinear, LayerAdapter, LayerSpec
+from trishul_ray.adapters.base import (
+    ComputePath,
+    FrozenLinear,
+    LayerAdapter,
+    LayerSpec,
+    is_low_precision,
+)
 from trishul_ray.adapters.linear import split_linear
 from trishul_ray.adapters.stacked import own_linear
 from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 from trishul_ray.spectral.bases import BasisInit, Overflow, draw_bases
+
+#: Entries in 16 bytes of a low precision: tensor cores read as many at once, if they lie so. On an
+#: H200, the core gradients of rank 110 took 1.7 of the 12.6 ms of a step of ViT-B/16.
+_ALIGNED = 8
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,13 @@ class MultiHead(LayerAdapter):
         )
         return {"basis_B": basis_B.to(device), "basis_A": basis_A.to(device)}
 
+    def cast(self, constants: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the bases in ``dtype``; on a GPU, in low precision, with aligned heads."""
+        found = super().cast(constants, dtype)
+        if found and is_low_precision(dtype) and found["basis_A"].is_cuda:
+            return aligned_bases(found, self.heads)
+        return found
+
     def initial(self, spec: LayerSpec, seed: int) -> dict[str, Tensor]:
         """Return H = 0 and s = 1: the layer starts as the pretrained one."""
         shapes = self.shapes(spec).items()
@@ -144,12 +161,12 @@ class MultiHead(LayerAdapter):
         weight, bias = frozen.weight, frozen.bias
         basis_B, basis_A = frozen.constants["basis_B"], frozen.constants["basis_A"]
         (clients, n, d_in), d_out = rows.shape, weight.shape[0]
-        product = self.product(params).to(weight.dtype)  # [k, h, r, r]
+        heads = self.heads, len(basis_A) // self.heads
+        product = _widened(self.product(params).to(weight.dtype), heads[1])  # [k, h, r, r]
         costs = Call(n, d_out, d_in, self.heads, self.rank, True, True).costs()
         merged = path == "merged"
         if path == "auto":
             merged = costs[Routes(True, True)] < costs[Routes(False, False)]
-        heads = self.heads, self.rank
         if merged and not frozen.factored:
             mixed = torch.einsum("khrs,hsd->khrd", product, basis_A.view(*heads, d_in))
             mixed = mixed.reshape(clients, -1, d_in)
@@ -264,6 +281,24 @@ def choose_routes(call: Call, path: ComputePath = "auto", *, low_precision: bool
     return min(allowed, key=lambda routes: costs[routes])
 
 
+def aligned_bases(bases: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """Return bases with columns of zeros after those of each head, up to a multiple of 8."""
+    basis_B, basis_A = bases["basis_B"], bases["basis_A"]
+    rank = len(basis_A) // heads
+    wide = -(-rank // _ALIGNED) * _ALIGNED
+    basis_B = functional.pad(basis_B.view(-1, heads, rank), (0, wide - rank))
+    basis_A = functional.pad(basis_A.view(heads, rank, -1), (0, 0, 0, wide - rank))
+    return {
+        "basis_B": basis_B.reshape(-1, heads * wide), "basis_A": basis_A.reshape(heads * wide, -1)
+    }  # fmt: skip
+
+
+def _widened(product: Tensor, rank: int) -> Tensor:
+    """Return [..., r, r] with zeros up to the rank of aligned bases."""
+    extra = rank - product.shape[-1]
+    return functional.pad(product, (0, extra, 0, extra)) if extra else product
+
+
 def effective_weight(weight: Tensor, basis_B: Tensor, basis_A: Tensor, product: Tensor) -> Tensor:
     """Return ``W + B blockdiag(P) A``, [d_out, d_in] in the weight's dtype; P is [h, r, r]."""
     dtype = torch.promote_types(weight.dtype, product.dtype)
@@ -293,6 +328,7 @@ def multihead_linear(x: Tensor, product: Tensor, frozen: FrozenLinear, routes: R
     """Return ``x (W + B blockdiag(P) A)^T + bias``, differentiable only in ``x`` and ``product``.
 
     x has the weight's dtype. The product [h, r, r] may have another one, and so has its gradient.
+    The bases may be aligned (:func:`aligned_bases`), if the forward is factored.
     With a remainder the forward must be factored.
     """
     out = _MultiHeadLinear.apply(x, product, frozen, routes)  # type: ignore[no-untyped-call]
@@ -306,14 +342,14 @@ class _MultiHeadLinear(torch.autograd.Function):
     ) -> Tensor:
         weight, bias = frozen.weight, frozen.bias
         basis_B, basis_A = frozen.constants["basis_B"], frozen.constants["basis_A"]
-        ctx.routes, ctx.product_dtype = routes, product.dtype
+        ctx.routes, ctx.product_dtype, ctx.rank = routes, product.dtype, product.shape[-1]
         thin_x: Tensor | None = None
         if routes.merged_forward:
             used = effective_weight(weight, basis_B, basis_A, product)
             y = functional.linear(x, used, bias)
         else:
             used = weight
-            product = product.to(weight.dtype)
+            product = _widened(product.to(weight.dtype), len(basis_A) // len(product))
             x2 = x.reshape(-1, weight.shape[1])
             thin_x = x2 @ basis_A.t()  # V = X A^T, [n, R]
             if len(x2) < weight.shape[0]:
@@ -363,7 +399,7 @@ class _MultiHeadLinear(torch.autograd.Function):
                 thin_x.view(-1, heads, rank).transpose(0, 1),
             )
         if core is not None:
-            core = core.to(ctx.product_dtype)
+            core = core[:, : ctx.rank, : ctx.rank].to(ctx.product_dtype)
         return dx, core, None, None
 
 

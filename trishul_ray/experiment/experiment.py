@@ -211,6 +211,11 @@ class Experiment(Section):
                 f"federation.stacked={fed.stacked}: stacked clients cannot use dropout; set "
                 "federation.stacked=1 or model.dropout=false"
             )
+        if self.resources.cuda_graphs and self.model.dropout:
+            raise ValueError(
+                "resources.cuda_graphs=true: a CUDA graph would repeat the draws of dropout; set "
+                "it to false or model.dropout=false"
+            )
         self._check_stages()
         build_method(self.method).check(self)
         if self.resources.actors != "auto" and fed.clients_per_actor != "auto":

@@ -272,7 +272,7 @@ class LocalSteps:
 
     def bound(self) -> AbstractContextManager[None]:
         """Let the model compute with the client's vector inside, as :meth:`compute` needs it."""
-        return _bound(self.bench, self._trained, self.run.grad)
+        return _ready(self.bench, self._trained, self.run.grad)
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return the prepared mini-batch of a step (from 1); its copies may still be under way."""
@@ -307,10 +307,7 @@ class LocalSteps:
             method.after_step(run, step, self.last)
 
     def _backward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        self.run.grad.zero_()
-        loss = _loss(self.bench, batch)
-        loss.backward()
-        return loss.detach()
+        return _backward(self.bench, self._trained, self.run.grad, batch, 1)[0]
 
     def _gradient(self, step: int) -> Tensor:
         with self.bound():
@@ -338,7 +335,7 @@ class SharedSteps:
     @contextmanager
     def bound(self) -> Iterator[None]:
         """Let the model compute with the vectors of all clients inside."""
-        with warnings.catch_warnings(), _bound(self.bench, self._trained, self._grads):
+        with warnings.catch_warnings(), _ready(self.bench, self._trained, self._grads):
             # Those of a tensor have gaps: they lie in the rows of all clients.
             warnings.filterwarnings("ignore", message="grad and param do not obey the gradient")
             yield
@@ -350,14 +347,54 @@ class SharedSteps:
 
     def compute(self, step: int, batch: Mapping[str, Tensor]) -> Tensor:
         """Run a step of every client and return their losses [k], on the device."""
-        self._grads.zero_()
-        # A client's loss is the mean over its own rows, and the gradient of the sum is its own.
-        losses = self.bench.task.losses(self.bench.model, batch, len(self.each))
-        losses.sum().backward()
-        losses = losses.detach()
+        losses = _backward(self.bench, self._trained, self._grads, batch, len(self.each))
         for steps, loss in zip(self.each, losses, strict=True):
             steps.update(step, loss)
         return losses
+
+
+@contextmanager
+def _ready(bench: Workbench, trained: Trained, grad: Tensor) -> Iterator[None]:
+    """Let :func:`_backward` compute with a trained state inside."""
+    if bench.graphs is None:
+        with _bound(bench, trained, grad):
+            yield
+    else:  # each graph binds copies
+        with _bound(bench, None), bench.graphs.active():
+            yield
+
+
+def _backward(
+    bench: Workbench, trained: Trained, grad: Tensor, batch: Mapping[str, Tensor], clients: int
+) -> Tensor:
+    """Put the gradient of a batch into ``grad`` and return the loss of each client [k]."""
+    if bench.graphs is None:
+        return _pass(bench, grad, batch, clients)
+
+    def graph(*given: Tensor) -> tuple[Tensor, ...]:
+        tensor = iter(given)
+        held = Trained(
+            next(tensor),
+            {layer: next(tensor) for layer in trained.base},
+            {layer: {n: next(tensor) for n in own} for layer, own in trained.constants.items()},
+        )
+        values, found = {name: next(tensor) for name in batch}, torch.empty_like(held.vector)
+        with _bound(bench, held, found):
+            return _pass(bench, found, values, clients), found
+
+    constants = (tensor for own in trained.constants.values() for tensor in own.values())
+    given = trained.vector, *trained.base.values(), *constants, *batch.values()
+    losses, found = bench.graphs.call(("pass", clients), graph, *given)
+    grad.copy_(found)
+    return losses.clone()
+
+
+def _pass(bench: Workbench, grad: Tensor, batch: Mapping[str, Tensor], clients: int) -> Tensor:
+    grad.zero_()
+    # A client's loss is the mean over its own rows, and the gradient of the sum is its own.
+    losses = bench.task.losses(bench.model, batch, clients)
+    losses.sum().backward()
+    return losses.detach()
 
 
 def count_flops(bench: Workbench) -> StepFlops:
@@ -574,13 +611,16 @@ def _loss(bench: Workbench, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 @contextmanager
-def _bound(bench: Workbench, trained: Trained, grad: Tensor | None = None) -> Iterator[None]:
-    """Let the model compute with a trained state inside, and as before again after.
+def _bound(bench: Workbench, trained: Trained | None, grad: Tensor | None = None) -> Iterator[None]:
+    """Let the model compute with a trained state inside, or as pretrained; as before again after.
 
     A step's hooks may ask for another gradient: ``run.gradient`` is inside the steps' own state.
     """
     before = bench.model.bound
-    bench.model.bind(trained, grad)
+    if trained is None:
+        bench.model.unbind()
+    else:
+        bench.model.bind(trained, grad)
     try:
         yield
     finally:

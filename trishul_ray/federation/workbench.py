@@ -15,6 +15,7 @@ from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.config import OptimizerConfig
+from trishul_ray.cuda_graphs import Graphs
 from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, RowSet, Split
 from trishul_ray.data.partition import Partition, class_mix, client_names
 from trishul_ray.draws import capacities
@@ -135,6 +136,7 @@ class Workbench(ModelBench):
     scored: Mapping[RowSet, tuple[Split, np.ndarray]]  # the split of every set, and its rows
     shards: Partition
     stages: Stages
+    graphs: Graphs | None = None  # of local steps, if resources.cuda_graphs
     tokens: np.ndarray | None = None  # see Prepared
 
     @property
@@ -179,6 +181,7 @@ def build_workbench(
         scored=_scored_rows(dataset, experiment.evaluation.limit, source),
         shards=prepared.shards,
         stages=Stages.of(experiment),
+        graphs=Graphs(bench.device) if experiment.resources.cuda_graphs else None,
         tokens=prepared.tokens,
     )
 

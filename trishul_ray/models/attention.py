@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.import_utils import is_cuda_stream_capturing
 
 from trishul_ray.adapters.model import BlockForward
 from trishul_ray.errors import InputError
@@ -124,15 +125,34 @@ class _Products(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def unread_mask(*, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+def unread_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **options: Any,
+) -> Tensor | None:
     """Build the mask of SDPA; on a GPU, do so without reading ``attention_mask``.
 
     Transformers leaves out a mask that hides nothing. To find out, the host would wait for the GPU
-    in every forward pass.
+    in every forward pass. While a CUDA graph is captured, transformers builds a mask in any case,
+    with which the fast kernels cannot compute; here it is left out as at any other time.
     """
     if attention_mask is not None and attention_mask.device.type != "cpu":
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask: Tensor | None = sdpa_mask(attention_mask=attention_mask, **options)
+    if attention_mask is None and is_cuda_stream_capturing():
+        causal = options.get("allow_is_causal_skip", True) and q_length in (1, kv_length)
+        whole = local_size is None or kv_length < local_size
+        if whole and (causal or options.get("allow_is_bidirectional_skip", False)):
+            return None
+    mask: Tensor | None = sdpa_mask(
+        q_length=q_length,
+        kv_length=kv_length,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        **options,
+    )
     return mask
 
 

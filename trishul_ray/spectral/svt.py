@@ -32,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trishul_ray.cuda_graphs import replayed
 from trishul_ray.errors import InputError
 from trishul_ray.lazy import torch
 
@@ -92,7 +93,7 @@ def svt(
     if cores.numel() == 0 or (not isinstance(threshold, torch.Tensor) and threshold == 0.0):
         return cores.detach().clone()
     if cores.device.type != "cpu":
-        return svt_by_iteration(cores, threshold, relative=relative, hard=hard)
+        return _svt_by_iteration(cores, threshold, torch.float64, relative, hard)
     with torch.no_grad():
         return _svt_by_gram(cores, threshold, relative, hard)
 
@@ -166,9 +167,26 @@ def svt_by_iteration(
     ``dtype``, by default float64; in float32 errors are a few 1e-6 of the largest singular value.
     """
     _check(cores, threshold)
-    dtype = dtype or torch.float64
     if cores.numel() == 0 or (not isinstance(threshold, torch.Tensor) and threshold == 0.0):
         return cores.detach().clone()
+    return _svt_by_iteration(cores, threshold, dtype or torch.float64, relative, hard)
+
+
+def _svt_by_iteration(
+    cores: Tensor, threshold: float | Tensor, dtype: torch.dtype, relative: bool, hard: bool
+) -> Tensor:
+    def shrink(cores: Tensor, threshold: Tensor) -> tuple[Tensor, ...]:
+        return (_iterate(cores, threshold[:, None, None], dtype, relative, hard),)
+
+    if not isinstance(threshold, torch.Tensor):  # a number would stay as it is in a graph
+        threshold = torch.full(cores.shape[:1], threshold, dtype=dtype, device=cores.device)
+    name = ("svt", dtype, relative, hard)
+    return replayed(name, shrink, cores.detach(), threshold.to(dtype))[0]
+
+
+def _iterate(
+    cores: Tensor, threshold: Tensor, dtype: torch.dtype, relative: bool, hard: bool
+) -> Tensor:
     with torch.no_grad():
         scalings = _newton_schulz_scalings(_RESOLUTION)
         peak = cores.abs().amax(dim=(-2, -1), keepdim=True).to(dtype)  # [n, 1, 1]
@@ -180,8 +198,6 @@ def svt_by_iteration(
         bound = torch.linalg.matrix_norm(gram, keepdim=True).sqrt()
         bound = torch.where(bound > 0, bound, 1.0)
         x = x / bound
-        if isinstance(threshold, torch.Tensor):
-            threshold = threshold.to(dtype)[:, None, None]
         # [n, 1, 1], in units of the bound
         tau = threshold * _largest(gram) / bound if relative else threshold / (peak * bound)
         q = _newton_schulz(x, scalings)
