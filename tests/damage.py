@@ -57,6 +57,7 @@ ELSEWHERE = {
     "runs/*/answers.jsonl": "runs/test_evaluate.py",
     "cache/rows/*/*": "data/test_from_python.py",
     "cache/results/*/*/*": "sweeps/test_status.py",
+    "cache/layers/*": "test_experiment.py",
 }
 #: Files that nothing rests on: of a damaged database, SQLite or MLflow tells.
 NOT_CHECKED = ["runs/mlflow.db", "runs/mlartifacts/**/*", "runs/*/harness.json", "**/*lock"]

@@ -4,11 +4,15 @@ import json
 import pickle
 
 import pytest
+from damage import DAMAGE
 from pydantic import ValidationError
 
+from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.experiment import may_identify
+from trishul_ray.experiment.fit import check_layers
 from trishul_ray.experiment.loading import field_names, load_experiment
+from trishul_ray.models.backbone import Backbone
 from trishul_ray.stages import stage_names
 
 
@@ -86,3 +90,21 @@ def test_credentials_of_stores_reach_another_process_and_no_file():
         assert other.storage.runs == places["storage.runs"]
         assert other.tracking.uri == places["tracking.uri"]
     assert Experiment.model_validate(experiment.to_dict()).id == experiment.id
+
+
+def test_noted_layers_spare_the_modules_and_decide_nothing(tmp_path, monkeypatch):
+    words = [f"storage.cache={tmp_path}"]
+    fits, wide = load_experiment(None, words), load_experiment(None, [*words, "budget=64"])
+    assert check_layers(fits) == ""
+    (note,) = tmp_path.glob("layers/*")
+    whole = note.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Backbone, "of", None)
+        assert check_layers(fits) == ""
+    for name in DAMAGE:
+        note.write_bytes(DAMAGE[name](whole))
+        assert check_layers(fits) == ""
+        with pytest.raises(InputError, match="exceeds the width 64"):
+            check_layers(wide)
+    note.write_bytes(whole.replace(b"64, 64", b"8, 8"))  # of another model
+    assert check_layers(fits) == ""

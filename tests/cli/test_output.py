@@ -74,6 +74,8 @@ def test_a_configuration_is_shown_as_it_is_read(called, tmp_path):
         (["dataset=table", "data.path=x.csv", "data.columns={label: b}"], "data.columns.label='b'"),
         (["dataset=table", "data.path=x.csv"], "all rows are of class 'yes'"),
         (["dataset=images", "data.path=photos"], "a/1.png is a pointer of Git LFS"),
+        (["budget=64"], "exceeds the width 64 of vit.layers.0.attention.q_proj (64x64)"),
+        (["adapter.targets=[qerry]"], "no module is named 'qerry'; nearest: "),
     ],
 )
 @pytest.mark.parametrize("show", [True, False])
@@ -88,6 +90,13 @@ def test_what_a_run_refuses_has_no_id(called, monkeypatch, tmp_path, words, mess
         (tmp_path / "photos" / name / "1.png").write_text(LFS)
     code, out, error = called("run", *words, *["--show"] * show)
     assert (code, out) == (2, "") and message in error
+
+
+def test_a_model_that_is_not_here_is_shown_unchecked(called, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, out, error = called("run", "model=nobody/nothing", "adapter.targets=[q]", "--show")
+    assert code == 0 and out.startswith("# id: ")
+    assert error.startswith("not checked: whether the adapters fit the model: model.name='nobody/")
 
 
 @pytest.mark.parametrize(

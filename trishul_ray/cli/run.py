@@ -82,11 +82,15 @@ def run(
     if fields:
         print_line(field_list(experiment, out.width))
         return
-    # Refuse what needs no data to see before anything imports torch or starts Ray.
+    # Refuse what needs no data to see before anything imports torch.
     check_found(experiment)
     if show:
         if experiment.data.name in CUSTOM:
             check_rows(experiment)
+        from trishul_ray.experiment.fit import check_layers  # imports torch
+
+        if why := check_layers(experiment):
+            print_line(f"not checked: whether the adapters fit the model: {why}", err)
         print_line(f"# id: {experiment.id}\n{experiment.to_yaml().decode().rstrip()}")
         return
     _run_and_show(experiment, fresh=fresh, central=central)

@@ -1,14 +1,20 @@
 """Check that the adapters of an experiment fit its backbone, and defaults with which they do."""
 
+import hashlib
+import json
 import os
 import sys
 from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from trishul_ray.adapters.base import LayerSpec
 from trishul_ray.adapters.check import check_kinds
 from trishul_ray.adapters.quantized import check_library, squared_norm
-from trishul_ray.adapters.targets import find_layers, scored_layers
+from trishul_ray.adapters.targets import block_of, find_layers, scored_layers
 from trishul_ray.config import Places
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.hub import ON_HUB
@@ -16,9 +22,13 @@ from trishul_ray.data.own import CUSTOM
 from trishul_ray.data.prepare import find_source, prepare
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
+from trishul_ray.files import write_file
 from trishul_ray.methods.base import Site, build_method
-from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS, Builtin
+from trishul_ray.version import __version__
+
+if TYPE_CHECKING:
+    from trishul_ray.models.backbone import Backbone
 
 #: Largest ratio of a dataset's images to the backbone's without a warning.
 MAX_REDUCTION = 4
@@ -65,7 +75,7 @@ def random_weights_line(experiment: Experiment) -> str | None:
     )
 
 
-def image_size_line(backbone: Backbone, info: DatasetInfo) -> str | None:
+def image_size_line(backbone: "Backbone", info: DatasetInfo) -> str | None:
     """Return a remark on a backbone whose images are much smaller or larger than a dataset's.
 
     None if they are not, or if the rows are not images.
@@ -97,7 +107,7 @@ def image_size_line(backbone: Backbone, info: DatasetInfo) -> str | None:
     return None
 
 
-def _patch_size(backbone: Backbone) -> int | None:
+def _patch_size(backbone: "Backbone") -> int | None:
     patch = getattr(backbone.architecture, "patch_size", None)
     return patch if isinstance(patch, int) else None
 
@@ -127,9 +137,61 @@ def check_fits(experiment: Experiment) -> None:
         raise
 
 
+def check_layers(experiment: Experiment) -> str:
+    """Check the adapters alone, by the layers that an earlier check of this backbone has noted.
+
+    That spares the import of the backbone's modules, which takes seconds. Nothing rests on a note:
+    where there is none, or the adapters do not fit it, the modules decide.
+
+    Returns:
+        Why nothing could be checked, where the backbone is not on this machine; otherwise empty.
+
+    Raises:
+        InputError: As :func:`check_fits`, of the adapters.
+    """
+    note = _layers_note(experiment)
+    with suppress(OSError, ValueError, TypeError, KeyError, InputError):
+        noted = json.loads(note.read_bytes())
+        layers, scored = (
+            tuple(LayerSpec(name, block_of(name), *shape) for name, *shape in noted[each])
+            for each in ("layers", "scored")
+        )
+        norms = dict.fromkeys((spec.name for spec in (*layers, *scored)), 0.0)
+        _check_site(_site(experiment, layers, scored, norms), experiment)
+        return ""
+    from trishul_ray.models.backbone import Backbone
+
+    try:
+        shapes = Backbone.of(experiment.model, experiment.storage.places).shapes
+    except InputError as error:
+        return str(error)
+    site = build_site(shapes, experiment)
+    _check_site(site, experiment)
+    found = {"layers": site.layers, "scored": site.scored}
+    new = {name: [(s.name, s.d_out, s.d_in) for s in specs] for name, specs in found.items()}
+    with suppress(OSError):
+        write_file(note, json.dumps(new).encode())
+    return ""
+
+
+def _layers_note(experiment: Experiment) -> Path:
+    """Return the file for the layers that an experiment adapts, and those that score blocks."""
+    scores = build_method(experiment.method).block_scores
+    software = __version__, metadata.version("transformers")
+    key = [*software, experiment.model.model_dump(mode="json"), experiment.adapter.targets, scores]
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    return experiment.storage.places.cache / "layers" / f"{name}.json"
+
+
 def check_adapters(experiment: Experiment) -> None:
     """Check the adapters alone; see :func:`check_fits`."""
-    site = build_site(Backbone.of(experiment.model, experiment.storage.places).shapes, experiment)
+    from trishul_ray.models.backbone import Backbone
+
+    shapes = Backbone.of(experiment.model, experiment.storage.places).shapes
+    _check_site(build_site(shapes, experiment), experiment)
+
+
+def _check_site(site: Site, experiment: Experiment) -> None:
     adapters = build_method(experiment.method, experiment.adapter).adapters(site)
     for layer in site.layers:
         rank = getattr(adapters.get(layer.name), "rank", 0)
@@ -154,6 +216,8 @@ def heads_by_block(experiment: Experiment) -> dict[str, tuple[float, tuple[int, 
     method = build_method(experiment.method, experiment.adapter)
     if (plan := method.survey_plan) is not None and plan.decides_adapters:
         raise InputError("these heads are by what clients measure before round 1: start a run")
+    from trishul_ray.models.backbone import Backbone
+
     backbone = Backbone.of(experiment.model, experiment.storage.places)
     site = build_site(backbone.load(backbone.family, None, seed=experiment.seed), experiment)
     adapters = method.adapters(site)
@@ -192,6 +256,15 @@ def build_site(
             square = squared_norm(linear)
             known[layer.name] = 0.0 if square.is_meta else float(square)
         norms[layer.name] = known[layer.name]
+    return _site(experiment, layers, scored, norms)
+
+
+def _site(
+    experiment: Experiment,
+    layers: tuple[LayerSpec, ...],
+    scored: tuple[LayerSpec, ...],
+    norms: dict[str, float],
+) -> Site:
     return Site(layers, norms, experiment.lora_rank, experiment.adapter, scored=scored)
 
 

@@ -1,4 +1,4 @@
-"""Refuse a run before anything imports torch or starts Ray, as far as that can be known by then."""
+"""Refuse a run before Ray starts, as far as that can be known by then."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from trishul_ray.tracking.mlflow_store import tracking_uri
 def check_first(experiment: Experiment, progress: ProgressCallback | None = None) -> None:
     """Check plug-ins, the folder of runs, the tracking store's address, files of stages and rows.
 
-    Whether adapters fit the backbone needs its modules, and so torch; see ``experiment.fit``.
+    Last, whether adapters fit the layers of the backbone, which alone imports torch.
 
     Raises:
         InputError: One of them is missing, has changed or is malformed.
@@ -32,3 +32,6 @@ def check_first(experiment: Experiment, progress: ProgressCallback | None = None
     for stage in Stages.of(experiment):
         stage.prepare()
     check_rows(experiment, progress)
+    from trishul_ray.experiment.fit import check_layers  # imports torch
+
+    check_layers(experiment)

@@ -341,16 +341,10 @@ def check_cells(experiments: Mapping[str, Experiment], name: Callable[[str], str
 
 def check_adapters(experiments: Mapping[str, Experiment], name: Callable[[str], str]) -> None:
     """Check the adapters of all cells whose model is known on this machine, as ``check_cells``."""
-    from trishul_ray.experiment import fit
-    from trishul_ray.models.backbone import Backbone
+    from trishul_ray.experiment.fit import check_layers
 
     def fits(experiment: Experiment) -> None:
-        backbone = Backbone.of(experiment.model, experiment.storage.places)
-        try:
-            _ = backbone.shapes
-        except InputError:
-            return  # a plan says that its time is unknown, and why
-        fit.check_adapters(experiment)
+        check_layers(experiment)  # a plan says that its time is unknown, and why
 
     _check_each(experiments, _ADAPTERS, name, fits)
 
