@@ -17,6 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 #: Parts that every part may import.
 FOUNDATION = {
     "checksums",
+    "cuda_graphs",
     "errors",
     "files",
     "lazy",

@@ -38,6 +38,7 @@ WITHOUT_EFFECT = {
     "resources.cpus_per_actor": [0.5, 2],
     "resources.gpus_per_actor": [0.25],
     "resources.max_restarts": [0, 9],
+    "resources.cuda_graphs": [True],
     "tracking.mlflow": [True],
     "tracking.uri": ["sqlite:///x.db"],
     "tracking.experiment": ["mine"],
