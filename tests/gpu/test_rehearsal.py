@@ -44,7 +44,7 @@ def gpu(tmp_path):
 def test_every_part_is_rehearsed(gpu):
     done, parts = gpu()
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert list(parts) == ["step", "run", "prox", "right", "slices", "backbones"]
+    assert list(parts) == ["graphs", "step", "run", "prox", "right", "slices", "backbones"]
     states = {name: part["state"].split()[0] for name, part in parts.items()}
     assert set(states.values()) == {"done"}
     sections = [section for part in parts.values() for section in part["sections"].values()]
