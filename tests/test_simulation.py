@@ -4,12 +4,16 @@ A failure names its schedule. ``TRISHUL_TEST_SCHEDULES=237:238`` plays that one 
 ``TRISHUL_TEST_SCHEDULES=0:100000`` as many as there is time for; both with ``-m slow``.
 """
 
+import itertools
 import os
 from collections import Counter
 
 import pytest
 from simulation.faults import FAULTS
 from simulation.runs import KINDS, play
+
+from trishul_ray.federation.comparison import Comparison
+from trishul_ray.federation.on_ray.pool import ActorPool
 
 GIVEN = os.environ.get("TRISHUL_TEST_SCHEDULES")
 #: Seeds of the schedules of each kind of run.
@@ -38,6 +42,28 @@ def play_all(kind, seeds, folder):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disturbed_run_ends_with_the_bytes_of_a_quiet_one(kind, folder):
     assert play_all(kind, FEW, folder)
+
+
+def test_uploads_are_compared_when_the_last_client_has_trained(folder, monkeypatch):
+    events, run_each, begin = [], ActorPool._run_each, Comparison.begin
+
+    def noted(self, count, submit, describe, after=(), done_with=lambda _: None):
+        def done(index):
+            events.append(describe(index).split()[0])
+            done_with(index)
+
+        return run_each(self, count, submit, describe, after, done)
+
+    def begun(self, uploads):
+        events.append("comparison")
+        begin(self, uploads)
+
+    monkeypatch.setattr(ActorPool, "_run_each", noted)
+    monkeypatch.setattr(Comparison, "begin", begun)
+    play(0, "plain", folder)
+    pairs = {*itertools.pairwise(events)}
+    assert {first for first, second in pairs if second == "comparison"} == {"client"}
+    assert ("comparison", "evaluation") in pairs
 
 
 @pytest.mark.slow

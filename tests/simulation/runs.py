@@ -37,7 +37,7 @@ from trishul_ray.storage import Store
 RESTARTS = 3
 #: Kinds of runs: what differs for a pool, a coordinator and a server.
 KINDS = {
-    "plain": ["method=trishul"],
+    "plain": ["method=trishul", "evaluation.diagnostics_every=1"],
     "many uploads": [
         *("method=trishul", "federation.clients=40", "federation.clients_per_round=36"),
         *("federation.rounds=3", "evaluation.diagnostics_every=2"),

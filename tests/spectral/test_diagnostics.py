@@ -1,6 +1,7 @@
 """Diagnostics against their definitions, and their conventions in edge cases."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 from trishul_ray.spectral.diagnostics import (
+    PART,
     aggregation_variance,
     client_matrices,
     diagnose,
@@ -77,6 +79,17 @@ def test_left_spectrum_is_that_of_the_svd():
     torch.testing.assert_close(
         overlap, torch.eye(12).double().expand_as(overlap), atol=1e-5, rtol=0
     )
+
+
+@pytest.mark.parametrize("r", [7, 22])
+def test_a_stack_that_threads_share_has_the_same_bits(r):
+    z = uploads(3, PART + 3, r)
+    grams = z.double() @ z.double().mT
+    values, vectors = torch.linalg.eigh(grams)  # at once
+    with ThreadPoolExecutor(3, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for found in (left_spectrum(z), left_spectrum(z, pool)):
+            assert torch.equal(found[0], vectors.flip(-1))
+            assert torch.equal(found[1], values.clamp(min=0.0).sqrt().flip(-1))
 
 
 @settings(deadline=None, max_examples=30)

@@ -338,7 +338,11 @@ class Shuffled(InlineExecutor):
         self.inner, self.seed = inner, seed
 
     def run(
-        self, broadcast: ArrayState, jobs: Sequence[Job], reducer: Reducer | None = None
+        self,
+        broadcast: ArrayState,
+        jobs: Sequence[Job],
+        reducer: Reducer | None = None,
+        trained: Callable[[Sequence[Any]], None] | None = None,
     ) -> Outcome:
         """Run each job alone; return what the executor would."""
         order = np.random.default_rng(self.seed).permutation(len(jobs))

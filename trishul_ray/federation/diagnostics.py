@@ -8,7 +8,8 @@ Legend: m clients, W entries of the shared part, U units of aggregation, n core 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -46,44 +47,54 @@ class Diagnostics:
     matrices: Arrays
 
 
-def upload_diagnostics(
-    uploads: list[Upload],
-    broadcast: ArrayState,
-    blueprint: Blueprint,
-    experiment: Experiment,
-    reports: list[TrainReport],
-) -> Diagnostics:
-    """Compute metrics of the uploaded cores, and spectra and matrices for the figures.
-
-    Means over ranks are weighted by the number of core heads. A method without cores has only the
-    metrics that its clients report.
-    """
+def reported_diagnostics(reports: Sequence[TrainReport]) -> Diagnostics:
+    """Return the means of what clients report, and the spectra of the first that has some."""
     reported: dict[str, list[float]] = defaultdict(list)
     for report in reports:
         for name, value in report.metrics.items():
             reported[name].append(value)
     metrics = {name: float(np.mean(values)) for name, values in reported.items()}
-    spectra: Arrays = next((r.spectra for r in reports if r.spectra), {})
-    if not uploads:
-        return Diagnostics(metrics, spectra, {})
+    return Diagnostics(metrics, next((r.spectra for r in reports if r.spectra), {}), {})
+
+
+def compare_uploads(
+    uploads: Sequence[Upload],
+    broadcast: ArrayState,
+    blueprint: Blueprint,
+    experiment: Experiment,
+    pool: Executor,
+) -> Diagnostics:
+    """Compute metrics of the uploaded cores, and spectra and matrices for the figures.
+
+    Means over ranks are weighted by the number of core heads. Empty for a method without cores. The
+    threads of ``pool`` share the work.
+    """
+    units = blueprint.layout.units(blueprint.wire)
+    if not uploads or all(unit.rank is None for unit in units):
+        return Diagnostics({}, {}, {})
     weighting = experiment.federation.weighting
     weights = torch.tensor([configured_weight(weighting, upload) for upload in uploads])
     weights = weights.double() / weights.sum()
     sent, updates, active = _stacked(uploads, broadcast, blueprint)
+    first = None if active is None else active[:1]
+    spectrum = pool.submit(_uploaded_spectrum, sent[:1], first, blueprint)
+    metrics: dict[str, float] = {}
     matrices: Arrays = {}
     for prefix, vectors in (("", sent), ("delta_", updates)):
         # The matrices of the updates, which come last, are kept.
         top_k = experiment.evaluation.top_k
-        values, matrices = _over_ranks(vectors, weights, active, blueprint, top_k)
+        values, matrices = _over_ranks(vectors, weights, active, blueprint, top_k, pool)
         metrics |= {prefix + name: value for name, value in values.items()}
-    one = _uploaded_spectrum(sent[:1], None if active is None else active[:1], blueprint)
-    if matrices:
-        matrices["clients"] = np.array([u.client for u in uploads], dtype=np.int64)
-    return Diagnostics(metrics, spectra | one, matrices)
+    matrices["clients"] = np.array([u.client for u in uploads], dtype=np.int64)
+    return Diagnostics(metrics, spectrum.result(), matrices)
 
 
 def compare_everyone(
-    uploads: list[Upload], broadcast: ArrayState, blueprint: Blueprint, top_k: int
+    uploads: Sequence[Upload],
+    broadcast: ArrayState,
+    blueprint: Blueprint,
+    top_k: int,
+    pool: Executor,
 ) -> Arrays:
     """Compare the updates of all clients, trained from one broadcast.
 
@@ -92,7 +103,7 @@ def compare_everyone(
         :func:`~trishul_ray.spectral.diagnostics.client_matrices` under ``everyone_<name>``.
     """
     _, updates, active = _stacked(uploads, broadcast, blueprint)
-    _, found = _over_ranks(updates, torch.ones(len(uploads)), active, blueprint, top_k)
+    _, found = _over_ranks(updates, torch.ones(len(uploads)), active, blueprint, top_k, pool)
     found["clients"] = np.array([upload.client for upload in uploads], dtype=np.int64)
     return {f"everyone_{name}": values for name, values in found.items()}
 
@@ -122,7 +133,7 @@ def append_round(matrices: Arrays, number: int, new: Arrays) -> Arrays:
 
 
 def _stacked(
-    uploads: list[Upload], broadcast: ArrayState, blueprint: Blueprint
+    uploads: Sequence[Upload], broadcast: ArrayState, blueprint: Blueprint
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return what was sent [m, W], its change since the broadcast, and the trained units [m, U].
 
@@ -168,7 +179,12 @@ def _banks(
 
 
 def _over_ranks(
-    vectors: Tensor, weights: Tensor, active: Tensor | None, blueprint: Blueprint, top_k: int
+    vectors: Tensor,
+    weights: Tensor,
+    active: Tensor | None,
+    blueprint: Blueprint,
+    top_k: int,
+    pool: Executor,
 ) -> tuple[dict[str, float], Arrays]:
     """Return metrics and matrices of all cores in [m, W]: means over ranks by number of heads."""
     sums: dict[str, float] = defaultdict(float)
@@ -176,8 +192,8 @@ def _over_ranks(
     totals: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
     for cores, mask in _banks(vectors, active, blueprint):
-        count = cores.shape[1]
-        spectrum = left_spectrum(cores)
+        count, cores = cores.shape[1], cores.double()
+        spectrum = left_spectrum(cores, pool)
         for name, value in diagnose(cores, weights, top_k, mask, spectrum).items():
             sums[name] += count * value
             heads[name] += count
@@ -190,7 +206,11 @@ def _over_ranks(
 
 
 def aggregation_error(
-    uploads: list[Upload], reducer: Reducer, before: ArrayState, after: ArrayState
+    uploads: Sequence[Upload],
+    reducer: Reducer,
+    before: ArrayState,
+    after: ArrayState,
+    pool: Executor,
 ) -> float | None:
     """Return the relative distance of the new global update from the mean of the clients' updates.
 
@@ -202,7 +222,8 @@ def aggregation_error(
     updates are then not a function of what is sent.
 
     The uploads are those of all clients of the round, valid, and all with the same trained units;
-    ``before`` is the broadcast that they started from, ``after`` the next one.
+    ``before`` is the broadcast that they started from, ``after`` the next one. The threads of
+    ``pool`` take a layer each.
     """
     weights = np.array([reducer.configured_weight(upload) for upload in uploads])
     weights /= weights.sum()
@@ -211,30 +232,43 @@ def aggregation_error(
     def named(arrays: ArrayState) -> dict[str, Tensor]:
         return reducer.method.named_tensors(layout, as_tensor(arrays.shared).double())
 
-    def base(arrays: ArrayState, layer: str) -> Tensor | float:
-        return torch.from_numpy(arrays.base[layer]).double() if layer in arrays.base else 0.0
-
     clients, new = [named(upload.arrays) for upload in uploads], named(after)
     kept = {entry.name for entry in layout.entries} - new.keys()
     if any(layout.entry(name).kind in ("adapter", "core") for name in kept):
         return None
-    error = exact = 0.0
+
+    def of_layer(layer: str) -> tuple[float, float]:
+        """Return the squared norms of the difference and of the mean."""
+        mean, moved = (
+            _product(clients[0], layer, alpha).mul_(weights[0]),
+            _product(new, layer, alpha),
+        )
+        for weight, client in zip(weights[1:], clients[1:], strict=True):
+            mean += _product(client, layer, alpha).mul_(weight)
+        if layer in after.base:
+            moved += torch.from_numpy(after.base[layer])
+        if layer in before.base:
+            moved -= torch.from_numpy(before.base[layer])
+        return float(moved.sub_(mean).square_().sum()), float(mean.square_().sum())
+
+    def of_tensor(key: str) -> tuple[float, float]:
+        mean = sum(w * c[key] for w, c in zip(weights, clients, strict=True))
+        return float((new[key] - mean).square().sum()), float(mean.square().sum())
+
     layers = sorted(layer for layer, _, _ in lora_pairs(new))  # float sums depend on the order
-    for layer in layers:
-        mean = sum(w * _product(c, layer, alpha) for w, c in zip(weights, clients, strict=True))
-        moved = _product(new, layer, alpha) + base(after, layer) - base(before, layer)
-        error += float((moved - mean).square().sum())
-        exact += float(mean.square().sum())
-    if not layers:
+    if layers:
+        found = list(pool.map(of_layer, layers))
+    else:
         # The classification head is no update, except in full fine-tuning.
         keys = [key for key in new if layout.entry(key).kind != "classifier"] or list(new)
-        for key in keys:
-            mean = sum(w * c[key] for w, c in zip(weights, clients, strict=True))
-            error += float((new[key] - mean).square().sum())
-            exact += float(mean.square().sum())
+        found = list(pool.map(of_tensor, keys))
+    error = exact = 0.0
+    for difference, size in found:
+        error += difference
+        exact += size
     return (error / exact) ** 0.5 if exact else 0.0
 
 
 def _product(tensors: dict[str, Tensor], layer: str, alpha: float | None) -> Tensor:
     factor_A = tensors[f"{layer}.lora_A"]
-    return lora_scale(alpha, factor_A.shape[0]) * (tensors[f"{layer}.lora_B"] @ factor_A)
+    return (tensors[f"{layer}.lora_B"] @ factor_A).mul_(lora_scale(alpha, factor_A.shape[0]))

@@ -1,8 +1,9 @@
 """The inline backend: a run in one process, for debugging and as the baseline of Ray's overhead."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
@@ -91,7 +92,11 @@ class InlineExecutor:
             raise
 
     def run(
-        self, broadcast: ArrayState, jobs: Sequence[Job], reducer: Reducer | None = None
+        self,
+        broadcast: ArrayState,
+        jobs: Sequence[Job],
+        reducer: Reducer | None = None,
+        trained: Callable[[Sequence[Any]], None] | None = None,
     ) -> Outcome:
         """Run the jobs in order, and sum uploads as they come; see ``Executor.run``."""
         train = [job for job in jobs if isinstance(job, TrainJob)]
@@ -111,6 +116,8 @@ class InlineExecutor:
                 for i in part:
                     if i >= MOST_CLIENTS:
                         del uploads[i]
+        if train and trained is not None:
+            trained([uploads[i] for i in range(len(train))[:MOST_CLIENTS]])
         scored = [self.evaluate(broadcast, job) for job in jobs if isinstance(job, EvalJob)]
         self._evaluated.release()
         return Outcome(

@@ -8,7 +8,8 @@ evaluation and training run together, and the record of round t is complete one 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -21,12 +22,14 @@ from trishul_ray.draws import capacities, participants, uniform_cohort
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
+from trishul_ray.federation.comparison import Compared, Comparison
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.diagnostics import (
     aggregation_error,
     append_round,
     compare_everyone,
-    upload_diagnostics,
+    compare_uploads,
+    reported_diagnostics,
 )
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
@@ -73,12 +76,18 @@ class Executor(Protocol):
         """Return the blueprint of the workbench that every worker builds, given the survey."""
 
     def run(
-        self, broadcast: ArrayState, jobs: Sequence[Job], reducer: Reducer | None = None
+        self,
+        broadcast: ArrayState,
+        jobs: Sequence[Job],
+        reducer: Reducer | None = None,
+        trained: Callable[[Sequence[Any]], None] | None = None,
     ) -> Outcome:
         """Run all jobs with one broadcast.
 
         With a reducer, uploads of more than ``FAN_IN`` clients are validated and summed in groups
-        as they come, and only the first ``MOST_CLIENTS`` are kept.
+        as they come, and only the first ``MOST_CLIENTS`` are kept. ``trained`` is called with the
+        first ``MOST_CLIENTS`` uploads when all clients have trained, and before all evaluation has
+        ended: what it begins runs beside it.
         """
 
     def reduce(self, outcome: Outcome, reducer: Reducer) -> Partial:
@@ -252,44 +261,52 @@ class Server:
             if not over:
                 sent = self.stages.broadcast(number, state)
                 cohort = self._cohort(number, sent)
-            outcome = self._run(number, sent, cohort)
-            self.scoring.add(now, outcome.evaluations)
-            peaks = [report.memory for report in outcome.reports]
-            peaks += [self.memory, *(report.memory for report in outcome.evaluations)]
-            self.memory = max((peak for peak in peaks if peak is not None), default=None)
-            if not over:  # even a cohort of nobody is a round
-                paused = time.perf_counter()
-                everyone = self._compare_everyone(number, sent.read, outcome)
-                began += time.perf_counter() - paused
-                record = self._aggregate(number, sent, cohort, outcome)
-                self.transfers.remember(record)
-                now.matrices |= everyone
-                record.seconds = time.perf_counter() - began
-                now.records.append(record)
+            compare, threads = partial(self._compare, sent.read), self.experiment.resources.threads
+            with Comparison(compare, self.executor.fetch, threads) as comparison:
+                outcome = self._run(number, sent, cohort, comparison)
+                self.scoring.add(now, outcome.evaluations)
+                peaks = [report.memory for report in outcome.reports]
+                peaks += [self.memory, *(report.memory for report in outcome.evaluations)]
+                self.memory = max((peak for peak in peaks if peak is not None), default=None)
+                if not over:  # even a cohort of nobody is a round
+                    paused = time.perf_counter()
+                    everyone = self._compare_everyone(number, sent.read, outcome, comparison)
+                    began += time.perf_counter() - paused
+                    record = self._aggregate(number, sent, cohort, outcome, comparison)
+                    self.transfers.remember(record)
+                    now.matrices |= everyone
+                    record.seconds = time.perf_counter() - began
+                    now.records.append(record)
             self.checkpoints.save(now)
         return self._report([complete])
 
-    def _run(self, number: int, sent: Sent, cohort: Cohort) -> Outcome:
+    def _run(self, number: int, sent: Sent, cohort: Cohort, comparison: Comparison) -> Outcome:
         """Train the clients of a round, and score the model after the previous one.
 
-        What is evaluated is the state as it is, which is the one that a run ends with. If clients
-        read another one, both cannot run together: evaluation waits for training.
+        The uploads of a round that is diagnosed are compared as soon as all have trained. What is
+        evaluated is the state as it is, which is the one that a run ends with. If clients read
+        another one, both cannot run together: evaluation waits for training.
         """
         train = [self._job(number, client, cohort.steps.get(client)) for client in cohort.clients]
         evaluation = self.scoring.jobs(self.checkpoint)
         every = self.method.needs_uploads or self.stages.read_changes
         every |= self.experiment.evaluation.diagnostics_cohort == "all"
         reducer = None if every else self._reducer()
+        compare = comparison.begin if self._diagnoses(number) else None
         if sent.is_exact:
-            outcome = self.executor.run(sent.state, [*train, *evaluation], reducer)
+            outcome = self.executor.run(sent.state, [*train, *evaluation], reducer, compare)
         else:
-            outcome = self.executor.run(sent.read, train, reducer)
+            outcome = self.executor.run(sent.read, train, reducer, compare)
             if evaluation:
                 scored = self.executor.run(sent.state, evaluation)
                 outcome.evaluations += scored.evaluations
                 outcome.events += scored.events
         self.events += outcome.events
         return outcome
+
+    def _diagnoses(self, number: int) -> bool:
+        fed, options = self.experiment.federation, self.experiment.evaluation
+        return options.diagnoses(number, fed.rounds)
 
     def draw(self, number: int) -> list[int]:
         """Return clients for a round, ascending, drawn without replacement."""
@@ -310,12 +327,11 @@ class Server:
         kept = self.checkpoint.kept.get(client, {})
         return TrainJob(number, client, state, kept, self.stages.instruct(number), steps)
 
-    def _values(self, uploads: list[Any], broadcast: ArrayState) -> list[Upload]:
-        """Bring uploads into this process, as values even where clients send changes."""
-        fetched = self.executor.fetch(uploads)
+    def _values(self, uploads: Sequence[Upload], broadcast: ArrayState) -> list[Upload]:
+        """Return uploads as values even where clients send changes."""
         if not self.stages.act_on_changes:
-            return fetched
-        return [self._restored(upload, broadcast) for upload in fetched]
+            return [*uploads]
+        return [self._restored(upload, broadcast) for upload in uploads]
 
     def _changes(self, uploads: list[Any], accepted: set[int]) -> dict[int, np.ndarray]:
         """Return the accepted changes, decoded, by ascending client."""
@@ -338,7 +354,19 @@ class Server:
         with deterministic(self.experiment):
             return broadcast_of(self.method, self.checkpoint.state)
 
-    def _compare_everyone(self, number: int, broadcast: ArrayState, outcome: Outcome) -> Arrays:
+    def _compare(
+        self, broadcast: ArrayState, uploads: Sequence[Upload], pool: ThreadPoolExecutor
+    ) -> Compared:
+        """Compare the valid ones among uploads of clients that have read a broadcast."""
+        expected = self.blueprint.expected
+        valid = [each for each in uploads if rejection_reason(each, expected) is None]
+        values = self._values(valid, broadcast)
+        found = compare_uploads(values, broadcast, self.blueprint, self.experiment, pool)
+        return Compared(values, found)
+
+    def _compare_everyone(
+        self, number: int, broadcast: ArrayState, outcome: Outcome, comparison: Comparison
+    ) -> Arrays:
         """In the last round, train the other clients, too, if all are to be compared.
 
         Nothing of it is kept but the comparison: states, records and traffic are the cohort's.
@@ -357,16 +385,26 @@ class Server:
             self.events.append(f"evaluation.diagnostics_cohort=all: no comparison: {error}")
             return {}
         self.events += more.events
-        uploads = self._values([*outcome.uploads, *more.uploads], broadcast)
+        fetched = self.executor.fetch([*outcome.uploads, *more.uploads])
+        uploads = self._values(fetched, broadcast)
         valid = [u for u in uploads if rejection_reason(u, self.blueprint.expected) is None]
         valid.sort(key=lambda upload: upload.client)
-        return compare_everyone(valid, broadcast, self.blueprint, options.top_k) if valid else {}
+        if not valid:
+            return {}
+        return compare_everyone(valid, broadcast, self.blueprint, options.top_k, comparison.pool)
 
     def _reducer(self) -> Reducer:
         weighting, blueprint = self.experiment.federation.weighting, self.blueprint
         return Reducer(self.method, blueprint.layout, weighting, blueprint.expected)
 
-    def _aggregate(self, number: int, sent: Sent, cohort: Cohort, outcome: Outcome) -> RoundRecord:
+    def _aggregate(
+        self,
+        number: int,
+        sent: Sent,
+        cohort: Cohort,
+        outcome: Outcome,
+        comparison: Comparison,
+    ) -> RoundRecord:
         """Aggregate the uploads of a round into the next state and return the round's record."""
         now, reducer = self.checkpoint, self._reducer()
         total = self.stages.total(self._sum(number, outcome, reducer))
@@ -377,9 +415,12 @@ class Server:
         if self.stages.read_changes:
             mean = self.stages.aggregate(number, mean, self._changes(outcome.uploads, accepted))
         # Before the state changes: fetching may fail if a node is lost.
-        needed = None if self.method.needs_uploads else MOST_CLIENTS
-        fetched = self._values(outcome.uploads[:needed], sent.read)
-        valid = [upload for upload in fetched if upload.client in accepted]
+        compared, valid = None, []
+        if self._diagnoses(number):
+            compared = comparison.result(outcome.uploads[:MOST_CLIENTS])
+        if self.method.needs_uploads:
+            fetched = self.executor.fetch(outcome.uploads)
+            valid = self._values([u for u in fetched if u.client in accepted], sent.read)
         round_ = self._round(number, mean, valid, reducer)
         now.state = self._next_state(number, mean, round_)
         reports = [report for report in outcome.reports if report.client in accepted]
@@ -392,10 +433,8 @@ class Server:
         record.stages = over_clients(outcome.reports, self.stages.summed)
         record.stages |= {**total.metrics, **mean.metrics}
         record.stages |= self.stages.end(number, now.state, clients)
-        if self.experiment.evaluation.diagnoses(number, self.experiment.federation.rounds):
-            compared = {upload.client for upload in fetched[:MOST_CLIENTS]}
-            sample = [upload for upload in valid if upload.client in compared]
-            self._diagnose(record, sample, sent.read, reducer, reports, round_)
+        if compared is not None:
+            self._diagnose(record, compared, sent.read, reports, round_, comparison)
         record.diagnostics |= round_.metrics
         if number == 1 and (warning := self.method.warning(round_.metrics)):
             self.events.append(f"warning: {warning}")
@@ -452,26 +491,28 @@ class Server:
     def _diagnose(
         self,
         record: RoundRecord,
-        sample: list[Upload],
+        compared: Compared,
         broadcast: ArrayState,
-        reducer: Reducer,
         reports: list[TrainReport],
         round_: Round,
+        comparison: Comparison,
     ) -> None:
         """Add the diagnostics of some uploads to a record and to the checkpoint."""
-        now = self.checkpoint
-        found = upload_diagnostics(sample, broadcast, self.blueprint, self.experiment, reports)
-        record.diagnostics = found.metrics
+        now, sample, found = self.checkpoint, compared.uploads, compared.diagnostics
+        reported = reported_diagnostics(reports)
+        record.diagnostics = reported.metrics | found.metrics
         units = round_units(self.method, self.blueprint.layout, record.round)
         alike = all(
             u.active is None or (units is not None and np.array_equal(u.active, units))
             for u in sample
         )
         if len(sample) == len(reports) and alike and not self.stages.move_beyond_mean:
-            error = aggregation_error(sample, reducer, broadcast, self.broadcast())
+            after, reducer = self.broadcast(), self._reducer()
+            error = aggregation_error(sample, reducer, broadcast, after, comparison.pool)
             if error is not None:
                 record.diagnostics["aggregation_error"] = error
-        now.spectra = (found.spectra | round_.spectra) or now.spectra
+        spectra = reported.spectra | found.spectra | round_.spectra
+        now.spectra = spectra or now.spectra
         now.matrices = append_round(now.matrices, record.round, found.matrices)
 
     def _sum(self, number: int, outcome: Outcome, reducer: Reducer) -> Partial:

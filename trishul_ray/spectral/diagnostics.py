@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 from trishul_ray.errors import InputError
@@ -43,6 +44,10 @@ DIAGNOSTICS = (
     "dominant_similarity",
     "client_cosine",
 )
+
+#: Cores that a thread decomposes at once. A multiple of 8: every part of a stack then begins at a
+#: multiple of 64 bytes, whatever the rank, and LAPACK rounds by how its input is aligned.
+PART = 16
 
 
 def stack_spectra(spectra: Sequence[Tensor]) -> Tensor:
@@ -79,14 +84,15 @@ def significant(values: Tensor) -> Tensor:
     return values > floor * values.amax(dim=-1, keepdim=True)
 
 
-def left_spectrum(cores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return left singular vectors and values of cores [..., r, r], in descending order.
+def left_spectrum(cores: Tensor, pool: Executor | None = None) -> tuple[Tensor, Tensor]:
+    """Return left singular vectors and values of cores [..., n, r, r], in descending order.
 
     They come from the float64 Gram matrix ``X X^T``, at half the cost of an SVD. Values below about
-    1e-8 of the largest, which float32 cores cannot resolve anyway, are noise of that size.
+    1e-8 of the largest, which float32 cores cannot resolve anyway, are noise of that size. The
+    threads of a pool share the stack, with the same bits.
 
     Returns:
-        ``(vectors, values)``: float64 [..., r, r] with vectors in columns, and [..., r].
+        ``(vectors, values)``: float64 [..., n, r, r] with vectors in columns, and [..., n, r].
 
     Raises:
         InputError: an entry is not finite.
@@ -94,6 +100,13 @@ def left_spectrum(cores: Tensor) -> tuple[Tensor, Tensor]:
     x = cores.detach().double()
     if not bool(x.isfinite().all()):
         raise InputError("cores have NaN or infinite entries: validate uploads first")
+    parts = x.flatten(0, -3).split(PART)
+    found = list((map if pool is None else pool.map)(_left_spectrum, parts))
+    vectors, values = (torch.cat(each) for each in zip(*found, strict=True))
+    return vectors.view(x.shape), values.view(x.shape[:-1])
+
+
+def _left_spectrum(x: Tensor) -> tuple[Tensor, Tensor]:
     squares, vectors = torch.linalg.eigh(x @ x.mT)
     return vectors.flip(-1), squares.clamp(min=0.0).sqrt().flip(-1)
 
@@ -189,7 +202,10 @@ def relative_variance(uploads: Tensor, weights: Tensor, active: Tensor | None = 
     changes since the broadcast it does not depend on the scale of the learning rate. Arguments and
     errors are those of :func:`aggregation_variance`.
     """
-    variance, signal = _variance_and_signal(uploads, weights, active)
+    return _share(*_variance_and_signal(uploads, weights, active))
+
+
+def _share(variance: Tensor, signal: Tensor) -> float:
     total = float(signal.sum())
     return float(variance.sum()) / total if total > 0 else math.nan
 
@@ -244,24 +260,25 @@ def diagnose(
     if top_k < 1:
         raise InputError(f"top_k={top_k} must be at least 1")
     m, n = uploads.shape[:2]
+    uploads = uploads.detach().double()
     if active is None:
         active = torch.ones(m, n, dtype=torch.bool, device=uploads.device)
+    else:
+        # An untrained head may hold any values; zeros take it out of every figure.
+        uploads = uploads.masked_fill(~active[..., None, None], 0.0)
     if not bool(active.any()):
         return {}
-    # An untrained head may hold any values; zeros take it out of every figure.
-    uploads = uploads.detach().double().masked_fill(~active[..., None, None], 0.0)
     vectors, values = spectrum or left_spectrum(uploads)
     trained = values[active]  # [cores, r]
+    variance, signal = _variance_and_signal(uploads, weights, active)
     result = {
         "spectral_entropy": float(spectral_entropy(trained).mean()),
         "effective_rank": float(effective_rank(trained).mean()),
         "top_singular_value": float(trained[:, 0].mean()),
         "zeroed": 1.0 - float(significant(trained).double().mean()),
-        "aggregation_variance": float(
-            aggregation_variance(uploads, weights, active)[active.any(dim=0)].mean()
-        ),
+        "aggregation_variance": float(variance[active.any(dim=0)].mean()),
     }
-    relative = relative_variance(uploads, weights, active)
+    relative = _share(variance, signal)
     if math.isfinite(relative):
         result["relative_variance"] = relative
     # Untrained heads are zero here, and a pair with a zero core is NaN.

@@ -149,7 +149,11 @@ class ActorPool:
         return self._blueprint
 
     def run(
-        self, broadcast: ArrayState, jobs: Sequence[Job], reducer: Reducer | None = None
+        self,
+        broadcast: ArrayState,
+        jobs: Sequence[Job],
+        reducer: Reducer | None = None,
+        trained: Callable[[Sequence[Any]], None] | None = None,
     ) -> Outcome:
         """Run all jobs; one ``ray.put`` of the broadcast serves them all.
 
@@ -171,7 +175,8 @@ class ActorPool:
             parts = [[train[i] for i in group] for group in groups(train)]
         shared = ray.put(reducer) if parts else None
         unit_of = {index: number for number, unit in enumerate(units) for index in unit}
-        kept = {*train[:MOST_CLIENTS]}
+        kept = train[:MOST_CLIENTS]
+        training = {unit_of[index] for index in train}
 
         def submit(actor: Any, number: int) -> Any:
             if number >= len(units):
@@ -192,17 +197,22 @@ class ActorPool:
                 return f"summing group {number - len(units)}"
             return " and ".join(_describe_job(jobs[index]) for index in units[number])
 
-        def give_up(number: int) -> None:
+        def note_end(number: int) -> None:
+            """Give up uploads that are summed; say when all clients have trained."""
             for index in parts[number - len(units)] if number >= len(units) else ():
                 if index not in kept:
                     del uploads[index]
+            if number in training:
+                training.remove(number)
+                if not training and trained is not None:
+                    trained([uploads[index] for index in kept])
 
         after = [{unit_of[index] for index in part} for part in parts]
-        answers = self._run_each(len(units), submit, describe, after, give_up)
+        answers = self._run_each(len(units), submit, describe, after, note_end)
         results: dict[int, Any] = {}
         for unit, found in zip(units, answers, strict=False):  # sums follow
-            trained = isinstance(jobs[unit[0]], TrainJob)
-            results |= zip(unit, found if trained else [found], strict=True)
+            in_training = isinstance(jobs[unit[0]], TrainJob)
+            results |= zip(unit, found if in_training else [found], strict=True)
         events, self._events = self._events, []
         return Outcome(
             uploads=[uploads[i] for i in train if i in uploads],
