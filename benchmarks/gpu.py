@@ -280,7 +280,7 @@ def right(place: Place) -> None:
     """Run the tests marked gpu, compare every method with the CPU, and runs with themselves."""
     marked_tests(place)
     rows, worst = [], 0.0
-    for method in method_names():
+    for method in ["trishul", "fullft", "local"] if place.rehearsal else method_names():
         changes = [f"method={method}", "federation.rounds=1"]
         try:
             here, there = (

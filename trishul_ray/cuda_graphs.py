@@ -83,7 +83,7 @@ class Graphs:
         with torch.cuda.stream(self._stream):
             results = function(*given)
         here.wait_stream(self._stream)
-        for tensor in (*given, *results):
+        for tensor in results:
             tensor.record_stream(here)
         return results
 
@@ -102,6 +102,8 @@ class Graphs:
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 results = function(*inputs)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise FailsAgainError(
