@@ -14,7 +14,6 @@ from torch import Tensor
 from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 from trishul_ray.spectral.diagnostics import (
-    PART,
     aggregation_variance,
     client_matrices,
     diagnose,
@@ -27,6 +26,7 @@ from trishul_ray.spectral.diagnostics import (
     spectral_entropy,
     stack_spectra,
 )
+from trishul_ray.spectral.svt import PART, singular_values
 
 PAIRWISE = {
     "principal_angle_similarity",
@@ -90,6 +90,8 @@ def test_a_stack_that_threads_share_has_the_same_bits(r):
         for found in (left_spectrum(z), left_spectrum(z, pool)):
             assert torch.equal(found[0], vectors.flip(-1))
             assert torch.equal(found[1], values.clamp(min=0.0).sqrt().flip(-1))
+    stack = z.flatten(0, 1)
+    assert torch.equal(singular_values(stack, threads=3), singular_values(stack))
 
 
 @settings(deadline=None, max_examples=30)

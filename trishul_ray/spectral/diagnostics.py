@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from trishul_ray.errors import InputError
 from trishul_ray.lazy import torch
+from trishul_ray.spectral.svt import PART
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,10 +45,6 @@ DIAGNOSTICS = (
     "dominant_similarity",
     "client_cosine",
 )
-
-#: Cores that a thread decomposes at once. A multiple of 8: every part of a stack then begins at a
-#: multiple of 64 bytes, whatever the rank, and LAPACK rounds by how its input is aligned.
-PART = 16
 
 
 def stack_spectra(spectra: Sequence[Tensor]) -> Tensor:

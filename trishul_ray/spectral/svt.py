@@ -51,6 +51,13 @@ _RESOLUTION = 1e-7
 #: most ``r^(2^-k / 2)`` times that, which is 1 up to 4e-8 at rank 110.
 _SQUARINGS = 26
 
+#: Cores that a thread decomposes at once. A multiple of 8: every part of a stack then begins at a
+#: multiple of 64 bytes, whatever the rank, and LAPACK rounds by how its input is aligned.
+PART = 16
+
+#: Threads of the host that decompose cores of a GPU, which waits; at most as many as it has cores.
+_HOST_THREADS = 8
+
 #: In place of a threshold of zero of one core among others.
 _SMALLEST = 1e-300
 
@@ -108,7 +115,9 @@ def svt_stats(
     a core's largest are rounding noise of that size. A non-finite core has NaN.
     """
     _check(cores, threshold)
-    values = singular_values(cores.cpu())
+    on_host = cores.device.type == "cpu"
+    threads = 1 if on_host else min(_HOST_THREADS, os.cpu_count() or 1)
+    values = singular_values(cores.cpu(), threads)
     tau = torch.as_tensor(threshold, dtype=torch.float64, device="cpu").expand(len(values))  # [n]
     if relative:
         tau = tau * values[:, 0]
@@ -135,11 +144,14 @@ def svt_summary(stats: Iterable[SvtStats]) -> dict[str, float]:
     }
 
 
-def singular_values(cores: Tensor) -> Tensor:
+def singular_values(cores: Tensor, threads: int = 1) -> Tensor:
     """Return the singular values of [n, r, r] as float64 [n, r], descending.
 
-    A non-finite core has NaN.
+    A non-finite core has NaN. Several threads share the stack, in each of which PyTorch uses one.
     """
+    if threads > 1 and len(cores) > PART:
+        parts = _threads(threads, os.getpid()).map(singular_values, cores.split(PART))
+        return torch.cat(list(parts))
     x = cores.detach().double()
     gram = x.mT @ x
     finite = gram.isfinite().flatten(1).all(dim=-1)  # [n]
