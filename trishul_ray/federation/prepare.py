@@ -3,7 +3,10 @@
 The driver does this once; every worker gets the result.
 """
 
+import hashlib
+import json
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +20,7 @@ from trishul_ray.data.prepare import (
     find_repeated,
     measure_coverage,
     prepare,
+    rewrite,
 )
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.experiment import Experiment
@@ -24,6 +28,7 @@ from trishul_ray.experiment.identity import check_content
 from trishul_ray.experiment.rows import partition_rows
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.passed import PassedModel, passed_model
+from trishul_ray.stages import Stages
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.verbalizer import Verbalizer
@@ -168,6 +173,7 @@ def _encode_rows(
 ) -> tuple[PreparedDataset, Task, dict[str, str]]:
     """Return the rows as the task trains on them, the task, and what depends on the tokenizer."""
     rows = choose_rows(rows, experiment.data, cache=backbone.places.cache)
+    rows = _rewrite_rows(rows, experiment)
     task = build_task(experiment.task, rows.info, backbone)
     if task.encoder is None:
         return rows, task, {}
@@ -176,6 +182,22 @@ def _encode_rows(
     if isinstance(task, Verbalizer):  # the names of the classes may be the answers
         sources["answers"] = ",".join(map(str, task.answer_ids))
     return dataset, task, sources
+
+
+def _rewrite_rows(rows: PreparedDataset, experiment: Experiment) -> PreparedDataset:
+    """Return the rows as the stages want them, and the sets of rows that these add."""
+    for stage in Stages.of(experiment):
+        if stage.row_sets is None:
+            continue
+        shards = partition_rows(rows, experiment)
+        clients = np.full(len(rows.train), -1)
+        clients[shards.permutation] = np.repeat(np.arange(len(shards.sizes)), shards.sizes)
+        said = [stage.name, stage.config.model_dump(mode="json"), experiment.seed]
+        key = f"{json.dumps(said)}\n{hashlib.sha256(clients.tobytes()).hexdigest()}"
+        change = partial(stage.rows, rows.info, clients=clients)
+        cache = experiment.storage.places.cache
+        rows = rewrite(rows, key, change, new=stage.row_sets, cache=cache)
+    return rows
 
 
 def coverage_of(experiment: Experiment, prepared: Prepared) -> Coverage:
