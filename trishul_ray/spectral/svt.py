@@ -276,7 +276,7 @@ def _largest(gram: Tensor) -> Tensor:
 
 
 def eigen_of_grams(grams: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``torch.linalg.eigh`` of [n, r, r], the same bits for any number of threads."""
+    """Return ``torch.linalg.eigh`` of [n, r, r]; last bits depend on ``resources.threads``."""
     threads = min(torch.get_num_threads(), len(grams))
     if threads == 1:
         values, vectors = torch.linalg.eigh(grams)
