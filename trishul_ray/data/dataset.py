@@ -31,8 +31,10 @@ _META = b"trishul"
 #: Kind of the rows; see :class:`DatasetInfo`.
 Kind = Literal["image", "text", "qa", "instruction"]
 
-#: Name of a split that is scored: ``test``, ``validation`` (held out of the training rows), or one
-#: that a stage adds.
+#: Rows that are scored: those of the test split, and those held out of the training rows.
+OwnRowSet = Literal["test", "validation"]
+
+#: Name of a split that is scored: of one's own rows, or one that a stage adds.
 RowSet: TypeAlias = str
 
 #: A column to write: numbers [N, ...], or N texts.
