@@ -243,10 +243,10 @@ class LocalSteps:
 
     A step has a part of the host, :meth:`batch`, and a part of the device, :meth:`compute`. The
     latter never waits for the device, and its kernels, shapes and addresses do not depend on
-    values, so that the host prepares the next batches in the meantime, and a CUDA graph could hold
-    it for batches of one shape and a constant learning rate. ``run`` is a new run of the client,
-    which the steps change; ``last`` is S, the number of the last step. A client that makes fewer
-    steps than the round has makes the first ones, with their batches and rates.
+    values, so that the host prepares the next batches in the meantime, and CUDA graphs can hold its
+    forward and backward pass and the prox (``resources.cuda_graphs``). ``run`` is a new run of the
+    client, which the steps change; ``last`` is S, the number of the last step. A client that makes
+    fewer steps than the round has makes the first ones, with their batches and rates.
     """
 
     losses = ()  # the shape of what :meth:`compute` returns
