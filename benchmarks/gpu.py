@@ -89,14 +89,9 @@ try:
     from trishul_ray.experiment.loading import load_experiment
     from trishul_ray.federation.checkpoint import state_digest
     from trishul_ray.federation.determinism import deterministic, set_environment
+    from trishul_ray.federation.evaluation import EvaluatedModel, evaluate_chunk
     from trishul_ray.federation.inline import InlineDriver
-    from trishul_ray.federation.local import (
-        EvaluatedModel,
-        LocalSteps,
-        evaluate_chunk,
-        train_client,
-        train_together,
-    )
+    from trishul_ray.federation.local import LocalSteps, train_client, train_together
     from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
     from trishul_ray.federation.prepare import Prepared, prepare_run
     from trishul_ray.federation.workbench import Workbench, build_workbench, new_run

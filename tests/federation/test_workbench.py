@@ -12,8 +12,8 @@ from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
 from trishul_ray.draws import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.evaluation import EvaluatedModel, evaluate_chunk
 from trishul_ray.federation.inline import InlineExecutor
-from trishul_ray.federation.local import EvaluatedModel, evaluate_chunk
 from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.workbench import build_workbench, new_run

@@ -24,7 +24,7 @@ from emulated_device import NAME, EmulatedDevice, fused_attention
 
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.federation import local
+from trishul_ray.federation import evaluation, local
 from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
 from trishul_ray.federation.workbench import ModelBench, Workbench, build_model_bench
 from trishul_ray.models.backbone import Backbone
@@ -155,10 +155,10 @@ def counted(device, experiment, info, row, evaluated):
     # What the first step leaves behind, the optimizer's state, is there in the others.
     found["GiB"] = (device.peak + after - before) / 2**30
     if evaluated:
-        model, size = local.EvaluatedModel(bench), experiment.evaluation.batch_size
+        model, size = evaluation.EvaluatedModel(bench), experiment.evaluation.batch_size
         for first in (0, size):  # the model is bound for both
             before = device.kernels.total()
-            local.evaluate_chunk(model, start, EvalJob(2, first, first + size))
+            evaluation.evaluate_chunk(model, start, EvalJob(2, first, first + size))
         found["kernels of evaluation"] = device.kernels.total() - before
     return found | {"raising": device.raising}
 

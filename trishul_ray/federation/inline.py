@@ -8,13 +8,8 @@ from typing import Any
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.local import (
-    EvaluatedModel,
-    count_flops,
-    evaluate_chunk,
-    send_change,
-    train_together,
-)
+from trishul_ray.federation.evaluation import EvaluatedModel, evaluate_chunk
+from trishul_ray.federation.local import count_flops, send_change, train_together
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
     Arrays,

@@ -1,4 +1,4 @@
-"""One client's round and one chunk of evaluation, as pure functions.
+"""One client's round, as a pure function.
 
 The same inputs give the same bytes in any process: every random draw comes from a stream named by
 ``(seed, purpose, round, client)``, the optimizer is fresh, and the resident backbone is unchanged.
@@ -11,7 +11,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,9 +26,6 @@ from trishul_ray.adapters.model import Trained
 from trishul_ray.data.dataset import Split
 from trishul_ray.errors import FailsAgainError
 from trishul_ray.federation.messages import (
-    Arrays,
-    EvalJob,
-    EvalReport,
     TrainJob,
     TrainReport,
     Upload,
@@ -36,12 +33,11 @@ from trishul_ray.federation.messages import (
     to_tensor,
 )
 from trishul_ray.federation.reduce import configured_weight
-from trishul_ray.federation.workbench import Workbench, global_model, new_run, rows_of
+from trishul_ray.federation.workbench import Workbench, bound, new_run
 from trishul_ray.memory import memory_of, peak_memory
 from trishul_ray.methods.base import LocalRun, Method, State, Tensors, count_numbers
 from trishul_ray.rng import numpy_rng, torch_rng
 from trishul_ray.stages import ArrayState, Change, Sender, StepFlops
-from trishul_ray.tasks.sums import EvalSums
 
 if TYPE_CHECKING:
     from trishul_ray.config import OptimizerConfig
@@ -357,10 +353,10 @@ class SharedSteps:
 def _ready(bench: Workbench, trained: Trained, grad: Tensor) -> Iterator[None]:
     """Let :func:`_backward` compute with a trained state inside."""
     if bench.graphs is None:
-        with _bound(bench, trained, grad):
+        with bound(bench, trained, grad):
             yield
     else:  # each graph binds copies
-        with _bound(bench, None), bench.graphs.active():
+        with bound(bench, None), bench.graphs.active():
             yield
 
 
@@ -379,7 +375,7 @@ def _backward(
             {layer: {n: next(tensor) for n in own} for layer, own in trained.constants.items()},
         )
         values, found = {name: next(tensor) for name in batch}, torch.empty_like(held.vector)
-        with _bound(bench, held, found):
+        with bound(bench, held, found):
             return _pass(bench, found, values, clients), found
 
     constants = (tensor for own in trained.constants.values() for tensor in own.values())
@@ -410,7 +406,7 @@ def count_flops(bench: Workbench) -> StepFlops:
     grad = torch.zeros_like(bench.initial)
     with sdpa_kernel(SDPBackend.MATH):
         trained = Trained(bench.initial.clone())
-        with _bound(bench, trained, grad), _flop_counter() as whole:
+        with bound(bench, trained, grad), _flop_counter() as whole:
             _loss(bench, batch).backward()
         with _flop_counter() as forward, torch.no_grad():
             _loss(bench, batch)
@@ -532,102 +528,12 @@ def weight_gradients(layers: Mapping[str, nn.Module]) -> Iterator[Tensors]:
             hook.remove()
 
 
-class EvaluatedModel:
-    """The global or a client's model that chunks of rows are scored with, bound once for all.
-
-    Round 0 is the pretrained backbone, even for a method whose first broadcast already updates it
-    (Fed-SB). The model stays bound until another one is needed, or until :meth:`release`.
-    """
-
-    def __init__(self, bench: Workbench) -> None:
-        self.bench = bench
-        self._binding = ExitStack()
-        self._made_of: tuple[tuple[int, int | None], list[np.ndarray]] | None = None
-
-    def bind(self, broadcast: ArrayState, job: EvalJob) -> None:
-        """Let the model compute as a job needs it."""
-        bench, key = self.bench, (job.round, job.client)
-        arrays = [*_arrays_of(broadcast), *(job.state[name] for name in sorted(job.state))]
-        if self._made_of is not None:
-            before, old = self._made_of
-            if before == key and len(old) == len(arrays) and all(map(_are_equal, old, arrays)):
-                return
-        self.release()
-        trained = Trained(bench.initial)
-        if job.round > 0:
-            trained = global_model(bench, broadcast, job.round, job.state, job.client)
-        self._binding.enter_context(_bound(bench, trained))
-        self._made_of = key, arrays
-
-    def release(self) -> None:
-        """Unbind the model, if it is bound."""
-        self._binding.close()
-        self._made_of = None
-
-
-def _are_equal(one: np.ndarray, other: np.ndarray) -> bool:
-    return one is other or np.array_equal(one, other)
-
-
-def _arrays_of(state: ArrayState) -> list[np.ndarray]:
-    found: list[np.ndarray] = []
-    state.map(found.append)
-    return found
-
-
-def evaluate_chunk(model: EvaluatedModel, broadcast: ArrayState, job: EvalJob) -> EvalReport:
-    """Return the sums of the metrics of a model on a chunk of scored rows.
-
-    Raises:
-        RunError: The memory of the device, or this process's share of it, is too small.
-    """
-    bench = model.bench
-    bench.model.train(False)
-    split, rows = rows_of(bench, job.rows, job.client)
-    work = f"evaluation of {job.rows} rows {job.start}:{job.stop} after round {job.round}"
-    with memory_of(work, _LESS.format("evaluation.batch_size")), torch.inference_mode():
-        model.bind(broadcast, job)
-        stored = split.batch(rows[job.start : job.stop])
-        if not bench.settings.evaluation.per_client:
-            stored.pop("client", None)
-        batch = bench.task.prepare_batch(stored, bench.device, bench.dtype)
-        outputs = bench.task.predict(bench.model, batch)
-        scored = bench.task.score(outputs, batch)
-        sums = EvalSums.of(scored, bench.task.metrics, batch)
-    each: Arrays = {}
-    if job.each:
-        each["row"] = np.asarray(rows[job.start : job.stop], dtype=np.int64)
-        each["score"] = scored.scores[bench.task.headline].cpu().numpy().astype(np.float32)
-    memory = peak_memory(bench.device)
-    return EvalReport(job.round, job.start, sums, job.rows, job.client, each, memory)
-
-
 def _prepare(bench: Workbench, split: Split, rows: np.ndarray) -> dict[str, Tensor]:
     return bench.task.prepare_batch(split.batch(rows), bench.device, bench.dtype)
 
 
 def _loss(bench: Workbench, batch: Mapping[str, Tensor]) -> Tensor:
     return bench.task.losses(bench.model, batch, 1)[0]
-
-
-@contextmanager
-def _bound(bench: Workbench, trained: Trained | None, grad: Tensor | None = None) -> Iterator[None]:
-    """Let the model compute with a trained state inside, or as pretrained; as before again after.
-
-    A step's hooks may ask for another gradient: ``run.gradient`` is inside the steps' own state.
-    """
-    before = bench.model.bound
-    if trained is None:
-        bench.model.unbind()
-    else:
-        bench.model.bind(trained, grad)
-    try:
-        yield
-    finally:
-        if before is None:
-            bench.model.unbind()
-        else:
-            bench.model.bind(*before)
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 import math
 import socket
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 
@@ -438,6 +439,26 @@ def new_run(
         diagnosed=settings.evaluation.diagnoses(round_number, fed.rounds),
         capacity=share,
     )
+
+
+@contextmanager
+def bound(bench: ModelBench, trained: Trained | None, grad: Tensor | None = None) -> Iterator[None]:
+    """Let the model compute with a trained state inside, or as pretrained; as before again after.
+
+    A step's hooks may ask for another gradient: ``run.gradient`` is inside the steps' own state.
+    """
+    before = bench.model.bound
+    if trained is None:
+        bench.model.unbind()
+    else:
+        bench.model.bind(trained, grad)
+    try:
+        yield
+    finally:
+        if before is None:
+            bench.model.unbind()
+        else:
+            bench.model.bind(*before)
 
 
 def global_model(

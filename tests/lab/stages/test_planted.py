@@ -10,8 +10,8 @@ import torch
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.evaluation import EvaluatedModel
 from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.local import EvaluatedModel
 from trishul_ray.federation.messages import EvalJob
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.workbench import build_workbench
