@@ -162,7 +162,9 @@ def main() -> None:
             **{"steps": options.steps + 1, "batch": options.batch, "length": options.length},
             **{"threads": options.threads, "count": count},
         }
-        Report("instruction", options, "environments").add(compare(words, python))
+        found = compare(words, python)
+        options.model = Path(options.model).name
+        Report("instruction", options, "environments").add(found)
 
 
 if __name__ == "__main__":
