@@ -470,7 +470,7 @@ def graphs(place: Place) -> None:
 
 
 def launch_costs(place: Place) -> Section:
-    """Measure the time of the host for one small operation of 1000."""
+    """Measure the time of the host for a small operation; ms of 1000 are microseconds of one."""
     rows = []
     for name, device in (("on the device", place.device), ("on the host", torch.device("cpu"))):
         one = torch.zeros(1, device=device)

@@ -18,7 +18,6 @@ from trishul_ray.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-if TYPE_CHECKING:
     #: A function of tensors whose kernels and shapes depend on no value: it never waits for the
     #: device and draws no random numbers.
     Function = Callable[..., tuple[Tensor, ...]]

@@ -32,9 +32,9 @@ _META = b"trishul"
 Kind = Literal["image", "text", "qa", "instruction"]
 
 #: Rows that are scored: those of the test split, and those held out of the training rows.
-OwnRowSet = Literal["test", "validation"]
+ScoredSplit = Literal["test", "validation"]
 
-#: Name of a split that is scored: of one's own rows, or one that a stage adds.
+#: Name of a set of rows that is scored: a :data:`ScoredSplit`, or a set that a stage adds.
 RowSet: TypeAlias = str
 
 #: A column to write: numbers [N, ...], or N texts.

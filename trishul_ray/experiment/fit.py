@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from trishul_ray.adapters.base import LayerSpec
 from trishul_ray.adapters.check import check_kinds
@@ -159,10 +160,8 @@ def check_layers(experiment: Experiment) -> str:
         norms = dict.fromkeys((spec.name for spec in (*layers, *scored)), 0.0)
         _check_site(_site(experiment, layers, scored, norms), experiment)
         return ""
-    from trishul_ray.models.backbone import Backbone
-
     try:
-        shapes = Backbone.of(experiment.model, experiment.storage.places).shapes
+        shapes = _shapes(experiment)
     except InputError as error:
         return str(error)
     site = build_site(shapes, experiment)
@@ -185,10 +184,13 @@ def _layers_note(experiment: Experiment) -> Path:
 
 def check_adapters(experiment: Experiment) -> None:
     """Check the adapters alone; see :func:`check_fits`."""
-    from trishul_ray.models.backbone import Backbone
+    _check_site(build_site(_shapes(experiment), experiment), experiment)
 
-    shapes = Backbone.of(experiment.model, experiment.storage.places).shapes
-    _check_site(build_site(shapes, experiment), experiment)
+
+def _shapes(experiment: Experiment) -> nn.Module:
+    from trishul_ray.models.backbone import Backbone  # imports transformers, which takes seconds
+
+    return Backbone.of(experiment.model, experiment.storage.places).shapes
 
 
 def _check_site(site: Site, experiment: Experiment) -> None:

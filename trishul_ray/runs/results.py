@@ -17,7 +17,7 @@ import psutil
 import pyarrow as pa
 
 from trishul_ray.checksums import digest
-from trishul_ray.data.dataset import OwnRowSet, score_name
+from trishul_ray.data.dataset import ScoredSplit, score_name
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint
@@ -100,7 +100,7 @@ def summarize(
     headline = blueprint.metrics.headline
     measured = [record for record in records if record.scored]
     rows = [record.row() for record in records]
-    chosen_on: OwnRowSet = "validation" if "validation" in blueprint.scored else "test"
+    chosen_on: ScoredSplit = "validation" if "validation" in blueprint.scored else "test"
     best = max(measured[1:], key=lambda r: r.scores[score_name(headline, chosen_on)])
     names = [score_name(n, rows) for rows in blueprint.scored for n in blueprint.metrics.names]
     last = measured[-1]

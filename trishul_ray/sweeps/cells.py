@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trishul_ray.data.dataset import OwnRowSet, score_name
+from trishul_ray.data.dataset import ScoredSplit, score_name
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.experiment import may_identify
@@ -66,7 +66,7 @@ class Cell:
     experiment: Experiment
     labels: Mapping[str, str]
     metric: str | None = None
-    rows: OwnRowSet = "test"
+    rows: ScoredSplit = "test"
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
@@ -465,7 +465,7 @@ def _check_metrics(file: SweepFile) -> None:
             )
 
 
-def _check_rows(file: SweepFile, section: str, on: OwnRowSet, cells: Sequence[Cell]) -> None:
+def _check_rows(file: SweepFile, section: str, on: ScoredSplit, cells: Sequence[Cell]) -> None:
     """Check that the rows exist that a section chooses on."""
     if on == "validation" and any(not cell.experiment.data.validation_share for cell in cells):
         file.fail(

@@ -40,7 +40,7 @@ from pydantic_core import ErrorDetails
 
 from trishul_ray import plugins
 from trishul_ray.config import Section
-from trishul_ray.data.dataset import OwnRowSet, score_name
+from trishul_ray.data.dataset import ScoredSplit, score_name
 from trishul_ray.errors import InputError, did_you_mean
 from trishul_ray.experiment.loading import (
     SHORT_FIELDS,
@@ -416,7 +416,7 @@ class Search(Section):
     space: dict[str, Annotated[Domain, PlainValidator(_read_domain)]] = Field(
         default_factory=dict, description="space of each sampled field, by dotted name"
     )
-    on: OwnRowSet = Field("validation", description="rows whose metric is compared")
+    on: ScoredSplit = Field("validation", description="rows whose metric is compared")
 
     @property
     def compared(self) -> str:
@@ -430,7 +430,7 @@ class EarlyStopping(Section):
     kind: Literal["asha"] = "asha"
     grace: int = Field(1, ge=1, description="rounds before a run may be stopped")
     reduction: int = Field(3, ge=2, description="a rung keeps the best 1 / reduction of its runs")
-    on: OwnRowSet = Field(
+    on: ScoredSplit = Field(
         "validation", description="rows whose metric is compared; those of the search if it has one"
     )
 

@@ -21,7 +21,7 @@ from ray import tune
 from ray.exceptions import RayActorError
 from ray.tune.result import DONE
 
-from trishul_ray.data.dataset import OwnRowSet, score_name
+from trishul_ray.data.dataset import ScoredSplit, score_name
 from trishul_ray.errors import BusyError, FailsAgainError, InputError, RunError, one_line
 from trishul_ray.federation.on_ray.driver import Workers
 from trishul_ray.federation.on_ray.nodes import draining_nodes_of_trial
@@ -240,7 +240,7 @@ class CellTrial(tune.Trainable):
 
     def _add(self, fields: dict[str, Any]) -> None:
         headline: dict[str, float] = {}
-        for rows in get_args(OwnRowSet):
+        for rows in get_args(ScoredSplit):
             if (name := score_name(self._notes.headline, rows)) in self._metrics:
                 headline[score_name(HEADLINE, rows)] = self._metrics[name]
         known = {NOTES: self._take_notes(), DONE: False, HEADLINE_NAME: self._notes.headline}
