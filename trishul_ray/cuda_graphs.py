@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     #: A function of tensors whose kernels and shapes depend on no value: it never waits for the
     #: device and draws no random numbers.
     Function = Callable[..., tuple[Tensor, ...]]
+    Results = Callable[[], tuple[Tensor, ...]]
+    #: A captured function: returns its results for other arguments of the same shapes.
+    Replay = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 #: Number of graphs of one process, of functions and shapes. Batches of text have many shapes.
 MOST = 16
@@ -38,7 +41,7 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._graphs: dict[Hashable, _Graph | None] = {}  # None: called once
+        self._graphs: dict[Hashable, Replay | None] = {}  # None: called once
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = None if self._stream is None else torch.cuda.graph_pool_handle()
 
@@ -59,10 +62,10 @@ class Graphs:
             return self._beside(function, given)
         if key not in self._graphs:
             return function(*given)
-        graph = self._graphs[key]
-        if graph is None:
-            graph = self._graphs[key] = self._captured(function, given)
-        return graph.replay(given)
+        replay = self._graphs[key]
+        if replay is None:
+            replay = self._graphs[key] = self._captured(function, given)
+        return replay(given)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -86,17 +89,31 @@ class Graphs:
             tensor.record_stream(here)
         return results
 
-    def _captured(self, function: Function, given: Sequence[Tensor]) -> _Graph:
+    def _captured(self, function: Function, given: Sequence[Tensor]) -> Replay:
         inputs = [tensor.clone() for tensor in given]
-        if self._stream is None:
-            kept = tuple(tensor.clone() for tensor in function(*inputs))
+        compute = self._call_again if self._stream is None else self._capture
+        results_of_inputs = compute(function, inputs)
 
-            def again() -> tuple[Tensor, ...]:
-                for tensor, value in zip(kept, function(*inputs), strict=True):
-                    tensor.copy_(value)
-                return kept
+        def replay(given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            for tensor, value in zip(inputs, given, strict=True):
+                tensor.copy_(value)
+            return results_of_inputs()
 
-            return _Graph(inputs, again)
+        return replay
+
+    def _call_again(self, function: Function, inputs: Sequence[Tensor]) -> Results:
+        """Return what calls a function on ``inputs``; the results are always the same tensors."""
+        results = tuple(tensor.clone() for tensor in function(*inputs))
+
+        def call() -> tuple[Tensor, ...]:
+            for tensor, value in zip(results, function(*inputs), strict=True):
+                tensor.copy_(value)
+            return results
+
+        return call
+
+    def _capture(self, function: Function, inputs: Sequence[Tensor]) -> Results:
+        """Return what launches the kernels of a function on ``inputs``."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
@@ -110,26 +127,11 @@ class Graphs:
                 f"({reason}): set it to false"
             ) from error
 
-        def replay() -> tuple[Tensor, ...]:
+        def launch() -> tuple[Tensor, ...]:
             graph.replay()
             return results
 
-        return _Graph(inputs, replay)
-
-
-class _Graph:
-    """A captured function: ``replay_inputs`` computes its results from ``inputs``."""
-
-    def __init__(
-        self, inputs: Sequence[Tensor], replay_inputs: Callable[[], tuple[Tensor, ...]]
-    ) -> None:
-        self._inputs, self._replay_inputs = inputs, replay_inputs
-
-    def replay(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the results for other arguments of the same shapes, at the same addresses."""
-        for tensor, value in zip(self._inputs, given, strict=True):
-            tensor.copy_(value)
-        return self._replay_inputs()
+        return launch
 
 
 def replayed(name: Hashable, function: Function, *given: Tensor) -> tuple[Tensor, ...]:

@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.text import Text
 
 from trishul_ray.config import Places
+from trishul_ray.cpu import usable_cores
 from trishul_ray.errors import InputError, RunError, join_limited
-from trishul_ray.federation.on_ray.slices import usable_cores
 from trishul_ray.files import (
     nearest_existing,
     remove_abandoned,

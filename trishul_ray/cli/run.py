@@ -291,9 +291,10 @@ def _workers_for(
     """
     import ray
 
+    from trishul_ray.cpu import usable_cores
     from trishul_ray.federation.on_ray.fork_server import ForkServer
     from trishul_ray.federation.on_ray.session import forks_workers, joins_cluster, ray_session
-    from trishul_ray.federation.on_ray.slices import plan_slices, usable_cores
+    from trishul_ray.federation.on_ray.slices import plan_slices
     from trishul_ray.runs.first_checks import check_first
     from trishul_ray.runs.folder import RunFolder
 

@@ -7,9 +7,9 @@ from typing import Any, Self
 
 import torch
 
+from trishul_ray.cpu import usable_cores
 from trishul_ray.federation.diagnostics import Diagnostics
 from trishul_ray.federation.messages import Upload
-from trishul_ray.federation.on_ray.slices import usable_cores
 
 #: Threads that share a comparison, if there are as many cores.
 MOST_THREADS = 8

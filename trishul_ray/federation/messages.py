@@ -48,7 +48,7 @@ class TrainJob:
     round: int
     client: int
     state: Arrays = field(default_factory=dict)  # the client's persistent state
-    kept: Arrays = field(default_factory=dict)  # and that of what filters its uploads
+    kept: Arrays = field(default_factory=dict)  # what stages left with the client
     instructions: Mapping[str, float] = field(default_factory=dict)  # of stages, by name
     steps: int | None = None  # local steps, the first of the round's; None means all
 
@@ -123,7 +123,7 @@ class TrainReport:
     metrics: dict[str, float] = field(default_factory=dict)  # of the method
     spectra: Arrays = field(default_factory=dict)
     uploaded_bytes: int | None = None  # of an encoding; None: four for each number
-    kept: Arrays = field(default_factory=dict)  # what filters of the upload leave with the client
+    kept: Arrays = field(default_factory=dict)  # what stages leave with the client
     stages: dict[str, float] = field(default_factory=dict)  # numbers of theirs, by name
     squared_loss: float = math.nan  # mean of the squared losses of the local steps
     memory: PeakMemory | None = None  # of its worker so far

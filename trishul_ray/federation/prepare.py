@@ -64,8 +64,9 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
     """
     check_content(experiment)
     backbone = Backbone.of(experiment.model, experiment.storage.places)
-    dataset, task, sources = prepare_dataset(experiment, backbone, progress)
-    shards = partition_rows(dataset, experiment)
+    rows, sources = _chosen_rows(experiment, progress)
+    shards = partition_rows(rows, experiment)
+    dataset, task, tokens = _encode_rows(rows, experiment, backbone, progress, shards)
     passed = passed_model(experiment.model)
     if passed is not None:
         _check_passed(backbone, task, dataset)
@@ -78,8 +79,8 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
         repeated = find_repeated(dataset.train.read(), dataset.test.read())
         if repeated.any():
             cut.append(f"{repeated.sum():,} of {len(repeated):,} train rows are test rows, too")
-    tokens = _client_tokens(experiment, task, dataset, shards)
-    return Prepared(dataset, shards, sources, passed, tuple(cut), tokens)
+    labels = _client_tokens(experiment, task, dataset, shards)
+    return Prepared(dataset, shards, sources | tokens, passed, tuple(cut), labels)
 
 
 def _client_tokens(
@@ -138,10 +139,7 @@ def prepare_rows(experiment: Experiment, progress: ProgressCallback | None = Non
     Raises:
         InputError: the dataset was not found, or cannot be partitioned as configured.
     """
-    places = experiment.storage.places
-    dataset = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
-    sources = {"rows": dataset.fingerprint}
-    dataset = choose_rows(dataset, experiment.data, cache=places.cache)
+    dataset, sources = _chosen_rows(experiment, progress)
     return Prepared(dataset, partition_rows(dataset, experiment), sources)
 
 
@@ -159,10 +157,18 @@ def prepare_dataset(
     experiment: Experiment, backbone: Backbone, progress: ProgressCallback | None = None
 ) -> tuple[PreparedDataset, Task, dict[str, str]]:
     """Return the dataset as the task trains on it, the task, and the hashes of the data."""
-    places = backbone.places
-    rows = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
+    rows, sources = _chosen_rows(experiment, progress)
     dataset, task, tokens = _encode_rows(rows, experiment, backbone, progress)
-    return dataset, task, {"rows": rows.fingerprint} | tokens
+    return dataset, task, sources | tokens
+
+
+def _chosen_rows(
+    experiment: Experiment, progress: ProgressCallback | None
+) -> tuple[PreparedDataset, dict[str, str]]:
+    """Return the rows that the experiment uses, raw, and the hash of all of the dataset."""
+    places = experiment.storage.places
+    rows = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
+    return choose_rows(rows, experiment.data, cache=places.cache), {"rows": rows.fingerprint}
 
 
 def _encode_rows(
@@ -170,10 +176,13 @@ def _encode_rows(
     experiment: Experiment,
     backbone: Backbone,
     progress: ProgressCallback | None,
+    shards: Partition | None = None,
 ) -> tuple[PreparedDataset, Task, dict[str, str]]:
-    """Return the rows as the task trains on them, the task, and what depends on the tokenizer."""
-    rows = choose_rows(rows, experiment.data, cache=backbone.places.cache)
-    rows = _rewrite_rows(rows, experiment)
+    """Return the rows as the task trains on them, the task, and what depends on the tokenizer.
+
+    ``shards``, the partition of the rows, is computed here if it is missing and a stage reads it.
+    """
+    rows = _rewrite_rows(rows, experiment, shards)
     task = build_task(experiment.task, rows.info, backbone)
     if task.encoder is None:
         return rows, task, {}
@@ -184,19 +193,23 @@ def _encode_rows(
     return dataset, task, sources
 
 
-def _rewrite_rows(rows: PreparedDataset, experiment: Experiment) -> PreparedDataset:
+def _rewrite_rows(
+    rows: PreparedDataset, experiment: Experiment, shards: Partition | None
+) -> PreparedDataset:
     """Return the rows as the stages want them, and the sets of rows that these add."""
-    for stage in Stages.of(experiment):
-        if stage.row_sets is None:
-            continue
+    stages = [stage for stage in Stages.of(experiment) if stage.row_sets is not None]
+    if not stages:
+        return rows
+    if shards is None:
         shards = partition_rows(rows, experiment)
-        clients = np.full(len(rows.train), -1)
-        clients[shards.permutation] = np.repeat(np.arange(len(shards.sizes)), shards.sizes)
+    clients = np.full(len(rows.train), -1)
+    clients[shards.permutation] = np.repeat(np.arange(shards.clients), shards.sizes)
+    for stage in stages:
         said = [stage.name, stage.config.model_dump(mode="json"), experiment.seed]
         key = f"{json.dumps(said)}\n{hashlib.sha256(clients.tobytes()).hexdigest()}"
         change = partial(stage.rows, rows.info, clients=clients)
         cache = experiment.storage.places.cache
-        rows = rewrite(rows, key, change, new=stage.row_sets, cache=cache)
+        rows = rewrite(rows, key, change, new=stage.row_sets or (), cache=cache)
     return rows
 
 

@@ -443,6 +443,14 @@ class Method:
         """End local step ``step`` of 1..``steps``, e.g. by a prox or a clip (default: nothing)."""
 
     @property
+    def steps_per_prox(self) -> int:
+        """Local steps from one proximal map of the core heads to the next, for cost estimates.
+
+        0 (the default): clients compute none.
+        """
+        return 0
+
+    @property
     def units_by_data(self) -> str:
         """The setting by which a client's data decide which units it trains; empty if none."""
         return ""

@@ -246,6 +246,11 @@ class Trishul(Ravan):
                     stack.last = cores.clone(), found
                 stack.store(svt(cores, found.tau, relative=found.relative, hard=found.hard))
 
+    @property
+    def steps_per_prox(self) -> int:
+        """``method.prox_every``, and 0 without a threshold."""
+        return self.config.prox_every if self.config.lam else 0
+
     def threshold(self, run: LocalRun, stack: Stack, cores: Tensor, step: int) -> Threshold | None:
         """Return what the prox takes off the singular values of ``cores``; None for no prox."""
         lam = self.config.lam

@@ -17,11 +17,11 @@ import psutil
 import pyarrow as pa
 
 from trishul_ray.checksums import digest
+from trishul_ray.cpu import usable_cores
 from trishul_ray.data.dataset import ScoredSplit, score_name
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint
-from trishul_ray.federation.on_ray.slices import usable_cores
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.federation.server import RunResult
 from trishul_ray.files import Json

@@ -16,11 +16,11 @@ from typing import Any
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.targets import classifier_module
 from trishul_ray.config import ModelConfig, Places
+from trishul_ray.cpu import usable_cores
 from trishul_ray.data.prepare import choose_rows, official_rows, prepare
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.on_ray.slices import usable_cores
 from trishul_ray.lazy import torch
-from trishul_ray.methods.base import build_method
+from trishul_ray.methods.base import Method, build_method
 
 #: Share of a device's peak that a run's matrix products reach, by precision. At 0.6 in fp32, a
 #: vision run of the paper takes 1.1 hours on a V100; RAVAN (arXiv 2506.05568, A.3) names about one.
@@ -191,7 +191,7 @@ def work_of(experiment: Experiment) -> Work:
         adapters=batches * extra(options.batch_size, training=False),
         layers=batches * (len(shape.widths) + m * len(decoder)),
     )
-    return Work(training, evaluation, _prox_operations(experiment, adapters.values()) * steps)
+    return Work(training, evaluation, _prox_operations(method, adapters.values()) * steps)
 
 
 def evaluated_rows(experiment: Experiment) -> tuple[int, int]:
@@ -216,14 +216,14 @@ def evaluated_rows(experiment: Experiment) -> tuple[int, int]:
     return min(test, limit), min(validation, limit)
 
 
-def _prox_operations(experiment: Experiment, adapters: Iterable[LayerAdapter]) -> float:
+def _prox_operations(method: Method, adapters: Iterable[LayerAdapter]) -> float:
     """Return the operations of the proximal maps, per local step."""
-    if getattr(experiment.method, "lam", 0) == 0:
+    if not method.steps_per_prox:
         return 0.0
     from trishul_ray.adapters.multihead import MultiHead  # imports torch
 
     cubes = sum(r**3 for a in adapters if isinstance(a, MultiHead) for r in a.head_ranks)
-    return PROX_OPERATIONS * cubes / getattr(experiment.method, "prox_every", 1)
+    return PROX_OPERATIONS * cubes / method.steps_per_prox
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.slices import plan_slices
 from trishul_ray.lazy import torch
+from trishul_ray.methods.base import build_method
 from trishul_ray.report.outcomes import CellStatus
 from trishul_ray.report.summary import RunSummary, flatten
 from trishul_ray.sweeps.cells import Sweep, distinct
@@ -208,7 +209,7 @@ class _Clock:
             try:
                 work = work_of(run)
                 hours = work.seconds(self.device, run.model.precision) / 3600
-                left = min(1.0, getattr(run.method, "prox_every", 1) / PROX_EVERY)
+                left = min(1.0, build_method(run.method).steps_per_prox / PROX_EVERY)
                 saved = (1 - left) * work.prox_seconds(self.device) / 3600
                 self._modelled[key] = _Estimate(hours, hours, saved=saved)
             except InputError as error:

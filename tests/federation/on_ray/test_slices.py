@@ -6,7 +6,6 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.on_ray.slices import (
     Slices,
-    oversubscription_warning,
     plan_slices,
     slices_of_bundles,
 )
@@ -62,15 +61,6 @@ def test_bundles_of_a_trial_give_its_slices_back(overrides):
     experiment = make(*overrides)
     slices = plan_slices(experiment, BOX | {"GPU": 6.0})
     assert slices_of_bundles(experiment, [{}, *slices.bundles()]) == slices
-
-
-def test_more_threads_than_cores_are_reported_in_one_line():
-    assert oversubscription_warning(1, 2, 2) is None
-    assert oversubscription_warning(4, 1, 4.0) is None
-    one = oversubscription_warning(1, 3, 2)
-    assert one.startswith("resources.threads=3 uses 3 threads on 2 cores: ")
-    four = oversubscription_warning(4, 2, 6.0)
-    assert four.startswith("4 actors x resources.threads=2 uses 8 threads on 6 cores: ")
 
 
 def test_other_bundles_are_filled_with_slices_of_the_experiment():

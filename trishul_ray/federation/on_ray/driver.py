@@ -13,6 +13,7 @@ from typing import Any, Self
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from trishul_ray.cpu import oversubscription_warning, usable_cores
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits
@@ -22,7 +23,7 @@ from trishul_ray.federation.on_ray.pool import cause_of, run_error
 from trishul_ray.federation.on_ray.process import Assignment, WorkerEnvironment
 from trishul_ray.federation.on_ray.ray_internals import is_gone
 from trishul_ray.federation.on_ray.session import driver_node_affinity, fits_now, slices_for_run
-from trishul_ray.federation.on_ray.slices import Slices, oversubscription_warning, usable_cores
+from trishul_ray.federation.on_ray.slices import Slices
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.federation.workbench import Residents

@@ -20,6 +20,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from trishul_ray.cpu import usable_cores
 from trishul_ray.errors import (
     InputError,
     RunError,
@@ -42,12 +43,7 @@ from trishul_ray.federation.on_ray.ray_internals import (
     without_monitors,
     without_sigterm_handler,
 )
-from trishul_ray.federation.on_ray.slices import (
-    Slices,
-    plan_slices,
-    slices_of_bundles,
-    usable_cores,
-)
+from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
 from trishul_ray.files import keep_logs, remove_abandoned, scratch_folder, temporary_folders
 
 #: Variables in which Ray looks for a token, besides ~/.ray/auth_token.

@@ -141,6 +141,11 @@ class RuledTrishul(Trishul):
             for s, part in zip(found, parts, strict=True)
         ]
 
+    @property
+    def steps_per_prox(self) -> int:
+        """``method.prox_every``, and 0 where the server shrinks the mean instead."""
+        return 0 if self.config.rule in ON_SERVER else self.config.prox_every
+
     def threshold(self, run: LocalRun, stack: Stack, cores: Tensor, step: int) -> Threshold | None:
         """Return the threshold of the rule."""
         rule, since = self.config.rule, self.since(step)
