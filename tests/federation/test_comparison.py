@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from trishul_ray.errors import RunError
-from trishul_ray.federation import server
+from trishul_ray.federation import comparison
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
@@ -20,7 +20,7 @@ def test_uploads_are_compared_while_the_model_is_evaluated(small, monkeypatch):
     experiment = small(*COMPARED)
     driver = InlineDriver(experiment, prepare_run(experiment), "a")
     evaluating, comparing = threading.Event(), threading.Event()
-    evaluate, compare, met = driver.executor.evaluate, server.compare_uploads, []
+    evaluate, compare, met = driver.executor.evaluate, comparison.compare_uploads, []
 
     def evaluated(*args):
         evaluating.set()
@@ -33,7 +33,7 @@ def test_uploads_are_compared_while_the_model_is_evaluated(small, monkeypatch):
         return compare(*args)
 
     monkeypatch.setattr(driver.executor, "evaluate", evaluated)
-    monkeypatch.setattr(server, "compare_uploads", compared)
+    monkeypatch.setattr(comparison, "compare_uploads", compared)
     driver.step()
     assert len(met) > 1 and all(met)
     # The step has waited for it: the record that is written is complete.
@@ -52,7 +52,7 @@ def test_an_error_of_a_comparison_ends_the_step_before_the_state_changes(
         raise RunError("no comparison")
 
     with monkeypatch.context() as patch, pytest.raises(RunError, match="no comparison"):
-        patch.setattr(server, "compare_uploads", failing)
+        patch.setattr(comparison, "compare_uploads", failing)
         driver.step()
     assert driver.checkpoint.round == open_checkpoints(experiment).newest().round == 1
     assert driver.checkpoint.state is before

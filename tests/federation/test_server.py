@@ -129,7 +129,7 @@ def test_uploads_are_summed_as_they_come_and_given_up(small):
     server = Server(experiment, executor, open_checkpoints(experiment), "a")
     jobs = [TrainJob(1, client) for client in range(40)]
     everything = executor.run(server.broadcast(), jobs)
-    reducer = server._reducer()
+    reducer = server.reducer
     summed = executor.run(server.broadcast(), jobs, reducer)
     assert (len(everything.uploads), everything.sums) == (40, [])
     assert [len(each.clients) for each in summed.sums] == [FAN_IN, FAN_IN, 8]

@@ -1,4 +1,4 @@
-"""The server of a run: sampling, validation of uploads, aggregation, records and checkpoints.
+"""The server of a run: its cohorts, rounds, records and checkpoints.
 
 Both backends use the same server. An executor runs the jobs, in this process or on Ray actors;
 everything that decides a number happens here, in an order that does not depend on the executor.
@@ -8,93 +8,40 @@ evaluation and training run together, and the record of round t is complete one 
 """
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
-import torch
 
-from trishul_ray import plugins
 from trishul_ray.draws import capacities, participants, uniform_cohort
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
+from trishul_ray.federation.aggregate import Aggregator
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
 from trishul_ray.federation.comparison import Compared, Comparison
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.diagnostics import (
-    aggregation_error,
-    append_round,
-    compare_everyone,
-    compare_uploads,
-    reported_diagnostics,
-)
+from trishul_ray.federation.diagnostics import append_round, reported_diagnostics
+from trishul_ray.federation.executor import Executor
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
     Arrays,
     Blueprint,
-    Job,
     Outcome,
     TrainJob,
     TrainReport,
-    Upload,
-    as_tensor,
     changed_sources,
     to_array,
     to_tensor,
 )
 from trishul_ray.federation.records import RoundRecord
-from trishul_ray.federation.reduce import (
-    Reducer,
-    configured_weight,
-    finish,
-    rejection_reason,
-    round_units,
-)
+from trishul_ray.federation.reduce import Reducer, finish, round_units
 from trishul_ray.federation.scoring import Scoring
 from trishul_ray.federation.transfers import Transfers, over_clients
+from trishul_ray.federation.uploads import UploadReader
 from trishul_ray.memory import PeakMemory
-from trishul_ray.methods.base import ClientUpload, Method, Round, State, build_method
+from trishul_ray.methods.base import Method, Round, State, build_method
 from trishul_ray.rng import numpy_rng
-from trishul_ray.stages import (
-    ArrayState,
-    Cohort,
-    MeanChange,
-    Partial,
-    RunPlan,
-    Sent,
-    Stages,
-)
-
-
-class Executor(Protocol):
-    """Runs jobs. The results depend on the jobs alone, not on where or in which order they run."""
-
-    def describe(self, survey: Arrays) -> Blueprint:
-        """Return the blueprint of the workbench that every worker builds, given the survey."""
-
-    def run(
-        self,
-        broadcast: ArrayState,
-        jobs: Sequence[Job],
-        reducer: Reducer | None = None,
-        trained: Callable[[Sequence[Any]], None] | None = None,
-    ) -> Outcome:
-        """Run all jobs with one broadcast.
-
-        With a reducer, uploads of more than ``FAN_IN`` clients are validated and summed in groups
-        as they come, and only the first ``MOST_CLIENTS`` are kept. ``trained`` is called with the
-        first ``MOST_CLIENTS`` uploads when all clients have trained, and before all evaluation has
-        ended: what it begins runs beside it.
-        """
-
-    def reduce(self, outcome: Outcome, reducer: Reducer) -> Partial:
-        """Return the sum of all uploads, added in groups of ``FAN_IN``, in order."""
-
-    def fetch(self, uploads: list[Any]) -> list[Upload]:
-        """Bring uploads into this process, for diagnostics."""
+from trishul_ray.stages import ArrayState, Cohort, Partial, RunPlan, Sent, Stages
 
 
 def broadcast_of(method: Method, state: ArrayState) -> ArrayState:
@@ -177,6 +124,10 @@ class Server:
         self.events += lines
         self.checkpoint.sources = self.blueprint.sources
         self.checkpoint.info = self.blueprint.info
+        fed, layout = experiment.federation, self.blueprint.layout
+        self.uploads = UploadReader(executor, self.stages, fed.weighting)
+        self.reducer = Reducer(self.method, layout, fed.weighting, self.blueprint.expected)
+        self.aggregator = Aggregator(self.reducer, self.stages, self.uploads, fed)
         self.transfers = Transfers(self.method, self.blueprint, self.checkpoint.records)
         self.scoring = Scoring(
             experiment, self.blueprint, self.participants, personal=self.method.personal
@@ -252,35 +203,36 @@ class Server:
         Raises:
             FailsAgainError: too few uploads are valid.
         """
-        began = time.perf_counter()
         now, number = self.checkpoint, self.checkpoint.round + 1
-        complete, over = now.records[-1], number > self.experiment.federation.rounds
+        previous = now.records[-1]
         with deterministic(self.experiment):
-            state = self.broadcast()
-            sent, cohort = Sent(state, state), Cohort([])
-            if not over:
-                sent = self.stages.broadcast(number, state)
-                cohort = self._cohort(number, sent)
-            compare, threads = partial(self._compare, sent.read), self.experiment.resources.threads
-            with Comparison(compare, self.executor.fetch, threads) as comparison:
-                outcome = self._run(number, sent, cohort, comparison)
-                self.scoring.add(now, outcome.evaluations)
-                peaks = [report.memory for report in outcome.reports]
-                peaks += [self.memory, *(report.memory for report in outcome.evaluations)]
-                self.memory = max((peak for peak in peaks if peak is not None), default=None)
-                if not over:  # even a cohort of nobody is a round
-                    paused = time.perf_counter()
-                    everyone = self._compare_everyone(number, sent.read, outcome, comparison)
-                    began += time.perf_counter() - paused
-                    record = self._aggregate(number, sent, cohort, outcome, comparison)
-                    self.transfers.remember(record)
-                    now.matrices |= everyone
-                    record.seconds = time.perf_counter() - began
-                    now.records.append(record)
+            if number <= self.experiment.federation.rounds:
+                now.records.append(self._run_round(number))
+            else:
+                self._note(self.executor.run(self.broadcast(), self.scoring.jobs(now)))
             self.checkpoints.save(now)
-        return self._report([complete])
+        return self._report([previous])
 
-    def _run(self, number: int, sent: Sent, cohort: Cohort, comparison: Comparison) -> Outcome:
+    def _run_round(self, number: int) -> RoundRecord:
+        """Broadcast, train and aggregate; return the record. Even an empty cohort is a round."""
+        began = time.perf_counter()
+        sent = self.stages.broadcast(number, self.broadcast())
+        cohort = self._cohort(number, sent)
+        with Comparison(
+            self.experiment, self.blueprint, self.uploads, number, sent.read
+        ) as comparison:
+            outcome = self._train(number, sent, cohort, comparison)
+            self._note(outcome)
+            paused = time.perf_counter()
+            everyone = self._compare_everyone(outcome, comparison)
+            began += time.perf_counter() - paused
+            record = self._aggregate(number, sent, cohort, outcome, comparison)
+        self.transfers.remember(record)
+        self.checkpoint.matrices |= everyone
+        record.seconds = time.perf_counter() - began
+        return record
+
+    def _train(self, number: int, sent: Sent, cohort: Cohort, comparison: Comparison) -> Outcome:
         """Train the clients of a round, and score the model after the previous one.
 
         The uploads of a round that is diagnosed are compared as soon as all have trained. What is
@@ -291,22 +243,24 @@ class Server:
         evaluation = self.scoring.jobs(self.checkpoint)
         every = self.method.needs_uploads or self.stages.read_changes
         every |= self.experiment.evaluation.diagnostics_cohort == "all"
-        reducer = None if every else self._reducer()
-        compare = comparison.begin if self._diagnoses(number) else None
+        reducer = None if every else self.reducer
+        compare = comparison.begin if comparison.is_due else None
         if sent.is_exact:
-            outcome = self.executor.run(sent.state, [*train, *evaluation], reducer, compare)
-        else:
-            outcome = self.executor.run(sent.read, train, reducer, compare)
-            if evaluation:
-                scored = self.executor.run(sent.state, evaluation)
-                outcome.evaluations += scored.evaluations
-                outcome.events += scored.events
-        self.events += outcome.events
+            return self.executor.run(sent.state, [*train, *evaluation], reducer, compare)
+        outcome = self.executor.run(sent.read, train, reducer, compare)
+        if evaluation:
+            scored = self.executor.run(sent.state, evaluation)
+            outcome.evaluations += scored.evaluations
+            outcome.events += scored.events
         return outcome
 
-    def _diagnoses(self, number: int) -> bool:
-        fed, options = self.experiment.federation, self.experiment.evaluation
-        return options.diagnoses(number, fed.rounds)
+    def _note(self, outcome: Outcome) -> None:
+        """Note the scores of the model before this round, the peak of memory, and events."""
+        self.scoring.add(self.checkpoint, outcome.evaluations)
+        peaks = [self.memory, *(report.memory for report in outcome.reports)]
+        peaks += (report.memory for report in outcome.evaluations)
+        self.memory = max((peak for peak in peaks if peak is not None), default=None)
+        self.events += outcome.events
 
     def draw(self, number: int) -> list[int]:
         """Return clients for a round, ascending, drawn without replacement."""
@@ -327,75 +281,28 @@ class Server:
         kept = self.checkpoint.kept.get(client, {})
         return TrainJob(number, client, state, kept, self.stages.instruct(number), steps)
 
-    def _values(self, uploads: Sequence[Upload], broadcast: ArrayState) -> list[Upload]:
-        """Return uploads as values even where clients send changes."""
-        if not self.stages.act_on_changes:
-            return [*uploads]
-        return [self._restored(upload, broadcast) for upload in uploads]
-
-    def _changes(self, uploads: list[Any], accepted: set[int]) -> dict[int, np.ndarray]:
-        """Return the accepted changes, decoded, by ascending client."""
-        return {
-            upload.client: self._decoded(upload)
-            for upload in sorted(self.executor.fetch(uploads), key=lambda each: each.client)
-            if upload.client in accepted
-        }
-
-    def _decoded(self, upload: Upload) -> np.ndarray:
-        weight = configured_weight(self.experiment.federation.weighting, upload)
-        return self.stages.restore(upload.arrays.shared, weight)
-
-    def _restored(self, upload: Upload, broadcast: ArrayState) -> Upload:
-        value = broadcast.shared + self._decoded(upload)
-        return replace(upload, arrays=replace(upload.arrays, shared=value.astype(np.float32)))
-
     def broadcast(self) -> ArrayState:
         """Return the broadcast of the next round."""
         with deterministic(self.experiment):
             return broadcast_of(self.method, self.checkpoint.state)
 
-    def _compare(
-        self, broadcast: ArrayState, uploads: Sequence[Upload], pool: ThreadPoolExecutor
-    ) -> Compared:
-        """Compare the valid ones among uploads of clients that have read a broadcast."""
-        expected = self.blueprint.expected
-        valid = [each for each in uploads if rejection_reason(each, expected) is None]
-        values = self._values(valid, broadcast)
-        found = compare_uploads(values, broadcast, self.blueprint, self.experiment, pool)
-        return Compared(values, found)
-
-    def _compare_everyone(
-        self, number: int, broadcast: ArrayState, outcome: Outcome, comparison: Comparison
-    ) -> Arrays:
+    def _compare_everyone(self, outcome: Outcome, comparison: Comparison) -> Arrays:
         """In the last round, train the other clients, too, if all are to be compared.
 
         Nothing of it is kept but the comparison: states, records and traffic are the cohort's.
         """
-        fed, layout, wire = self.experiment.federation, self.blueprint.layout, self.blueprint.wire
-        options = self.experiment.evaluation
-        has_cores = any(unit.rank is not None for unit in layout.units(wire))
-        if options.diagnostics_cohort != "all" or number < fed.rounds or not has_cores:
+        if not comparison.is_of_everyone:
             return {}
         trained = [report.client for report in outcome.reports]
         others = np.setdiff1d(self.participants, trained).tolist()
-        jobs = [self._job(number, client) for client in others]
+        jobs = [self._job(comparison.number, client) for client in others]
         try:
-            more = self.executor.run(broadcast, jobs)
+            more = self.executor.run(comparison.broadcast, jobs)
         except FailsAgainError as error:  # no client of the run itself
             self.events.append(f"evaluation.diagnostics_cohort=all: no comparison: {error}")
             return {}
         self.events += more.events
-        fetched = self.executor.fetch([*outcome.uploads, *more.uploads])
-        uploads = self._values(fetched, broadcast)
-        valid = [u for u in uploads if rejection_reason(u, self.blueprint.expected) is None]
-        valid.sort(key=lambda upload: upload.client)
-        if not valid:
-            return {}
-        return compare_everyone(valid, broadcast, self.blueprint, options.top_k, comparison.pool)
-
-    def _reducer(self) -> Reducer:
-        weighting, blueprint = self.experiment.federation.weighting, self.blueprint
-        return Reducer(self.method, blueprint.layout, weighting, blueprint.expected)
+        return comparison.of_everyone([*outcome.uploads, *more.uploads])
 
     def _aggregate(
         self,
@@ -406,27 +313,16 @@ class Server:
         comparison: Comparison,
     ) -> RoundRecord:
         """Aggregate the uploads of a round into the next state and return the round's record."""
-        now, reducer = self.checkpoint, self._reducer()
-        total = self.stages.total(self._sum(number, outcome, reducer))
-        accepted = set(total.clients)
-        mean = self.stages.average(number, total, {r.client: r.stages for r in outcome.reports})
-        if mean is None:
-            mean = self._mean(total, reducer)
-        if self.stages.read_changes:
-            mean = self.stages.aggregate(number, mean, self._changes(outcome.uploads, accepted))
+        now = self.checkpoint
+        total = self.stages.total(self._sum(number, outcome, self.reducer))
+        mean = self.aggregator.mean(number, now.state, total, outcome)
         # Before the state changes: fetching may fail if a node is lost.
-        compared, valid = None, []
-        if self._diagnoses(number):
-            compared = comparison.result(outcome.uploads[:MOST_CLIENTS])
-        if self.method.needs_uploads:
-            fetched = self.executor.fetch(outcome.uploads)
-            valid = self._values([u for u in fetched if u.client in accepted], sent.read)
-        round_ = self._round(number, mean, valid, reducer)
-        now.state = self._next_state(number, mean, round_)
-        reports = [report for report in outcome.reports if report.client in accepted]
+        compared = comparison.result(outcome.uploads[:MOST_CLIENTS]) if comparison.is_due else None
+        facts = self.aggregator.facts(number, sent.read, mean, total, outcome)
+        now.state, now.round = self.aggregator.next_state(now.state, mean, facts), number
+        reports = [report for report in outcome.reports if report.client in {*total.clients}]
         now.client_states |= {r.client: r.state for r in reports if r.state}
         now.kept |= {r.client: r.kept for r in reports if r.kept}
-        now.round = number
         record, clients = self.transfers.record(
             number, sent, cohort, outcome.reports, total, now.records[-1]
         )
@@ -434,84 +330,29 @@ class Server:
         record.stages |= {**total.metrics, **mean.metrics}
         record.stages |= self.stages.end(number, now.state, clients)
         if compared is not None:
-            self._diagnose(record, compared, sent.read, reports, round_, comparison)
-        record.diagnostics |= round_.metrics
-        if number == 1 and (warning := self.method.warning(round_.metrics)):
+            self._diagnose(record, compared, reports, facts, comparison)
+        record.diagnostics |= facts.metrics
+        if number == 1 and (warning := self.method.warning(facts.metrics)):
             self.events.append(f"warning: {warning}")
         return record
-
-    def _mean(self, total: Partial, reducer: Reducer) -> MeanChange:
-        """Return the weighted mean; a unit that nobody trained keeps its value, or stays."""
-        before = self.checkpoint.state
-        if self.stages.act_on_changes:
-            before = replace(before, shared=np.zeros_like(before.shared))
-        return MeanChange(*finish(total, before, reducer), len(total.clients))
-
-    def _round(
-        self, number: int, mean: MeanChange, valid: Sequence[Upload], reducer: Reducer
-    ) -> Round:
-        """Return what a method may know of a round, given its valid uploads."""
-        fed = self.experiment.federation
-        singles: tuple[ClientUpload, ...] = ()
-        if self.method.needs_uploads:
-            singles = tuple(_single(upload, reducer) for upload in valid)
-        change = torch.from_numpy(mean.state.shared) if self.stages.act_on_changes else None
-        return Round(
-            number,
-            mean.clients,
-            fed.participants,
-            torch.from_numpy(mean.trained),
-            singles,
-            change=change,
-            rounds=fed.rounds,
-        )
-
-    def _next_state(self, number: int, mean: MeanChange, round_: Round) -> ArrayState:
-        """Return the state after a round.
-
-        Raises:
-            FailsAgainError: It is not finite, and the mean is.
-        """
-        now, method = self.checkpoint.state, self.method
-        if self.stages.act_on_changes:
-            mean = self.stages.mean(number, mean)
-            moved = now.shared + mean.state.shared.astype(np.float64)
-            mean = mean.with_shared(moved.astype(np.float32))
-        new = method.aggregate(
-            now.map(to_tensor), mean.state.map(to_tensor), round_, self.blueprint.layout
-        )
-        after = new.map(to_array)
-        if not _is_finite(after) and _is_finite(mean.state):
-            raise FailsAgainError(
-                f"round {number}: aggregate() of {plugins.named(type(method))} returns a state "
-                "that is not finite, of uploads that are"
-            )
-        return replace(after, survey=now.survey)
 
     def _diagnose(
         self,
         record: RoundRecord,
         compared: Compared,
-        broadcast: ArrayState,
         reports: list[TrainReport],
-        round_: Round,
+        facts: Round,
         comparison: Comparison,
     ) -> None:
         """Add the diagnostics of some uploads to a record and to the checkpoint."""
-        now, sample, found = self.checkpoint, compared.uploads, compared.diagnostics
+        now, found = self.checkpoint, compared.diagnostics
         reported = reported_diagnostics(reports)
         record.diagnostics = reported.metrics | found.metrics
-        units = round_units(self.method, self.blueprint.layout, record.round)
-        alike = all(
-            u.active is None or (units is not None and np.array_equal(u.active, units))
-            for u in sample
-        )
-        if len(sample) == len(reports) and alike and not self.stages.move_beyond_mean:
-            after, reducer = self.broadcast(), self._reducer()
-            error = aggregation_error(sample, reducer, broadcast, after, comparison.pool)
+        if len(compared.uploads) == len(reports) and not self.stages.move_beyond_mean:
+            error = comparison.aggregation_error(compared.uploads, self.reducer, self.broadcast)
             if error is not None:
                 record.diagnostics["aggregation_error"] = error
-        spectra = reported.spectra | found.spectra | round_.spectra
+        spectra = reported.spectra | found.spectra | facts.spectra
         now.spectra = spectra or now.spectra
         now.matrices = append_round(now.matrices, record.round, found.matrices)
 
@@ -555,20 +396,3 @@ class Server:
         # What the clients keep may be large, and the result is sent to the driver.
         whole = replace(self.checkpoint, client_states={}, kept={})
         return RunResult(whole, self.blueprint, self.broadcast(), self.memory)
-
-
-def _is_finite(state: ArrayState) -> bool:
-    """Return whether all numbers of a state are finite, those of a survey aside."""
-    found: list[bool] = []
-    state.map(lambda array: found.append(bool(np.isfinite(array).all())))
-    return all(found)
-
-
-def _single(upload: Upload, reducer: Reducer) -> ClientUpload:
-    """Return an accepted upload for a method that needs each of them."""
-    return ClientUpload(
-        client=upload.client,
-        weight=reducer.weight(upload),
-        arrays=reducer.contribution(upload).map(as_tensor),
-        trained=None if upload.active is None else torch.from_numpy(upload.active.copy()),
-    )

@@ -1,0 +1,104 @@
+"""The server's part of a round: from the sum of its uploads to the next state."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from trishul_ray import plugins
+from trishul_ray.config import FederationConfig
+from trishul_ray.errors import FailsAgainError
+from trishul_ray.federation.messages import Outcome, Upload, as_tensor, to_array, to_tensor
+from trishul_ray.federation.reduce import Reducer, finish
+from trishul_ray.federation.uploads import UploadReader
+from trishul_ray.methods.base import ClientUpload, Round
+from trishul_ray.stages import ArrayState, MeanChange, Partial, Stages
+
+
+@dataclass(frozen=True)
+class Aggregator:
+    """Aggregates the rounds of a run: the mean of the uploads, then the method's next state.
+
+    Attributes:
+        reducer: Has the method, the layout and the weights of uploads.
+        stages: The stages of the run.
+        uploads: Reads single uploads, for what needs them.
+        federation: The section ``federation``.
+    """
+
+    reducer: Reducer
+    stages: Stages
+    uploads: UploadReader
+    federation: FederationConfig
+
+    def mean(self, number: int, state: ArrayState, total: Partial, outcome: Outcome) -> MeanChange:
+        """Return the mean of a round's uploads, by the first stage that has its own.
+
+        Otherwise it is weighted, and a unit that nobody trained keeps its value in ``state``, or
+        does not change.
+        """
+        stages = self.stages
+        mean = stages.average(number, total, {r.client: r.stages for r in outcome.reports})
+        if mean is None:
+            if stages.act_on_changes:
+                state = replace(state, shared=np.zeros_like(state.shared))
+            mean = MeanChange(*finish(total, state, self.reducer), len(total.clients))
+        if not stages.read_changes:
+            return mean
+        changes = self.uploads.changes(outcome.uploads, {*total.clients})
+        return stages.aggregate(number, mean, changes)
+
+    def facts(
+        self, number: int, broadcast: ArrayState, mean: MeanChange, total: Partial, outcome: Outcome
+    ) -> Round:
+        """Return what a method may know of a round whose clients have read ``broadcast``."""
+        singles: tuple[ClientUpload, ...] = ()
+        if self.reducer.method.needs_uploads:
+            accepted = {*total.clients}
+            fetched = [u for u in self.uploads.fetch(outcome.uploads) if u.client in accepted]
+            singles = tuple(map(self._single, self.uploads.values(fetched, broadcast)))
+        change = torch.from_numpy(mean.state.shared) if self.stages.act_on_changes else None
+        return Round(
+            number,
+            mean.clients,
+            self.federation.participants,
+            torch.from_numpy(mean.trained),
+            singles,
+            change=change,
+            rounds=self.federation.rounds,
+        )
+
+    def _single(self, upload: Upload) -> ClientUpload:
+        return ClientUpload(
+            client=upload.client,
+            weight=self.reducer.weight(upload),
+            arrays=self.reducer.contribution(upload).map(as_tensor),
+            trained=None if upload.active is None else torch.from_numpy(upload.active.copy()),
+        )
+
+    def next_state(self, state: ArrayState, mean: MeanChange, facts: Round) -> ArrayState:
+        """Return the state after a round, given that before it.
+
+        Raises:
+            FailsAgainError: It is not finite, and the mean is.
+        """
+        method, layout = self.reducer.method, self.reducer.layout
+        if self.stages.act_on_changes:
+            mean = self.stages.mean(facts.number, mean)
+            moved = state.shared + mean.state.shared.astype(np.float64)
+            mean = mean.with_shared(moved.astype(np.float32))
+        new = method.aggregate(state.map(to_tensor), mean.state.map(to_tensor), facts, layout)
+        after = new.map(to_array)
+        if not _is_finite(after) and _is_finite(mean.state):
+            raise FailsAgainError(
+                f"round {facts.number}: aggregate() of {plugins.named(type(method))} returns a "
+                "state that is not finite, of uploads that are"
+            )
+        return replace(after, survey=state.survey)
+
+
+def _is_finite(state: ArrayState) -> bool:
+    """Return whether all numbers of a state are finite, those of a survey aside."""
+    found: list[bool] = []
+    state.map(lambda array: found.append(bool(np.isfinite(array).all())))
+    return all(found)

@@ -1,0 +1,36 @@
+"""What runs the jobs of a run, in this process or on Ray actors, as the server uses it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from trishul_ray.federation.messages import Arrays, Blueprint, Job, Outcome, Upload
+from trishul_ray.federation.reduce import Reducer
+from trishul_ray.stages import ArrayState, Partial
+
+
+class Executor(Protocol):
+    """Runs jobs. The results depend on the jobs alone, not on where or in which order they run."""
+
+    def describe(self, survey: Arrays) -> Blueprint:
+        """Return the blueprint of the workbench that every worker builds, given the survey."""
+
+    def run(
+        self,
+        broadcast: ArrayState,
+        jobs: Sequence[Job],
+        reducer: Reducer | None = None,
+        trained: Callable[[Sequence[Any]], None] | None = None,
+    ) -> Outcome:
+        """Run all jobs with one broadcast.
+
+        With a reducer, uploads of more than ``FAN_IN`` clients are validated and summed in groups
+        as they come, and only the first ``MOST_CLIENTS`` are kept. ``trained`` is called with the
+        first ``MOST_CLIENTS`` uploads when all clients have trained, and before all evaluation has
+        ended: what it begins runs beside it.
+        """
+
+    def reduce(self, outcome: Outcome, reducer: Reducer) -> Partial:
+        """Return the sum of all uploads, added in groups of ``FAN_IN``, in order."""
+
+    def fetch(self, uploads: list[Any]) -> list[Upload]:
+        """Bring uploads into this process, given their handles."""
