@@ -4,11 +4,7 @@ import functools
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import threading
-import time
-import uuid
 from pathlib import Path
 
 # Before anything imports the hub's client, which reads it once: tests need no network, and what
@@ -16,9 +12,10 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hypothesis
-import psutil
 import pytest
+from commands import start_command
 from ports import free_port
+from s3_server import KEYS, S3Server
 from tiny_run import SMALL, write_numbers
 
 from trishul_ray.contract.methods import untimed
@@ -26,12 +23,6 @@ from trishul_ray.contract.methods import untimed
 # A loaded machine is no failure; timing belongs into benchmarks.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
-
-#: Marks every process that a test's command starts, children of children too.
-MARK = "TRISHUL_TEST_MARK"
-#: Seconds for which two agents of Ray may outlive a driver that was killed; see
-#: docs/how-a-run-recovers.md.
-AGENTS_WAIT = 150
 
 
 #: The files that take longest, the longest first: one that comes last leaves a worker idle.
@@ -223,94 +214,14 @@ def local_ray(fork_server):
         yield free
 
 
-def marked(mark):
-    """Live processes that inherited a command's mark."""
-    found = []
-    for process in psutil.process_iter(["environ", "status"]):
-        info = process.info
-        if info["status"] != psutil.STATUS_ZOMBIE and (info["environ"] or {}).get(MARK) == mark:
-            found.append(process)
-    return found
-
-
-def describe(process):
-    try:
-        return " ".join(process.cmdline())[:150]
-    except psutil.Error:
-        return "gone"
-
-
-def hear_signals():
-    """Undo what a child inherits of tests in the background (no SIGINT) or of nohup (no SIGHUP)."""
-    for signum in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_DFL)
-
-
-class Command:
-    """A command under way, with all the processes it has started."""
-
-    def __init__(self, words, env, cwd, **options):
-        self.mark = uuid.uuid4().hex
-        self.errors: list[str] = []
-        plain = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        options = plain | {"preexec_fn": hear_signals} | options
-        self.process = subprocess.Popen(
-            words, env={**env, MARK: self.mark}, cwd=cwd, start_new_session=True, **options
-        )
-
-    def wait_for(self, text, seconds=90):
-        """Read the error stream up to a line that holds ``text``; kill all if it does not come."""
-        deadline = threading.Timer(seconds, self.sweep)  # a silent stream blocks its reader
-        deadline.start()
-        try:
-            for line in self.process.stderr:
-                self.errors.append(line)
-                if text in line:
-                    return line
-        finally:
-            deadline.cancel()
-        raise AssertionError(f"{text!r} never came:\n{''.join(self.errors)}")
-
-    def end(self, seconds=120):
-        """Wait for the end: exit code, stdout, stderr."""
-        out, rest = self.process.communicate(timeout=seconds)
-        self.errors.append(rest or "")
-        return self.process.returncode, out, "".join(self.errors)
-
-    def processes(self):
-        """Its processes that live now."""
-        return marked(self.mark)
-
-    def left_behind(self, seconds=15):
-        """Its processes that still live after a grace period, as text."""
-        end = time.monotonic() + seconds
-        while (alive := marked(self.mark)) and time.monotonic() < end:
-            time.sleep(0.1)
-        return [describe(process) for process in alive]
-
-    def kill(self):
-        """Kill the driver alone; what it started ends by itself."""
-        self.process.kill()
-        assert self.left_behind(AGENTS_WAIT) == []
-
-    def sweep(self):
-        for process in marked(self.mark):
-            process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-
 @pytest.fixture
 def start(cache, tmp_path):
     """``start(words, **environment)`` -> a :class:`Command`; nothing of it outlives the test."""
     commands = []
-    repository = str(Path(__file__).parents[1])
 
     def begin(*words, cwd=tmp_path, options=(), **environment):
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "TRISHUL_"))}
-        paths = [repository, *filter(None, [inherited.get("PYTHONPATH")])]
-        fixed = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-        env = {**inherited, **fixed, "TRISHUL_CACHE": str(cache), **environment}
-        command = Command([str(word) for word in words], env, cwd, **dict(options))
+        environment = {"TRISHUL_CACHE": str(cache), **environment}
+        command = start_command(*words, cwd=cwd, options=options, **environment)
         commands.append(command)
         return command
 
@@ -407,28 +318,20 @@ def small_words():
 @pytest.fixture(scope="session")
 def s3_server():
     """An S3 server on localhost, with all its data in memory."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = S3Server()
     server.start()
     yield server
-    server.stop()
+    server.end()
 
 
 @pytest.fixture
 def s3_bucket(s3_server, monkeypatch):
     """``s3_bucket(path)`` -> the URI of a path in a bucket of this test's own."""
-    import boto3
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    own = s3_server.new_bucket()
 
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    host, port = s3_server.get_host_and_port()
-    name = f"bucket-{uuid.uuid4().hex[:12]}"
-    client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1")
-    client.create_bucket(Bucket=name)
-
-    def uri(path, bucket=name):
-        options = f"endpoint_override={host}:{port}&scheme=http&region=us-east-1"
-        return f"s3://{bucket}/{path}?{options}"
+    def uri(path, bucket=own):
+        return s3_server.uri(bucket, path)
 
     return uri

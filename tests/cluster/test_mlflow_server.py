@@ -1,18 +1,13 @@
 """cluster/mlflow/start.sh, and runs on it: with a password, many at once, and one that goes."""
 
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
+from mlflow_server import PASSWORD, MlflowServer
 from tiny_run import TINY
 
 from trishul_ray.errors import InputError
@@ -25,61 +20,15 @@ from trishul_ray.tracking.tracker import RunEnd, RunStart
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-SCRIPT = Path(__file__).parents[2] / "cluster" / "mlflow" / "start.sh"
-PASSWORD = "a-password-that-was-made-up"
 #: As many as a node of a large machine runs at once.
 TRIALS = 20
 #: Seconds for which a server is gone: several of the growing pauses between two attempts.
 GONE = 15.0
 
 
-class Server:
-    """The server that the script starts, in a home folder of its own."""
-
-    def __init__(self, home):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.home, self.address = home, f"http://127.0.0.1:{self.port}"
-        self.environment = {
-            "HOME": str(home),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "MLFLOW_HOST": "127.0.0.1",
-            "MLFLOW_PORT": str(self.port),
-        }
-        (home / ".mlflow").mkdir(parents=True)
-        (home / ".mlflow" / "credentials").write_text(
-            f"[mlflow]\nmlflow_tracking_username = trishul\nmlflow_tracking_password = {PASSWORD}\n"
-        )
-
-    def start(self):
-        words = ["bash", str(SCRIPT), str(self.home / "artifacts")]
-        subprocess.run(words, env=self.environment, check=True)
-
-    def wait(self):
-        deadline = time.monotonic() + 400
-        while True:
-            try:
-                urllib.request.urlopen(f"{self.address}/health", timeout=1).close()
-                return
-            except OSError:
-                assert time.monotonic() < deadline, self.log()
-                time.sleep(0.3)
-
-    def log(self):
-        return (self.home / "mlflow" / "server.log").read_text()
-
-    def end(self):
-        shell = psutil.Process(int((self.home / "mlflow" / "pid").read_text()))
-        family = [shell, *shell.children(recursive=True)]
-        for process in family:
-            process.send_signal(signal.SIGKILL)
-        psutil.wait_procs(family, 10)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    started = Server(tmp_path_factory.mktemp("head"))
+    started = MlflowServer(tmp_path_factory.mktemp("head"))
     started.start()
     try:
         started.wait()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from s3_server import KEYS, S3Server
 from tiny_run import TINY
 
 import trishul_ray
@@ -292,25 +293,19 @@ def test_a_run_on_s3_is_killed_and_continued(trishul, s3_bucket, inline_result):
 def test_an_object_store_that_fails_in_mid_run_is_reported_in_a_paragraph(
     trishul, monkeypatch, inline_result
 ):
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    server = S3Server()
     server.start()
-    host, port = server.get_host_and_port()
-    client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1")
-    client.create_bucket(Bucket="going")
-    uri = f"s3://going/runs?endpoint_override={host}:{port}&scheme=http&region=us-east-1"
+    bucket = server.new_bucket()
     longer = ["federation.rounds=4", "federation.local_steps=20", "storage.retry_seconds=1"]
-    words = [*TINY, *longer, f"storage.runs={uri}"]
+    words = [*TINY, *longer, f"storage.runs={server.uri(bucket, 'runs')}"]
     command = trishul("run", *words)
     command.wait_for("round 1/4")
-    server.stop()
+    server.end()
     code, _, errors = command.end()
     assert code == 1, errors
     message = words_of(errors[errors.index("error: ") :])
-    assert "cannot write s3://going/runs/" in message and "Traceback" not in errors
-    assert "Finished rounds are kept in s3://going/runs/" in message
+    assert f"cannot write s3://{bucket}/runs/" in message and "Traceback" not in errors
+    assert f"Finished rounds are kept in s3://{bucket}/runs/" in message
     assert "; to continue: trishul run" in message
