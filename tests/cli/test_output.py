@@ -54,6 +54,15 @@ def test_letters_that_a_terminal_does_not_have_are_escaped(called, monkeypatch, 
     assert rb"\u03bb" in terminal.buffer.getvalue()
 
 
+def test_a_command_is_shown_as_it_was_typed_and_an_address_as_it_is(monkeypatch, tmp_path):
+    program = tmp_path / "trishul"
+    program.touch()
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert output.as_typed("trishul ui --runs own") == f"{program} ui --runs own"
+    assert output.as_typed("http://127.0.0.1:5000/#/runs/1") == "http://127.0.0.1:5000/#/runs/1"
+
+
 def test_a_configuration_is_shown_as_it_is_read(called, tmp_path):
     name = "[red]a[/] :smile: [/nothing] " + 30 * "word "
     (tmp_path / "a.yaml").write_text(yaml.safe_dump({"tracking": {"experiment": name.strip()}}))

@@ -144,7 +144,10 @@ def as_typed(command: str) -> str:
     """Return a command ``trishul ...`` as it works when it is pasted where this one was typed.
 
     ``trishul`` becomes the path that was typed if the shell does not find this one by its name.
+    Anything else, such as the address of a server, is returned as it is.
     """
+    if not command.startswith("trishul "):
+        return command
     typed = Path(sys.argv[0])
     program = "trishul"
     if typed.name == program and typed.is_file():
