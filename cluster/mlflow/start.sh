@@ -38,6 +38,8 @@ auth_cache_ttl_seconds = 300
 EOF
 export MLFLOW_AUTH_CONFIG_PATH=$folder/auth.ini
 export MLFLOW_DISABLE_TELEMETRY=true
+# Nobody sends MLflow jobs, for which it would start eight processes of 200 MB each.
+export MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false
 
 # Signs the forms of the web pages.
 [ -s "$folder/secret-key" ] || python3 -c 'import secrets; print(secrets.token_hex(32))' >"$folder/secret-key"
