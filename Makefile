@@ -4,6 +4,7 @@
 #   make test-slow     those that start clusters, kill processes, or take long
 #   make test-kernels  those that compute, on other kernels
 #   make test-core     those of the core, in a copy without the extensions
+#   make chaos MINUTES=N    runs whose processes are killed at drawn moments
 # Set-up is done once; it is repeated only when pyproject.toml or constraints.txt changes.
 
 PYTHON ?= python3
@@ -12,6 +13,9 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 # Further arguments: make test ARGS="-k svt"
 ARGS ?=
+# make chaos: minutes in which runs begin, or SEED=17 for the run of this integer alone
+MINUTES ?= 30
+SEED ?=
 # Processes that run tests: make test WORKERS=0 for a debugger
 WORKERS ?= 2
 
@@ -21,7 +25,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-kernels test-core check format clean
+.PHONY: help setup demo test test-slow test-kernels test-core chaos check format clean
 
 # Compiled modules are stored even where the environment says not to: hundreds of processes of the
 # tests import the same ones.
@@ -33,6 +37,7 @@ help:
 	@echo "make test-slow     the tests that start clusters, kill processes, or take long"
 	@echo "make test-kernels  the tests of what computes, with the kernels of an old processor"
 	@echo "make test-core     the tests of the core, in a copy without the extensions"
+	@echo "make chaos MINUTES=30  kill processes of drawn runs; SEED=17 replays one"
 	@echo "make check   set up, then lint, format and types"
 	@echo "make format  rewrite the code in the house format"
 	@echo "make setup   only the environment, in $(VENV)        (PYTHON=..., TORCH_INDEX=...)"
@@ -92,6 +97,9 @@ test-core: setup
 	export PYTHONPATH="$$folder" && \
 	"$$python" -c 'import setuptools; setuptools.setup()' --quiet egg_info && \
 	OMP_NUM_THREADS=1 "$$python" -m pytest $(PARALLEL) -m "$(QUICK)" $(addprefix tests/,$(CORE)) $(ARGS)
+
+chaos: setup
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m chaos.kills $(if $(SEED),--seed $(SEED),--minutes $(MINUTES))
 
 check: setup
 	$(BIN)/ruff check .

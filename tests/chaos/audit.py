@@ -1,0 +1,53 @@
+"""Audit of what a run has left, by what it would have left undisturbed."""
+
+from contract.digests import differences, outcome
+
+from trishul_ray.federation.checkpoint import open_checkpoints, run_folder, state_digest
+from trishul_ray.report.summary import RunSummary, read_metrics
+from trishul_ray.runs.mlflow_log import grouped_metrics
+from trishul_ray.tracking.mlflow_store import is_server, open_client
+
+
+def audit(experiment, reference, paths, database):
+    """Return what is wrong with a finished run, each as (kind, text).
+
+    Args:
+        reference: :func:`contract.digests.outcome` of the same run, undisturbed.
+        paths: All that is in the places of the run and in the cache.
+        database: Database of MLflow with the run; None without one.
+    """
+    home, checkpoint, wrong = run_folder(experiment), open_checkpoints(experiment).newest(), []
+    if found := list(differences(reference, outcome(checkpoint))):
+        wrong.append(("different", f"{len(found)} values, first {', '.join(found[:3])}"))
+    summary = RunSummary.read(home)
+    if summary.state_sha256 != state_digest(checkpoint.state):
+        wrong.append(("different", "result.json names another state"))
+    if damaged := summary.damaged_files(home):
+        wrong.append(("different", f"damaged: {damaged}"))
+    unfinished = [path for path in paths if path.suffix == ".tmp" or ".partial-" in path.name]
+    unfinished += [path for path in paths if path.name == f".{experiment.id}.lock"]
+    if unfinished:
+        wrong.append(("left", f"files: {', '.join(map(str, unfinished))}"))
+    if database is not None:
+        wrong += _audit_mlflow(experiment, home, summary.mlflow_run_id, database)
+    return wrong
+
+
+def _audit_mlflow(experiment, home, run_id, database):
+    """Look for one finished run in MLflow that has every point once a step."""
+    client = open_client(f"sqlite:///{database}")
+    group = client.get_experiment_by_name(experiment.tracking.experiment)
+    runs = [] if group is None else client.search_runs([group.experiment_id])
+    kept = [(run.info.run_id, run.info.status) for run in runs]
+    if kept != [(run_id, "FINISHED")]:
+        return [("lost", f"in MLflow: {kept}, in result.json: {run_id}")]
+    records = {record["round"]: grouped_metrics(record) for record in read_metrics(home)}
+    for name in sorted({name for record in records.values() for name in record}):
+        history = client.get_metric_history(run_id, name)
+        got = sorted((point.step, point.value) for point in history)
+        if is_server(str(experiment.tracking.uri)):  # what it has not answered is sent again
+            got = sorted(set(got))
+        want = [(step, record[name]) for step, record in records.items() if name in record]
+        if got != want:
+            return [("lost", f"in MLflow, {name} has {got} for {want}")]
+    return []

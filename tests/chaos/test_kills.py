@@ -1,0 +1,20 @@
+"""A driver, a client and a raylet are killed by kills.py, so that it goes on working."""
+
+import pytest
+from chaos.kills import Place, draw, play
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def place():
+    with Place() as place:
+        yield place
+
+
+@pytest.mark.parametrize(("number", "victim"), [(42, "driver"), (2, "client"), (94, "raylet")])
+def test_a_drawn_run_is_as_if_nobody_had_killed_it(place, number, victim):
+    assert draw(number).victim == victim
+    played = play(number, place)
+    assert played.findings == []
+    assert played.counts["kills"] and sum(played.counts.values()) > played.counts["kills"]
