@@ -13,6 +13,7 @@ import pytest
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.usefixtures("mlflow_store")]
 
 CELLS, ROUNDS = 4, 4
+METHODS, SEEDS = ["--axis", "method=trishul,fedit"], ["--axis", "seed=0..1"]
 #: Seconds for a command to get going on a loaded machine.
 LONG_WAIT = 280
 
@@ -23,8 +24,7 @@ def sweep(trishul, small_words):
     rounds = [f"federation.rounds={ROUNDS}", "federation.local_steps=10"]
     fixed = [*small_words, *rounds, "storage.runs=runs", "tracking.mlflow=true"]
 
-    def begin(*words):
-        axes = ["--axis", "method=trishul,fedit", "--axis", "seed=0..1"]
+    def begin(*words, axes=(*METHODS, *SEEDS)):
         return trishul("sweep", *axes, *fixed, *words)
 
     return begin
@@ -39,7 +39,7 @@ def finished_cells(tmp_path):
     return kept
 
 
-def assert_one_mlflow_run_each(tmp_path):
+def assert_one_mlflow_run_each(tmp_path, cells=CELLS):
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
@@ -49,7 +49,7 @@ def assert_one_mlflow_run_each(tmp_path):
     assert {run.info.status for run in runs} == {"FINISHED"}
     assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent.info.run_id}
     ids = sorted(path.parent.name for path in tmp_path.glob("runs/*/result.json"))
-    assert sorted(run.data.tags["trishul.id"] for run in children) == ids and len(ids) == CELLS
+    assert sorted(run.data.tags["trishul.id"] for run in children) == ids and len(ids) == cells
     for run in children:
         history = client.get_metric_history(run.info.run_id, "Score/accuracy")
         assert sorted(point.step for point in history) == list(range(ROUNDS + 1))
@@ -126,8 +126,8 @@ def suspend(processes, database):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("end", ["finishes", "is killed"])
 def test_a_cell_that_another_command_runs_is_waited_for(sweep, tmp_path, end):
-    slow = "federation.local_steps=60"
-    first = sweep(slow, "federation.batch_size=32")
+    words = ["federation.local_steps=30"]
+    first = sweep(*words, axes=METHODS)
     first.wait_for("starting Ray", LONG_WAIT)
     while not list(tmp_path.glob("runs/*/checkpoints/round-*")):
         assert first.process.poll() is None
@@ -136,7 +136,7 @@ def test_a_cell_that_another_command_runs_is_waited_for(sweep, tmp_path, end):
     workers = [process for process in first.processes() if process.name().startswith("ray::")]
     assert workers
     suspend(workers, tmp_path / "runs" / "mlflow.db")
-    second = sweep(slow, "federation.batch_size=32")
+    second = sweep(*words, axes=METHODS)
     waits = second.wait_for("another process runs it: waiting", LONG_WAIT)
     for worker in workers:
         worker.resume()
@@ -149,8 +149,8 @@ def test_a_cell_that_another_command_runs_is_waited_for(sweep, tmp_path, end):
     assert code == 0, errors
     assert errors.count(waits) == 1 and "attempt 2" not in errors
     for method in ("trishul", "fedit"):
-        assert re.search(rf"│ {method} +│ +[\d.]+ ± [\d.]+ │", out), out
-    assert_one_mlflow_run_each(tmp_path)
+        assert re.search(rf"│ {method} +│ +[\d.]+ ", out), out
+    assert_one_mlflow_run_each(tmp_path, cells=2)
     assert not list(tmp_path.glob("runs/.*.lock"))
 
 

@@ -75,7 +75,9 @@ class MarkedRows:
 
 def server_of(experiment):
     executor = InlineExecutor(experiment, prepare_run(experiment))
-    store = CheckpointStore(Store.open(tempfile.mkdtemp()), experiment.id)
+    store = CheckpointStore(
+        Store.open(tempfile.mkdtemp(dir=experiment.storage.runs)), experiment.id
+    )
     return Server(experiment, executor, store, "attempt"), executor.bench
 
 
@@ -148,14 +150,16 @@ def known_waits(device):
 def main(cache):
     device = EmulatedDevice()
     results = {"known waits": known_waits(device)}
-    for name, overrides in CONFIGURATIONS.items():
-        experiment = load_experiment(None, [*COMMON, f"storage.cache={cache}", *overrides])
-        before, expected = on_cpu(experiment)
-        with device:
-            state, found = emulated(experiment, device)
-        found["moved"] = float(np.abs(expected - before).max())
-        found["difference"] = float(np.abs(state - expected).max())
-        results[name] = found
+    with tempfile.TemporaryDirectory() as runs:
+        common = [*COMMON, f"storage.cache={cache}", f"storage.runs={runs}"]
+        for name, overrides in CONFIGURATIONS.items():
+            experiment = load_experiment(None, [*common, *overrides])
+            before, expected = on_cpu(experiment)
+            with device:
+                state, found = emulated(experiment, device)
+            found["moved"] = float(np.abs(expected - before).max())
+            found["difference"] = float(np.abs(state - expected).max())
+            results[name] = found
     print(json.dumps(results))
 
 
