@@ -1,5 +1,6 @@
 """An S3 server on localhost, with all its data in the memory of this process."""
 
+import logging
 import uuid
 
 #: Variables that a client needs.
@@ -15,6 +16,7 @@ class S3Server:
     def start(self):
         from moto.server import ThreadedMotoServer
 
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
         self._server.start()
         _, self.port = self._server.get_host_and_port()
