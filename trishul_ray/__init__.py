@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from trishul_ray.result import Result
 
 set_environment()  # before torch is imported
+# Before Ray is imported: it takes the parent of a process that no raylet has started for the
+# raylet. If that is process 1 (in a container, under systemd, after a logout), it would end the
+# process without a word when the raylet has ended. Workers and agents have the number of theirs.
+os.environ.setdefault("RAY_RAYLET_PID", str(os.getpid()))
 if os.path.expanduser("~") == "~":
     # A user without a home, as in a container: MLflow fails where it asks for one.
     os.environ["HOME"] = os.path.abspath(os.environ.get("TRISHUL_CACHE") or os.devnull)
