@@ -21,7 +21,10 @@ pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
 ROUNDS = 4
 #: Rounds of half a second, so that a kill hits one in progress.
-LONG = [f"federation.rounds={ROUNDS}", "federation.local_steps=20", "resources.actors=1"]
+LONG = [
+    *(f"federation.rounds={ROUNDS}", "federation.local_steps=20", "resources.actors=1"),
+    "evaluation.diagnostics_every=0",  # half of the figures, which take longer than all rounds
+]
 #: Rounds that no test waits for: however late a signal comes, the run is still going.
 MANY_ROUNDS = 1000
 #: Seconds for a command to start or to end on a loaded machine.
