@@ -13,8 +13,8 @@ from _limit import Limit
 from _results import Goal, Section, Times, paired
 from _setups import Setup
 
+from trishul_ray.draws import batch_order
 from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.local import batch_order
 from trishul_ray.federation.on_ray.driver import Workers, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.workbench import Workbench

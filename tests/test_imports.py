@@ -86,7 +86,7 @@ ONLY = {
     "datasets": ("data.",),
 }
 #: Files of the federation that run where there is no Ray.
-CORE_OF_FEDERATION = ("federation.local",)
+CORE_OF_FEDERATION = ("federation.local", "federation.survey")
 CORE = ("spectral", "adapters", "methods", "tasks")
 
 

@@ -1,4 +1,4 @@
-"""Draws of cohorts and of each client's share of the budget, from the seed alone."""
+"""Draws of cohorts, of each client's share of the budget and of its batches, from streams."""
 
 import math
 from functools import lru_cache
@@ -45,3 +45,15 @@ def capacities(
         counts[level] += 1
     levels = np.repeat(COMPUTE_LEVELS, counts)
     return tuple(numpy_rng(seed, "capacities").permutation(levels).tolist())
+
+
+def batch_order(rows: np.ndarray, steps: int, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Return the rows of every local step, [steps, size]: a fresh permutation for each epoch.
+
+    Every client makes exactly ``steps`` full steps (the paper counts mini-batches, not epochs). A
+    shard smaller than a batch wraps around, so a batch may contain a row twice.
+    """
+    needed = steps * size
+    epochs = -(-needed // len(rows))
+    order = np.concatenate([rng.permutation(rows) for _ in range(epochs)])
+    return order[:needed].reshape(steps, size)

@@ -10,8 +10,8 @@ from trishul_ray.adapters.quantized import QuantizedLinear
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.local import weight_gradients
 from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.survey import weight_gradients
 from trishul_ray.federation.workbench import build_model_bench, build_workbench
 
 ROUNDS = ["federation.rounds=2", "federation.local_steps=2"]

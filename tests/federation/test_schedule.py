@@ -16,7 +16,7 @@ from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.workbench import learning_rates
+from trishul_ray.federation.schedule import learning_rates
 from trishul_ray.methods.base import exact_share
 
 SPANS = st.tuples(st.integers(1, 6), st.integers(1, 9))

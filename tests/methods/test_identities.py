@@ -7,8 +7,9 @@ from method_runs import Recording, initial_state, one_round, server_of, weights_
 from torch.func import functional_call
 
 from trishul_ray.adapters.model import Trained
+from trishul_ray.draws import batch_order
 from trishul_ray.federation.checkpoint import state_digest
-from trishul_ray.federation.local import batch_order, train_client
+from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_tensor
 from trishul_ray.rng import numpy_rng
 

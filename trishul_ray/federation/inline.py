@@ -9,7 +9,8 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.evaluation import EvaluatedModel, evaluate_chunk
-from trishul_ray.federation.local import count_flops, send_change, train_together
+from trishul_ray.federation.flops import count_flops
+from trishul_ray.federation.local import send_change, train_together
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
     Arrays,

@@ -10,20 +10,18 @@ Legend: P trainables of a client, S local steps, b batch size.
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor
 
 from trishul_ray import plugins
 from trishul_ray.adapters.model import Trained
-from trishul_ray.data.dataset import Split
+from trishul_ray.draws import batch_order
 from trishul_ray.errors import FailsAgainError
 from trishul_ray.federation.messages import (
     TrainJob,
@@ -33,11 +31,12 @@ from trishul_ray.federation.messages import (
     to_tensor,
 )
 from trishul_ray.federation.reduce import configured_weight
-from trishul_ray.federation.workbench import Workbench, bound, new_run
+from trishul_ray.federation.survey import answer_survey
+from trishul_ray.federation.workbench import Workbench, bound, client_stream, new_run
 from trishul_ray.memory import memory_of, peak_memory
 from trishul_ray.methods.base import LocalRun, Method, State, Tensors, count_numbers
-from trishul_ray.rng import numpy_rng, torch_rng
-from trishul_ray.stages import ArrayState, Change, Sender, StepFlops
+from trishul_ray.rng import numpy_rng
+from trishul_ray.stages import ArrayState, Change, Sender
 
 if TYPE_CHECKING:
     from trishul_ray.config import OptimizerConfig
@@ -61,12 +60,12 @@ def train_client(
         RunError: The memory of the device, or this process's share of it, is too small.
     """
     if job.round == 0:
-        return _answer_survey(bench, job)
+        return answer_survey(bench, job)
     with (
         memory_of(
             f"client {job.client} in round {job.round}", _LESS.format("federation.batch_size")
         ),
-        _client_stream(bench, "dropout", job.round, job.client),
+        client_stream(bench, "dropout", job.round, job.client),
     ):
         steps = LocalSteps(bench, _started(bench, broadcast, job), job)
         losses, seconds = _timed_steps(bench, steps)
@@ -93,7 +92,7 @@ def train_together(
         memory_of(
             f"clients {clients} in round {number}", _LESS.format("federation.stacked or batch_size")
         ),
-        _client_stream(bench, "dropout", number, jobs[0].client),  # no dropout: see Experiment
+        client_stream(bench, "dropout", number, jobs[0].client),  # no dropout: see Experiment
     ):
         vectors = bench.initial.new_empty(len(jobs), len(bench.initial))
         grads = torch.zeros_like(vectors)
@@ -272,7 +271,7 @@ class LocalSteps:
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return the prepared mini-batch of a step (from 1); its copies may still be under way."""
-        return _prepare(self.bench, self.bench.train, self.rows(step))
+        return self.bench.train_batch(self.rows(step))
 
     def rows(self, step: int) -> np.ndarray:
         """Return the rows of the mini-batch of a step (from 1), [b]."""
@@ -281,7 +280,7 @@ class LocalSteps:
 
     def compute(self, step: int, batch: Mapping[str, Tensor]) -> Tensor:
         """Run a step on a prepared batch and return its loss, a scalar on the device."""
-        loss = self._backward(batch)
+        loss = self._differentiate(batch)
         self.update(step, loss)
         return loss
 
@@ -302,12 +301,13 @@ class LocalSteps:
                 run.vector.mul_(self._mask).add_(self._untrained)
             method.after_step(run, step, self.last)
 
-    def _backward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return _backward(self.bench, self._trained, self.run.grad, batch, 1)[0]
+    def _differentiate(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Put the gradient of a batch into ``run.grad`` and return the loss."""
+        return _compute_gradient(self.bench, self._trained, self.run.grad, batch, 1)[0]
 
     def _gradient(self, step: int) -> Tensor:
         with self.bound():
-            return self._backward(self.batch(step))
+            return self._differentiate(self.batch(step))
 
 
 class SharedSteps:
@@ -339,11 +339,11 @@ class SharedSteps:
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return the prepared mini-batches of a step (from 1), one after the other."""
         rows = np.concatenate([steps.rows(step) for steps in self.each])
-        return _prepare(self.bench, self.bench.train, rows)
+        return self.bench.train_batch(rows)
 
     def compute(self, step: int, batch: Mapping[str, Tensor]) -> Tensor:
         """Run a step of every client and return their losses [k], on the device."""
-        losses = _backward(self.bench, self._trained, self._grads, batch, len(self.each))
+        losses = _compute_gradient(self.bench, self._trained, self._grads, batch, len(self.each))
         for steps, loss in zip(self.each, losses, strict=True):
             steps.update(step, loss)
         return losses
@@ -351,7 +351,7 @@ class SharedSteps:
 
 @contextmanager
 def _ready(bench: Workbench, trained: Trained, grad: Tensor) -> Iterator[None]:
-    """Let :func:`_backward` compute with a trained state inside."""
+    """Let :func:`_compute_gradient` compute with a trained state inside."""
     if bench.graphs is None:
         with bound(bench, trained, grad):
             yield
@@ -360,12 +360,12 @@ def _ready(bench: Workbench, trained: Trained, grad: Tensor) -> Iterator[None]:
             yield
 
 
-def _backward(
+def _compute_gradient(
     bench: Workbench, trained: Trained, grad: Tensor, batch: Mapping[str, Tensor], clients: int
 ) -> Tensor:
     """Put the gradient of a batch into ``grad`` and return the loss of each client [k]."""
     if bench.graphs is None:
-        return _pass(bench, grad, batch, clients)
+        return _forward_backward(bench, grad, batch, clients)
 
     def graph(*given: Tensor) -> tuple[Tensor, ...]:
         tensor = iter(given)
@@ -376,7 +376,7 @@ def _backward(
         )
         values, found = {name: next(tensor) for name in batch}, torch.empty_like(held.vector)
         with bound(bench, held, found):
-            return _pass(bench, found, values, clients), found
+            return _forward_backward(bench, found, values, clients), found
 
     constants = (tensor for own in trained.constants.values() for tensor in own.values())
     given = trained.vector, *trained.base.values(), *constants, *batch.values()
@@ -385,56 +385,14 @@ def _backward(
     return losses.clone()
 
 
-def _pass(bench: Workbench, grad: Tensor, batch: Mapping[str, Tensor], clients: int) -> Tensor:
+def _forward_backward(
+    bench: Workbench, grad: Tensor, batch: Mapping[str, Tensor], clients: int
+) -> Tensor:
     grad.zero_()
     # A client's loss is the mean over its own rows, and the gradient of the sum is its own.
     losses = bench.task.losses(bench.model, batch, clients)
     losses.sum().backward()
     return losses.detach()
-
-
-def count_flops(bench: Workbench) -> StepFlops:
-    """Count the FLOPs of a local step, by the shapes of the first rows of the training split.
-
-    Counted are the matrix products, convolutions and attention (as plain matrix products on every
-    device) of the loss and its gradient; not the elementwise work, the optimizer, or what a method
-    adds to a step. Without trainables a step would cost twice the forward pass: nothing has
-    gradients of weights then. The rest is the adapters' and the classification head's.
-    """
-    size = bench.settings.federation.batch_size
-    batch = _prepare(bench, bench.train, np.resize(np.arange(min(size, len(bench.train))), size))
-    grad = torch.zeros_like(bench.initial)
-    with sdpa_kernel(SDPBackend.MATH):
-        trained = Trained(bench.initial.clone())
-        with bound(bench, trained, grad), _flop_counter() as whole:
-            _loss(bench, batch).backward()
-        with _flop_counter() as forward, torch.no_grad():
-            _loss(bench, batch)
-    total = float(whole.get_total_flops())
-    backbone = min(2.0 * forward.get_total_flops(), total)
-    return StepFlops(backbone, total - backbone)
-
-
-def _flop_counter() -> FlopCounterMode:
-    """Return torch's counter; of itself it does not count products that are added in place."""
-
-    def product(added: torch.Size, first: torch.Size, second: torch.Size, **_: object) -> int:
-        return 2 * first.numel() * second[-1]
-
-    in_place = {torch.ops.aten.addmm_: product, torch.ops.aten.baddbmm_: product}
-    return FlopCounterMode(display=False, custom_mapping=in_place)
-
-
-def batch_order(rows: np.ndarray, steps: int, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Return the rows of every local step, [steps, size]: a fresh permutation for each epoch.
-
-    Every client makes exactly ``steps`` full steps (the paper counts mini-batches, not epochs). A
-    shard smaller than a batch wraps around, so a batch may contain a row twice.
-    """
-    needed = steps * size
-    epochs = -(-needed // len(rows))
-    order = np.concatenate([rng.permutation(rows) for _ in range(epochs)])
-    return order[:needed].reshape(steps, size)
 
 
 def make_optimizer(settings: "OptimizerConfig", vector: Tensor) -> torch.optim.Optimizer:
@@ -467,87 +425,3 @@ def uploaded_parameters(run: LocalRun, upload: State, method: Method) -> int:
     units = run.layout.units(method.wire(run.layout))
     inactive = (u.size for u, active in zip(units, run.active.tolist(), strict=True) if not active)
     return count - sum(inactive)
-
-
-def _answer_survey(bench: Workbench, job: TrainJob) -> tuple[Upload, TrainReport]:
-    plan, settings = bench.method.survey_plan, bench.settings
-    assert plan is not None  # a method without one has no round 0
-    rng = numpy_rng(settings.seed, "survey-batches", job.client)
-    size = plan.batch_size or settings.federation.batch_size
-    shard = bench.shards.shard(job.client)
-    batches = batch_order(shard, plan.batches, size, rng)
-    layers = {spec.name: bench.model.model.get_submodule(spec.name) for spec in bench.model.specs}
-
-    def gradients() -> Iterator[Tensors]:
-        for rows in batches:
-            with weight_gradients(layers) as found:
-                _loss(bench, _prepare(bench, bench.train, rows)).backward()
-            yield {name: found[name].float() for name in layers}
-
-    began = time.perf_counter()
-    with _client_stream(bench, "survey-dropout", job.client):
-        answer = State(torch.empty(0), extra=bench.method.survey(gradients())).map(to_array)
-    answer = replace(answer, extra=bench.stages.answer(answer.extra, job.instructions))
-    seconds, numbers = time.perf_counter() - began, sum(a.size for a in answer.extra.values())
-    return (
-        Upload(job.client, len(shard), answer),
-        TrainReport(job.client, {}, math.nan, seconds, uploaded=numbers),
-    )
-
-
-@contextmanager
-def weight_gradients(layers: Mapping[str, nn.Module]) -> Iterator[Tensors]:
-    """Collect the gradients of linear layers' weights from the backward passes inside.
-
-    Each is the sum of ``dY^T X`` over the layer's calls, [d_out, d_in] in the dtype of X, whether
-    or not the weight is a tensor that autograd could differentiate by.
-    """
-    found: Tensors = {}
-
-    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-        def after(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            x = inputs[0].detach()
-            x = x.reshape(-1, x.shape[-1])
-            if not output.requires_grad:  # nothing before it is trained
-                output = output.detach().requires_grad_().clone()
-
-            def add(dy: Tensor) -> None:
-                gradient = dy.reshape(-1, dy.shape[-1]).t() @ x
-                found[name] = found[name] + gradient if name in found else gradient
-
-            output.register_hook(add)
-            return output
-
-        return after
-
-    hooks = [layer.register_forward_hook(watch(name)) for name, layer in layers.items()]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _prepare(bench: Workbench, split: Split, rows: np.ndarray) -> dict[str, Tensor]:
-    return bench.task.prepare_batch(split.batch(rows), bench.device, bench.dtype)
-
-
-def _loss(bench: Workbench, batch: Mapping[str, Tensor]) -> Tensor:
-    return bench.task.losses(bench.model, batch, 1)[0]
-
-
-@contextmanager
-def _client_stream(bench: Workbench, purpose: str, *indices: int) -> Iterator[None]:
-    """Give a client's dropout, which draws from torch's global stream, a random stream of its own.
-
-    Afterwards the global stream is restored and the model is back in evaluation mode.
-    """
-    settings = bench.settings
-    devices = [bench.device] if bench.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(torch_rng(settings.seed, purpose, *indices).initial_seed())
-        bench.model.train(settings.model.dropout)
-        try:
-            yield
-        finally:
-            bench.model.train(False)

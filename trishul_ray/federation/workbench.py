@@ -1,6 +1,5 @@
 """What a worker keeps resident: a backbone with adapters, the data, the task and the method."""
 
-import math
 import socket
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.multihead import MultiHead
-from trishul_ray.config import OptimizerConfig
 from trishul_ray.cuda_graphs import Graphs
 from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, RowSet, Split
 from trishul_ray.data.partition import Partition, class_mix, client_names
@@ -26,9 +24,10 @@ from trishul_ray.experiment.fit import build_site
 from trishul_ray.federation.messages import Arrays, Blueprint, Expected, changed_sources, to_tensor
 from trishul_ray.federation.prepare import Prepared, prepare_dataset
 from trishul_ray.federation.reduce import round_units, unit_sizes
+from trishul_ray.federation.schedule import learning_rates
 from trishul_ray.gpu import device_named
 from trishul_ray.memory import memory_of, reset_peak
-from trishul_ray.methods.base import LocalRun, Method, Site, build_method, exact_share
+from trishul_ray.methods.base import LocalRun, Method, Site, build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import run_dtype
 from trishul_ray.models.lookup import ModelKind
@@ -144,6 +143,10 @@ class Workbench(ModelBench):
     def test(self) -> Split:
         """The split of the test rows."""
         return self.scored["test"][0]
+
+    def train_batch(self, rows: np.ndarray) -> dict[str, Tensor]:
+        """Return training rows as a prepared batch, whose copies may still be under way."""
+        return self.task.prepare_batch(self.train.batch(rows), self.device, self.dtype)
 
 
 def build_workbench(
@@ -369,44 +372,6 @@ def rows_of(bench: Workbench, name: RowSet, client: int | None) -> tuple[Split, 
     return split, rows
 
 
-def depends_on_rounds(settings: OptimizerConfig) -> bool:
-    """Return whether the rates of a round depend on the number of rounds of the run."""
-    changes = settings.schedule != "constant" or settings.warmup > 0
-    return changes and settings.schedule_over == "run"
-
-
-def learning_rates(
-    settings: OptimizerConfig, round_number: int, rounds: int, steps: int
-) -> tuple[float, ...]:
-    """Return η of each local step of a round.
-
-    With ``schedule_over="run"`` the span is the whole run, T = rounds x steps, and every client of
-    a round has the same rates. With ``"round"`` each round is a span, T = steps. During the first
-    W = ceil(warmup T) steps, η_t = η (t + 1) / W. After them, with p = (t - W) / (T - W) in [0, 1):
-    ``constant`` is η, ``linear`` η (1 - p), and ``cosine`` η (1 + cos πp) / 2 (Loshchilov and
-    Hutter, arXiv 1608.03983, without restarts within the span). No step has rate zero.
-
-    Rounds are counted from 1. No state is carried between calls, so a round has the same rates on
-    any actor and after a resume.
-    """
-    over_run = settings.schedule_over == "run"
-    total = rounds * steps if over_run else steps
-    first = (round_number - 1) * steps if over_run else 0
-    return tuple(settings.lr * _factor(settings, first + step, total) for step in range(steps))
-
-
-def _factor(settings: OptimizerConfig, step: int, total: int) -> float:
-    warmup = math.ceil(exact_share(total, settings.warmup))
-    if step < warmup:
-        return (step + 1) / warmup
-    if settings.schedule == "constant":
-        return 1.0
-    progress = (step - warmup) / (total - warmup)
-    if settings.schedule == "linear":
-        return 1.0 - progress
-    return (1.0 + math.cos(math.pi * progress)) / 2
-
-
 def new_run(
     bench: ModelBench, broadcast: ArrayState, round_number: int, client: int | None
 ) -> LocalRun:
@@ -439,6 +404,23 @@ def new_run(
         diagnosed=settings.evaluation.diagnoses(round_number, fed.rounds),
         capacity=share,
     )
+
+
+@contextmanager
+def client_stream(bench: Workbench, purpose: str, *indices: int) -> Iterator[None]:
+    """Give a client's dropout, which draws from torch's global stream, a random stream of its own.
+
+    Afterwards the global stream is restored and the model is back in evaluation mode.
+    """
+    settings = bench.settings
+    devices = [bench.device] if bench.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(torch_rng(settings.seed, purpose, *indices).initial_seed())
+        bench.model.train(settings.model.dropout)
+        try:
+            yield
+        finally:
+            bench.model.train(False)
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
+from trishul_ray.federation.schedule import depends_on_rounds
 from trishul_ray.federation.server import RunResult
-from trishul_ray.federation.workbench import depends_on_rounds
 from trishul_ray.files import scratch_folder
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone

@@ -1,0 +1,47 @@
+"""FLOPs of a local step, counted on a worker."""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from trishul_ray.adapters.model import Trained
+from trishul_ray.federation.workbench import Workbench, bound
+from trishul_ray.stages import StepFlops
+
+
+def count_flops(bench: Workbench) -> StepFlops:
+    """Count the FLOPs of a local step, by the shapes of the first rows of the training split.
+
+    Counted are the matrix products, convolutions and attention (as plain matrix products on every
+    device) of the loss and its gradient; not the elementwise work, the optimizer, or what a method
+    adds to a step. Without trainables a step would cost twice the forward pass: nothing has
+    gradients of weights then. The rest is the adapters' and the classification head's.
+    """
+    size = bench.settings.federation.batch_size
+    batch = bench.train_batch(np.resize(np.arange(min(size, len(bench.train))), size))
+    grad = torch.zeros_like(bench.initial)
+
+    def loss() -> Tensor:
+        return bench.task.losses(bench.model, batch, 1)[0]
+
+    with sdpa_kernel(SDPBackend.MATH):
+        trained = Trained(bench.initial.clone())
+        with bound(bench, trained, grad), _flop_counter() as whole:
+            loss().backward()
+        with _flop_counter() as forward, torch.no_grad():
+            loss()
+    total = float(whole.get_total_flops())
+    backbone = min(2.0 * forward.get_total_flops(), total)
+    return StepFlops(backbone, total - backbone)
+
+
+def _flop_counter() -> FlopCounterMode:
+    """Return torch's counter; of itself it does not count products that are added in place."""
+
+    def product(added: torch.Size, first: torch.Size, second: torch.Size, **_: object) -> int:
+        return 2 * first.numel() * second[-1]
+
+    in_place = {torch.ops.aten.addmm_: product, torch.ops.aten.baddbmm_: product}
+    return FlopCounterMode(display=False, custom_mapping=in_place)
