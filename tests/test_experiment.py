@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.experiment import may_identify
 from trishul_ray.experiment.fit import check_layers
+from trishul_ray.experiment.ids import may_identify
 from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.stages import stage_names
@@ -35,7 +35,7 @@ def test_every_field_is_described_and_in_the_id_or_not():
         off = parents[:1] and parents[0] in stage_names()
         assert (last in inner) != bool(outside or unread or off), name
         never = isinstance(extra, dict) and extra["identity"] is False
-        assert may_identify(name) != never, name
+        assert may_identify(Experiment, name) != never, name
 
 
 def test_it_is_frozen():

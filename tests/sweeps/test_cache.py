@@ -326,7 +326,7 @@ def another_tokenizer(world, rng):
 
 def other_numerics(world, rng):
     number = rng.randrange(1000, 2000)
-    world.patch.setattr("trishul_ray.experiment.experiment.NUMERICS", number)
+    world.patch.setattr("trishul_ray.experiment.ids.NUMERICS", number)
     world.patch.setattr(status_module, "NUMERICS", number)
 
 

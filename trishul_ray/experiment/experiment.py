@@ -5,8 +5,6 @@ from files and the command line. The id of an experiment is the hash of every fi
 its numbers. Fields that cannot (folders, tracking, number of actors) are left out.
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping
 from functools import cache, cached_property
@@ -41,6 +39,14 @@ from trishul_ray.config import (
     not_in_id,
 )
 from trishul_ray.errors import did_you_mean
+from trishul_ray.experiment.checks import (
+    check_actors,
+    check_cohort,
+    check_dropout,
+    check_method,
+    check_task,
+)
+from trishul_ray.experiment.ids import id_of, identity_of
 from trishul_ray.files import Json
 from trishul_ray.methods.base import (
     MethodConfig,
@@ -52,17 +58,10 @@ from trishul_ray.methods.base import (
 from trishul_ray.plugins import Plugin, find_noted, find_plugin
 from trishul_ray.redaction import redact_fields
 from trishul_ray.stages import STAGES, Stages, noted_hashes, stage_names
-from trishul_ray.tasks.base import task_kinds
-from trishul_ray.version import EDGE_NUMERICS, NUMERICS
+from trishul_ray.version import EDGE_NUMERICS
 
 #: LoRA rank per adapted matrix of each named budget (paper, "Parameter Budget").
 BUDGET_RANKS = {"lower": 32, "higher": 64}
-
-#: Hex digits of an experiment's id.
-ID_LENGTH = 12
-
-#: Clients that ``evaluation.diagnostics_cohort=all`` compares at most: every pair, in memory.
-MOST_COMPARED = 100
 
 _S = TypeVar("_S", bound=Section)
 
@@ -162,66 +161,13 @@ class Experiment(Section):
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> "Experiment":
-        if self.task.kind != "auto" and self.task.kind not in task_kinds():
-            raise ValueError(
-                f"task.kind: {self.task.kind!r} is unknown; known: {', '.join(task_kinds())}"
-            )
-        fed = self.federation
-        if fed.clients_per_round > fed.clients:
-            raise ValueError(
-                f"federation.clients_per_round={fed.clients_per_round} exceeds "
-                f"federation.clients={fed.clients}"
-            )
-        if fed.clients_per_round > fed.participants:
-            raise ValueError(
-                f"federation.held_out={fed.held_out:g} leaves {fed.participants} of "
-                f"federation.clients={fed.clients}, fewer than "
-                f"federation.clients_per_round={fed.clients_per_round}"
-            )
-        if fed.held_out and not self.evaluation.per_client:
-            raise ValueError(
-                f"federation.held_out={fed.held_out:g} needs evaluation.per_client=true, which "
-                "scores those clients, too"
-            )
-        if fed.compute != "full" and not build_method(self.method).takes_limits:
-            supported = [name for name, cls in method_classes().items() if cls.takes_limits]
-            raise ValueError(
-                f"federation.compute={fed.compute!r} needs a method that supports limited clients "
-                f"({', '.join(supported)}), not {self.method_as_set}"
-            )
-        if self.evaluation.diagnostics_cohort == "all" and fed.clients > MOST_COMPARED:
-            raise ValueError(
-                f"evaluation.diagnostics_cohort='all' compares at most {MOST_COMPARED} clients, "
-                f"not federation.clients={fed.clients}"
-            )
-        if self.model.quantize != "none" and method_class(self.method.name).train_all:
-            raise ValueError(
-                f"model.quantize={self.model.quantize!r} stores frozen weights, and method="
-                f"{self.method.name!r} trains them: use none, or a method with adapters"
-            )
-        if fed.stacked > 1 and method_class(self.method.name).train_all:
-            fitting = [name for name, cls in method_classes().items() if not cls.train_all]
-            raise ValueError(
-                f"federation.stacked={fed.stacked} needs a method with adapters "
-                f"({', '.join(fitting)}), not method={self.method.name!r}, whose clients share no "
-                "frozen backbone"
-            )
-        if fed.stacked > 1 and self.model.dropout:
-            raise ValueError(
-                f"federation.stacked={fed.stacked}: stacked clients cannot use dropout; set "
-                "federation.stacked=1 or model.dropout=false"
-            )
-        if self.resources.cuda_graphs and self.model.dropout:
-            raise ValueError(
-                "resources.cuda_graphs=true: a CUDA graph would repeat the draws of dropout; set "
-                "it to false or model.dropout=false"
-            )
+        check_task(self.task)
+        check_cohort(self.federation, self.evaluation)
+        check_method(self.method, self.method_as_set, self.federation, self.model)
+        check_dropout(self.federation, self.model, self.resources)
+        check_actors(self.federation, self.resources)
         self._check_stages()
         build_method(self.method).check(self)
-        if self.resources.actors != "auto" and fed.clients_per_actor != "auto":
-            raise ValueError(
-                "resources.actors and federation.clients_per_actor exclude each other; set only one"
-            )
         return self
 
     def _check_stages(self) -> None:
@@ -285,9 +231,9 @@ class Experiment(Section):
         :attr:`trishul_ray.methods.base.Method.fields_read`. The noted content of own data or of
         an own model is in the place of its path; see :mod:`trishul_ray.experiment.identity`.
         """
-        kept = _identity_of(self)
+        kept = identity_of(self)
         for name, section in self.stages.items():
-            kept[name] = _identity_of(section)
+            kept[name] = identity_of(section)
         for stage in Stages.of(self):
             kept |= stage.versions
             if hashes := noted_hashes(stage):
@@ -383,55 +329,3 @@ def received(fields: Json) -> Experiment:
     for plugin in fields.get("plugins", ()):
         find_plugin(Plugin(**plugin))
     return Experiment.model_validate(fields)
-
-
-def id_of(identity: Mapping[str, Any]) -> str:
-    """Return the id of an experiment with this identity."""
-    text = json.dumps({"numerics": NUMERICS, **identity}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
-
-
-@cache
-def _identifying(section: type[BaseModel]) -> tuple[tuple[str, Any, Any], ...]:
-    """Return name, way and default of each field that is, or may be, part of an identity."""
-    found = []
-    for name, field in section.model_fields.items():
-        extra = field.json_schema_extra
-        how = extra.get("identity") if isinstance(extra, dict) else None
-        if how is not False:
-            found.append((name, how, field.default))
-    return tuple(found)
-
-
-def may_identify(field: str) -> bool:
-    """Return whether a field, by its dotted name, can be part of an experiment's id at all."""
-    section: Any = Experiment
-    first, _, field_of_stage = field.partition(".")
-    if first not in Experiment.model_fields and first in stage_names():
-        section, field = STAGES[first].Config, field_of_stage
-    for name in field.split("."):
-        if not (isinstance(section, type) and issubclass(section, BaseModel)):
-            break  # a method or task knows its own
-        if name in section.model_fields and name not in {n for n, _, _ in _identifying(section)}:
-            return False
-        info = section.model_fields.get(name)
-        section = info.annotation if info is not None else None
-    return True
-
-
-def _identity_of(section: BaseModel) -> Json:
-    kept: Json = {}
-    values = vars(section)
-    for name, how, default in _identifying(type(section)):
-        value = values[name]
-        if how == "if set" and value == default:
-            continue
-        if how == "default":
-            value = default
-        if isinstance(value, BaseModel):
-            nested = _identity_of(value)
-            if nested:
-                kept[name] = nested
-        else:
-            kept[name] = list(value) if isinstance(value, tuple) else value
-    return kept

@@ -19,7 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 from trishul_ray.checksums import from_checked_json, to_checked_json
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
-from trishul_ray.experiment.experiment import ID_LENGTH, Experiment
+from trishul_ray.experiment.experiment import Experiment
+from trishul_ray.experiment.ids import ID_LENGTH
 from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.files import Json
 from trishul_ray.lazy import pd, pq

@@ -16,8 +16,8 @@ from typing import Any
 from trishul_ray.data.dataset import ScoredSplit, score_name
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.experiment import may_identify
 from trishul_ray.experiment.identity import check_found
+from trishul_ray.experiment.ids import may_identify
 from trishul_ray.experiment.loading import resolve_experiment, set_field
 from trishul_ray.report.figures.kind import check_figure
 from trishul_ray.report.outcomes import FigureLayout, Labels, Profile, SweepHead, TableLayout
@@ -310,7 +310,8 @@ def _build(
         overrides=tuple(
             f"{field}={plain(value)}"
             for field, value in overrides.items()
-            if may_identify(field) and any(_in_id(field, cell.experiment) for cell in cells)
+            if may_identify(Experiment, field)
+            and any(_in_id(field, cell.experiment) for cell in cells)
         ),
         search_place=file.place("search", "kind"),
     )
