@@ -15,7 +15,7 @@ from trishul_ray.report.outcomes import FigureLayout, TableLayout
 from trishul_ray.sweeps import sweep_file
 from trishul_ray.sweeps.cells import distinct, find_sweeps, load_sweep, sweep_from_axes, vary
 from trishul_ray.sweeps.samples import with_random_samples, with_samples
-from trishul_ray.sweeps.sweep_file import Domain, EarlyStopping, Search
+from trishul_ray.sweeps.search import Domain, EarlyStopping, Search
 
 FILE = """\
 # What it does.

@@ -22,22 +22,15 @@ from trishul_ray.experiment.loading import resolve_experiment, set_field
 from trishul_ray.report.figures.kind import check_figure
 from trishul_ray.report.outcomes import FigureLayout, Labels, Profile, SweepHead, TableLayout
 from trishul_ray.report.references import figure_keys, table_keys
+from trishul_ray.sweeps.placed_yaml import Items, Pairs, Scalar, Value, fail, parse, plain
+from trishul_ray.sweeps.search import EarlyStopping, Search
 from trishul_ray.sweeps.sweep_file import (
     MAX_CELLS,
-    EarlyStopping,
     Fields,
-    Items,
-    Pairs,
-    Scalar,
-    Search,
     SweepFile,
-    Value,
-    fail,
     field_of,
     folders,
     hint,
-    parse,
-    plain,
     read_axis,
     read_file,
     read_overrides,

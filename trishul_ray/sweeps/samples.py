@@ -10,7 +10,7 @@ import numpy as np
 from trishul_ray.lazy import ray
 from trishul_ray.report.outcomes import TableLayout
 from trishul_ray.sweeps.cells import CHOSEN_ON_TEST, Cell, Sweep, vary
-from trishul_ray.sweeps.sweep_file import Search
+from trishul_ray.sweeps.search import Search
 
 #: The axis whose labels are the values that a search has sampled.
 SAMPLE = "sample"

@@ -23,24 +23,21 @@ and ``axes`` axis by axis (null removes one); its other sections replace theirs.
 """
 
 import itertools
-import math
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, Field, PlainValidator
 from pydantic import ValidationError as Invalid
 from pydantic_core import ErrorDetails
 
 from trishul_ray import plugins
 from trishul_ray.config import Section
-from trishul_ray.data.dataset import ScoredSplit, score_name
 from trishul_ray.errors import InputError, did_you_mean
 from trishul_ray.experiment.loading import (
     SHORT_FIELDS,
@@ -49,7 +46,6 @@ from trishul_ray.experiment.loading import (
     full_name,
     split_override,
 )
-from trishul_ray.experiment.yaml_files import TOO_DEEP
 from trishul_ray.methods.base import method_names
 from trishul_ray.report.outcomes import (
     COLUMNS,
@@ -60,161 +56,37 @@ from trishul_ray.report.outcomes import (
     Profile,
     TableLayout,
     Text,
-    is_loss,
-    is_name,
 )
+from trishul_ray.sweeps.placed_yaml import (
+    KINDS,
+    Items,
+    Pairs,
+    Scalar,
+    Value,
+    describe,
+    expect,
+    fail,
+    parse,
+    place_of,
+    plain,
+)
+from trishul_ray.sweeps.search import EarlyStopping, Search
 
-#: Name of the task's main metric in a trial's results; see ``Task.headline``.
-HEADLINE = "headline"
 #: More cells than this are refused: a range such as 0..1000000 is a mistake.
 MAX_CELLS = 20_000
-#: Aliases may repeat parts of a file, but not without end.
-_MAX_VALUES = 100_000
 #: Sections that are not taken from the files that a file extends.
 _OWN = ("extends", "name", "profile")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
 
-class Scalar(str):
-    """A scalar as written (``1.0``, ``on``).
-
-    ``place`` is its ``file:line``, that of its key if it has one; ``value`` is what YAML makes of
-    it.
-    """
-
-    place: str
-    value: Any
-
-    def __new__(cls, text: str, place: str, value: Any) -> "Scalar":
-        """Return the text with its place and its value."""
-        made = super().__new__(cls, text)
-        made.place, made.value = place, value
-        return made
-
-
-class Pairs(dict[str, Any]):
-    """A mapping, and the place where it stands."""
-
-    def __init__(self, place: str, content: Mapping[str, Any] = {}) -> None:  # read
-        super().__init__(content)
-        self.place = place
-
-
-class Items(list[Any]):
-    """A list, and the place where it stands."""
-
-    place: str
-
-
-Value = Scalar | Pairs | Items
-Kind = TypeVar("Kind", Scalar, Pairs, Items)
 #: Values by the dotted name of a field.
 Fields = dict[str, Value]
-
-_KINDS: dict[type, str] = {
-    Scalar: "a name or a number",
-    Pairs: "key: value pairs",
-    Items: "a list",
-}
-
-
-def plain(value: Value) -> Any:
-    """Return a value without places, as ``yaml.safe_load`` does; keys are text."""
-    if isinstance(value, Pairs):
-        return {key: plain(inner) for key, inner in value.items()}
-    return [plain(item) for item in value] if isinstance(value, Items) else value.value
-
-
-def fail(value: Value, message: str) -> NoReturn:
-    """Raise an InputError that starts with the place of a value."""
-    raise InputError(f"{value.place}: {message}")
 
 
 def hint(name: str, known: Collection[str]) -> str:
     """Return what ``name`` may have meant: the nearest of ``known``, or all of them."""
     near = did_you_mean(name, known).removeprefix("; ")
     return near or f"known: {', '.join(known) or 'none'}"
-
-
-def parse(text: str, shown: str, place: str | None = None) -> Value:
-    """Parse YAML text; ``place`` is where all of it stands, by default ``<shown>:<line>``.
-
-    Raises:
-        InputError: It is not YAML, or repeats a key.
-    """
-    try:
-        loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
-        if root is None:
-            return Pairs(place or f"{shown}:1")
-        return _Parser(loader, shown, place).read(root, root)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = place or (f"{shown}:{mark.line + 1}" if mark else shown)
-        raise InputError(f"{where}: not YAML: {error.problem or error.context}") from error
-    except RecursionError:
-        raise InputError(f"{place or shown}: not YAML: {TOO_DEEP}") from None
-    except yaml.reader.ReaderError as error:
-        where = place or f"{shown}:{text.count(chr(10), 0, error.position) + 1}"
-        raise InputError(f"{where}: not YAML: {error.reason}") from error
-
-
-class _Parser:
-    def __init__(self, loader: yaml.SafeLoader, shown: str, place: str | None) -> None:
-        self.loader, self.shown, self.place = loader, shown, place
-        self.values = 0
-        self.parents: list[yaml.Node] = []
-
-    def at(self, node: yaml.Node) -> str:
-        return self.place or f"{self.shown}:{node.start_mark.line + 1}"
-
-    def read(self, node: yaml.Node, named: yaml.Node) -> Value:
-        """Return the value of a node; ``named`` is its key, or itself."""
-        place = self.at(named)
-        self.values += 1
-        if any(node is parent for parent in self.parents) or self.values > _MAX_VALUES:
-            raise InputError(f"{self.at(node)}: an alias that contains itself, or too many of them")
-        if isinstance(node, yaml.ScalarNode):
-            try:
-                return Scalar(node.value, place, self.loader.construct_object(node))
-            except ValueError as error:  # an impossible date
-                raise InputError(f"{place}: {node.value!r}: {error}; put it in quotes") from error
-        self.parents.append(node)
-        content: Value
-        if isinstance(node, yaml.MappingNode):
-            content = Pairs(place)
-            for key, value in node.value:
-                content[self.key(key, content)] = self.read(value, key)
-        else:
-            content = Items(self.read(item, item) for item in node.value)
-            content.place = place
-        self.parents.pop()
-        return content
-
-    def key(self, node: yaml.Node, known: Pairs) -> str:
-        if not isinstance(node, yaml.ScalarNode) or not is_name(node.value):
-            raise InputError(f"{self.at(node)}: a key must be a name or a number, in one line")
-        if node.tag.endswith(":merge"):
-            raise InputError(f"{self.at(node)}: `<<` is not supported; use `extends: FILE`")
-        if node.value in known:
-            raise InputError(
-                f"{self.at(node)}: {node.value!r} appears twice (first at "
-                f"{known[node.value].place}); rename or remove one"
-            )
-        return str(node.value)
-
-
-def _expect(value: Value, kind: type[Kind], what: str) -> Kind:
-    """Return a value that must be of a kind; a scalar must be a name or a number."""
-    if isinstance(value, kind) and not (isinstance(value, Scalar) and not is_name(value)):
-        return value
-    fail(value, f"{what} must be {_KINDS[kind]}, not {_describe(value)}")
-
-
-def _describe(value: Value) -> str:
-    if isinstance(value, Scalar):
-        return repr(str(value)) if value else "nothing"
-    return _KINDS[type(value)] if value else f"empty {'{}' if isinstance(value, Pairs) else '[]'}"
 
 
 @cache
@@ -250,7 +122,7 @@ def read_fields(fields: Any, what: str = "fields", prefix: str = "") -> Fields:
         InputError: a field is set twice, such as by its short name and by its full one.
     """
     flat: Fields = {}
-    for key, value in _expect(fields, Pairs, what).items():
+    for key, value in expect(fields, Pairs, what).items():
         if isinstance(value, Pairs):
             inner = read_fields(value, what, f"{prefix}{key}.")
         else:
@@ -298,7 +170,7 @@ def read_axis(name: str, value: Value) -> Axis:
         labels = list(value.items())
     else:
         items = [value] if isinstance(value, Scalar) else value
-        scalars = [_expect(item, Scalar, what) for item in items]
+        scalars = [expect(item, Scalar, what) for item in items]
         labels = [(str(one), one) for item in scalars for one in _range(what, item)]
     if not labels:
         fail(value, f"{what} is empty; give it at least one label, or remove it")
@@ -320,7 +192,7 @@ def _axis_value(axis: str, label: str, value: Value) -> AxisValue:
             )
         return AxisValue(value.place, {field_of(axis): value})
     own = {
-        key: str(_expect(value[key], Scalar, f"{key} of {label!r}"))
+        key: str(expect(value[key], Scalar, f"{key} of {label!r}"))
         for key in ("metric", "shown")
         if key in value
     }
@@ -343,98 +215,6 @@ def _range(axis: str, item: Scalar) -> Iterator[Scalar]:
 FieldValues = Annotated[Fields, PlainValidator(read_fields)]
 
 
-@dataclass(frozen=True)
-class Domain:
-    """Space of a sample: the values of a ``choice``, or numbers between two, both included.
-
-    A number is ``uniform``; ``log``, uniform in the logarithm; or ``int``, a whole number. All are
-    valid if ``values`` are.
-    """
-
-    kind: str
-    values: tuple[Any, ...]
-
-
-#: Names of kinds of a space in other libraries.
-_OTHER_NAMES = {
-    "loguniform": "log",
-    "log_uniform": "log",
-    "randint": "int",
-    "categorical": "choice",
-}
-
-
-def _read_domain(value: Any) -> Domain:
-    if isinstance(value, Domain):
-        return value
-    kinds = ("choice", "uniform", "log", "int")
-    kind, given = next(iter(value.items())) if isinstance(value, Pairs) and value else ("", None)
-    if kind in _OTHER_NAMES:
-        raise ValueError(f"unknown key {kind!r}; here it is {_OTHER_NAMES[kind]!r}")
-    if kind not in kinds or len(value) != 1 or not isinstance(given, Items):
-        raise ValueError(f"needs one of {', '.join(kinds)}, such as `{{choice: [0, 0.1]}}`")
-    items = plain(given)
-    if kind == "choice":
-        if not items or any(item in items[:place] for place, item in enumerate(items)):
-            raise ValueError(f"choices must be one or more different values, not {items}")
-        return Domain(kind, tuple(items))
-    numbers = [_number(item) for item in items]
-    if len(numbers) != 2 or not numbers[0] < numbers[1] or (kind == "log" and numbers[0] <= 0):
-        above = " above 0" if kind == "log" else ""
-        raise ValueError(f"{kind} needs [low, high], two numbers{above}, not {items}")
-    if kind == "int":
-        if not all(number.is_integer() for number in numbers):
-            raise ValueError(f"int needs whole numbers, not {items}")
-        return Domain(kind, tuple(map(int, numbers)))
-    return Domain(kind, tuple(numbers))
-
-
-def _number(value: Any) -> float:
-    """Return a finite number, or NaN; YAML reads ``1e-4`` as text."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        return math.nan
-    return number if math.isfinite(number) else math.nan
-
-
-class Search(Section):
-    """Search for values that the axes do not set."""
-
-    kind: Literal["grid", "random", "optuna"] = Field(
-        "grid", description="grid runs the cells of the axes alone; the others sample `space`"
-    )
-    samples: int = Field(20, ge=1, description="number of samples for each cell")
-    metric: Text | None = Field(
-        None, description="metric that is compared; None is the task's headline"
-    )
-    mode: Literal["max", "min"] = Field(
-        default_factory=lambda read: "min" if is_loss(read.get("metric") or "") else "max",
-        description="whether a larger or a smaller metric is better",
-    )
-    seed: int = Field(0, ge=0, description="seed of the samples")
-    space: dict[str, Annotated[Domain, PlainValidator(_read_domain)]] = Field(
-        default_factory=dict, description="space of each sampled field, by dotted name"
-    )
-    on: ScoredSplit = Field("validation", description="rows whose metric is compared")
-
-    @property
-    def compared(self) -> str:
-        """Name of what is compared in a trial's results."""
-        return score_name(self.metric or HEADLINE, self.on)
-
-
-class EarlyStopping(Section):
-    """Stop runs that lag behind the others, by ASHA; one step is one round."""
-
-    kind: Literal["asha"] = "asha"
-    grace: int = Field(1, ge=1, description="rounds before a run may be stopped")
-    reduction: int = Field(3, ge=2, description="a rung keeps the best 1 / reduction of its runs")
-    on: ScoredSplit = Field(
-        "validation", description="rows whose metric is compared; those of the search if it has one"
-    )
-
-
 class Adjustment(Section):
     """Fields of chosen cells; they win over the axes and over earlier adjustments."""
 
@@ -449,7 +229,7 @@ def _with_plain_options(figure: Any) -> Any:
 
 
 def _read_axes(axes: Any) -> dict[str, Axis]:
-    return {name: read_axis(name, value) for name, value in _expect(axes, Pairs, "axes").items()}
+    return {name: read_axis(name, value) for name, value in expect(axes, Pairs, "axes").items()}
 
 
 class SweepFile(Section):
@@ -498,7 +278,7 @@ class SweepFile(Section):
 
     def place(self, *loc: str | int) -> str:
         """Return where a value stands, as ``file:line``."""
-        return _place(self._content, loc)
+        return place_of(self._content, loc)
 
     def fail(self, message: str, *loc: str | int) -> NoReturn:
         """Raise an InputError that starts with the place of a value."""
@@ -525,18 +305,6 @@ class SweepFile(Section):
         made = self.model_copy(update={"axes": {**self.axes, name: axis}})
         made._content, made._description = self._content, self._description
         return made
-
-
-def _place(content: Value, loc: Sequence[str | int]) -> str:
-    """Return the place of the value that pydantic's ``loc`` leads to, as far as it does."""
-    place = content.place
-    for part in loc:
-        try:
-            content = content[part]  # type: ignore[index,assignment]  # it may not be there
-            place = content.place
-        except (LookupError, TypeError, AttributeError):
-            break
-    return place
 
 
 _MODELS: dict[str, type[BaseModel]] = {
@@ -577,13 +345,13 @@ def _first_mistake(error: ErrorDetails, content: Pairs) -> InputError:
     elif error["type"] == "missing":
         text = f"{what} needs `{key}`"
     elif kind := _EXPECTED.get(error["type"]):
-        text = f"{named} must be {_KINDS[kind]}, not {_describe(given)}"
+        text = f"{named} must be {KINDS[kind]}, not {describe(given)}"
     elif error["type"] == "value_error":
         text = f"{named} {cause}" if key == "name" or not key else f"{named}: {cause}"
     else:
         text = f"{section}: {key}={given}" if key else f"{section}={given}"
         text += f": {error['msg'][0].lower()}{error['msg'][1:]}"
-    return InputError(f"{_place(content, loc)}: {text}")
+    return InputError(f"{place_of(content, loc)}: {text}")
 
 
 def folders() -> tuple[Path, ...]:
@@ -610,7 +378,7 @@ def _read(path: Path, children: tuple[Path, ...]) -> tuple[Pairs, str]:
         raise InputError(f"sweep file {shown} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"sweep file {shown} cannot be read: {error}") from error
-    own = _expect(parse(text, shown), Pairs, "a sweep file")
+    own = expect(parse(text, shown), Pairs, "a sweep file")
     if not own:
         raise InputError(f"sweep file {shown} is empty: it needs `base` or `axes`")
     merged = Pairs(own.place)
@@ -624,7 +392,7 @@ def _read(path: Path, children: tuple[Path, ...]) -> tuple[Pairs, str]:
     merged |= own
     if "base" in own:
         base |= read_fields(own["base"], "base")
-    for name, axis in _expect(own["axes"], Pairs, "axes").items() if "axes" in own else ():
+    for name, axis in expect(own["axes"], Pairs, "axes").items() if "axes" in own else ():
         if isinstance(axis, Scalar) and axis.value is None:
             if axes.pop(name, None) is None:
                 fail(axis, f"axis {name!r} is null, but no extended file has it; give it labels")
@@ -639,7 +407,7 @@ def _extended(own: Pairs, path: Path, children: tuple[Path, ...]) -> Iterator[Pa
     """Yield the files that ``path`` extends: beside it, or in a folder of sweeps."""
     given = own.get("extends", ())
     for item in [given] if isinstance(given, Scalar) else given:
-        name = _expect(item, Scalar, "extends")
+        name = expect(item, Scalar, "extends")
         candidates = [folder / name for folder in (path.parent, *folders())]
         found = next(filter(os.path.isfile, candidates), None)  # also for names that are too long
         if found is None:

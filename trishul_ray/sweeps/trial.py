@@ -31,8 +31,8 @@ from trishul_ray.report.summary import NUMBERS, attempt_of
 from trishul_ray.runs.folder import RunFolder
 from trishul_ray.runs.runner import FinishedRun, RunSteps, run_steps
 from trishul_ray.sweeps.cells import CellRun, FindRun
+from trishul_ray.sweeps.search import HEADLINE
 from trishul_ray.sweeps.status import read_failure
-from trishul_ray.sweeps.sweep_file import HEADLINE
 from trishul_ray.tracking.progress import RunProgress
 
 #: Keys of a trial's results, besides the metrics of the round and :data:`HEADLINE`.

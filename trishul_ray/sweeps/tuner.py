@@ -39,8 +39,8 @@ from trishul_ray.report.outcomes import CellStatus
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.cells import CellRun, FindRun, Sweep, TuneOptions
 from trishul_ray.sweeps.samples import sampling_space
+from trishul_ray.sweeps.search import Search
 from trishul_ray.sweeps.status import record_failure
-from trishul_ray.sweeps.sweep_file import Search
 from trishul_ray.sweeps.trial import (
     FAILURE,
     FINISHED,
