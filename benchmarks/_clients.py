@@ -76,7 +76,9 @@ def serve(clients: int, data: str, overrides: list[str]) -> None:
                 if what == "step":
                     records.extend(driver.step().records)
                     return time.perf_counter() - began
-                upload = max(r.uploaded_parameters / len(r.clients) for r in records if r.clients)
+                upload = max(
+                    (r.uploaded_parameters or 0) / len(r.clients) for r in records if r.clients
+                )
                 return weigh(driver) | {"dealing_seconds": dealt, "upload": 4 * upload / MIB}
 
             answer_all(answer)

@@ -52,7 +52,7 @@ class Limit:
         model: Any = self.model
         # A ViT's embeddings include patches and positions; a text model's are a table, which the
         # parts of an encoder-decoder may hold as modules of their own.
-        embeddings = [getattr(model.base_model, "embeddings", None)]
+        embeddings: list[Any] = [getattr(model.base_model, "embeddings", None)]
         if embeddings[0] is None:
             shape = model.get_input_embeddings().weight.shape
             tables = (m for m in model.modules() if isinstance(m, nn.Embedding))
@@ -103,7 +103,7 @@ class _Clocked:
         self.rows, self.device, self.steps = bench.train, bench.device, Steps()
         self.limit = Limit(bench)
         self.marks: list[float] = []
-        bench.train = self
+        bench.train = self  # type: ignore[assignment]  # in the place of the rows
         self._prepare = bench.task.prepare_batch
         self._after(bench.task, "prepare_batch")
         self._after(bench.task, "loss")

@@ -40,7 +40,7 @@ class Stepped:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"{' '.join(map(str, self._process.args))} has ended: see above")
+            raise RuntimeError(f"{self._process.args!r} has ended: see above")
         return json.loads(answer)
 
     def __enter__(self) -> Self:

@@ -46,7 +46,8 @@ def of_spreads(scale: Callable[[int], Array]) -> Noise:
     """Return shared deviations times a spread of each row."""
 
     def draw(rng: np.random.Generator, size: tuple[int, int, int]) -> Array:
-        return shared(rng, size) * rng.permutation(scale(size[0]))[:, None, None]
+        spreads: Array = rng.permutation(scale(size[0]))
+        return shared(rng, size) * spreads[:, None, None]
 
     return draw
 
@@ -82,7 +83,7 @@ CASES: dict[str, Noise] = {
     "equal, seeds shared by columns": shared,
     "one row 10 times as noisy": of_spreads(noisy(1)),
     "two rows 10 times as noisy": of_spreads(noisy(2)),
-    "each row half as noisy as the last": of_spreads(lambda rows: 2.0 ** -np.arange(rows)),
+    "each row half as noisy as the last": of_spreads(lambda rows: np.ldexp(1.0, -np.arange(rows))),
     "spreads drawn anew (lognormal)": lambda rng, size: (
         shared(rng, size) * np.exp(rng.normal(size=(size[0], 1, 1)))
     ),

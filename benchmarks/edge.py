@@ -17,6 +17,7 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +81,8 @@ def codecs(options: argparse.Namespace) -> Section:
         f"rank {ranks.mean():.0f}": np.array(cut, dtype=np.float32).ravel(),
     }
     rows, data = [], {}
-    for fields in [*({"codec": name} for name in codec_names()), *CHOICES]:
+    chosen: list[dict[str, Any]] = [*({"codec": name} for name in codec_names()), *CHOICES]
+    for fields in chosen:
         codec = build_codec(CodecFields.model_validate(fields))
         assert codec is not None
         label = ", ".join(str(v) if k == "codec" else f"{k}={v}" for k, v in fields.items())

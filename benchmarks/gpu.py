@@ -81,7 +81,7 @@ try:
     from _results import Goal, Section, hardware_slug, told_by, versions
     from _setups import LARGE, dealt, has_real_data, random_vit, synthetic
     from torch import Tensor
-    from torch.autograd import DeviceType
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
     from trishul_ray.data.dataset import PreparedDataset, write_split
     from trishul_ray.errors import InputError, RunError
@@ -432,7 +432,8 @@ def svt_by_eigh(cores: Tensor, threshold: float, dtype: torch.dtype) -> Tensor:
         raise RuntimeError(f"eigh's residual is {worst:.1e}")
     values = squares.clamp(min=0).sqrt()
     gains = 1 - threshold / values.clamp(min=threshold)
-    return (((x @ vectors) * gains.unsqueeze(-2)) @ vectors.mT).to(cores.dtype)
+    shrunk: Tensor = ((x @ vectors) * gains.unsqueeze(-2)) @ vectors.mT
+    return shrunk.to(cores.dtype)
 
 
 def trained_cores(n: int, r: int) -> Tensor:
@@ -443,7 +444,8 @@ def trained_cores(n: int, r: int) -> Tensor:
         for _ in range(2)
     )
     values = 10 ** (-2 - 6 * torch.rand(n, 1, r, generator=generator, dtype=torch.float64))
-    return ((u * values) @ v.mT).float()
+    cores: Tensor = (u * values) @ v.mT
+    return cores.float()
 
 
 # A step.
@@ -602,7 +604,8 @@ def by_parts(place: Place, experiment: Experiment, prepared: Prepared) -> Sectio
 def as_graphs(place: Place, experiment: Experiment, prepared: Prepared) -> Section:
     """Measure steps with ``resources.cuda_graphs``, and compare the bytes of an upload."""
     precision, uploads = experiment.model.precision, []
-    jobs = [TrainJob(round=1, client=client, steps=place.times(4)) for client in range(3)]
+    count = place.times(4)
+    jobs = [TrainJob(round=1, client=client, steps=count) for client in range(3)]
     for on in (False, True):
         bench = build_workbench(with_graphs(experiment, on), prepared)
         start = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
@@ -611,7 +614,7 @@ def as_graphs(place: Place, experiment: Experiment, prepared: Prepared) -> Secti
             sent += [upload for upload, _ in train_together(bench, start, jobs)]
             uploads.append([upload.arrays.shared for upload in sent])
     stacked = [
-        sum(report.seconds for _, report in train_together(bench, start, jobs)) / jobs[0].steps
+        sum(report.seconds for _, report in train_together(bench, start, jobs)) / count
         for _ in range(place.times(5))
     ]
     limit, steps = Limit(bench), first_steps(bench)
@@ -708,8 +711,9 @@ def go(place: Place, way: str, experiment: Experiment, prepared: Prepared, sourc
         if not report.finished:
             total = seconds[0] + each * (fed.rounds + 1)
             title += f", from {len(seconds) - 1} rounds"
-        rounds = [r.seconds for r in driver.checkpoint.records[1:]]
-        trained = [fed.clients_per_round * r.client_seconds for r in driver.checkpoint.records[1:]]
+        records = driver.checkpoint.records[1:]
+        rounds = [record.seconds or 0.0 for record in records]
+        trained = [fed.clients_per_round * (r.client_seconds or 0.0) for r in records]
         of_clients = sum(spent["train"]) / len(rounds)
         scored = sum(spent["evaluate"]) / (len(seconds) - 1)  # one more than there are rounds
         steps, whole = statistics.mean(trained), statistics.mean(rounds)
@@ -890,7 +894,8 @@ class Worker:
         """Return the next answer; an ``error`` if the worker has ended or does not answer."""
         try:
             if self.connection.poll(seconds + 150):
-                return self.connection.recv()
+                answer: dict[str, Any] = self.connection.recv()
+                return answer
         except (EOFError, OSError):
             return {"error": "the process ended without an answer"}
         return {"error": "no answer"}

@@ -106,7 +106,8 @@ def measure(options: argparse.Namespace, cache: Path, shared: bool) -> Section:
         precision=options.precision,
         quantize=options.quantize,
     )
-    holders = [Holder.remote(options.threads) for _ in range(options.actors)]
+    actor: Any = Holder  # a class of actors, by its decorator
+    holders = [actor.remote(options.threads) for _ in range(options.actors)]
     pids = ray.get([holder.pid.remote() for holder in holders])
     before = weigh(pids)
     seconds, added, standing = [], [], before

@@ -198,9 +198,11 @@ def fold() -> Section:
 
 
 def _dequantized(weight: torch.Tensor, kind: str) -> torch.Tensor:
-    linear = nn.Linear(*weight.shape, bias=False)
+    rows, columns = weight.shape
+    linear, chosen = nn.Linear(columns, rows, bias=False), _kind(kind)
+    assert chosen != "none"
     linear.weight.data = weight
-    return QuantizedLinear(linear, _kind(kind), torch.float32).weight
+    return QuantizedLinear(linear, chosen, torch.float32).weight
 
 
 def step(options: argparse.Namespace, cache: Path) -> Section:

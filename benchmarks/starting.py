@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import nullcontext
+from typing import Any
 
 import psutil
 from _results import Goal, Report, Section, Times, paired, told_by
@@ -40,10 +41,10 @@ RUN = (
 def choose(way: str) -> None:
     """Let this process start its workers in one way."""
     if way == "preload":
-        session.has_gpu = lambda: True  # where nothing is forked
+        vars(session)["has_gpu"] = lambda: True  # where nothing is forked
         os.environ["RAY_preload_python_modules"] = ",".join(PRELOADED)  # noqa: SIM112
     elif way == "monitors":
-        session.without_monitors = nullcontext
+        vars(session)["without_monitors"] = nullcontext
 
 
 class Actor:
@@ -63,7 +64,8 @@ def start_actors(count: int) -> dict[str, float]:
     with session.ray_session(os.cpu_count()):
         time.sleep(20)  # what Ray starts for a new driver is there, in either way
         began = time.perf_counter()
-        actors = [ray.remote(num_cpus=0.001)(Actor).remote() for _ in range(count)]
+        actor: Any = ray.remote(num_cpus=0.001)(Actor)
+        actors = [actor.remote() for _ in range(count)]
         processes = [psutil.Process(pid) for pid in ray.get([a.ready.remote() for a in actors])]
         seconds = time.perf_counter() - began
         spent = sum(sum(process.cpu_times()[:2]) for process in processes)

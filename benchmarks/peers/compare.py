@@ -69,7 +69,8 @@ def measure(work: Work, systems: dict[str, str], rounds: int) -> dict[str, list[
     Raises:
         SystemExit: A system did not train the steps of the work.
     """
-    words, seconds = json.dumps(asdict(work)), {name: [] for name in systems}
+    words = json.dumps(asdict(work))
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
     with ExitStack() as stack:
         running = {}
         for name, python in systems.items():
@@ -98,8 +99,8 @@ def section(work: Work, seconds: dict[str, list[float]]) -> Section:
         rows.append([name, each.show(), ratio])
     for name, goal in zip(PEERS, (0.7, 0.7, 1.0), strict=True):
         if name in times:
-            ratio = paired(times[OURS], times[name]).median
-            goals.append(Goal(f"a round on Ray / {name}", ratio, goal))
+            median = paired(times[OURS], times[name]).median
+            goals.append(Goal(f"a round on Ray / {name}", median, goal))
     return Section(
         "A round of the same work",
         ["system", "round s", "trishul-ray on Ray / it"],

@@ -33,7 +33,7 @@ STEP, DISTANCE = 0.8, 1e-3
 def write_rows(folder: Path, hub: Path, count: int, length: int) -> None:
     """Write rows of Dolly that nobody has to cut, from a mirror, with the columns TRL reads."""
     (source,) = (hub / "databricks").rglob("*.parquet")
-    lines = []
+    lines: list[dict[str, str]] = []
     for row in pq.read_table(source).to_pylist():
         asked = "\n\n".join(filter(None, (row["instruction"], row["context"])))
         whole = length < len(asked) + len(row["response"]) < 2.5 * length
