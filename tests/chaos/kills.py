@@ -279,7 +279,7 @@ def play(number, place):
     moments, experiment = list(plan.moments), load_experiment(None, command_words[1:])
     while True:
         command = place.start(command_words)
-        killed, limit = False, LONGEST
+        killed, limit = 0, LONGEST
         while moments and not (killed and plan.victim in ENDED):
             moment, delay = moments[0]
             if not reached(command, moment):
@@ -288,7 +288,7 @@ def play(number, place):
             time.sleep(delay)
             if command.process.poll() is None and kill(place, command, plan.victim, rng):
                 played.counts["kills"] += 1
-                killed = True
+                killed += 1
         if killed and plan.victim in ENDED:
             limit = 5 if plan.victim == "driver" else LOST
         code, said = ended(command, limit)
