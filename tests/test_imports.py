@@ -58,7 +58,7 @@ EXTENSIONS = (
     *("lam_rule", "lam_level", "reallocat", "spare_heads", "private_heads", "private_core"),
     *("geometric", "ranks_by", "move_every", "MixedHeads", "raFLoRA", "fedplora", "Fed-PLoRA"),
     *("fedsa", "fedsvd", "fedrpca", "fedrot", "frlora", "rolora", "FedSA", "FedSVD", "FedRPCA"),
-    *("FedRot", "FRLoRA", "RoLoRA"),
+    *("FedRot", "FRLoRA", "RoLoRA", "florist", "FLoRIST"),
     *("trishul-rules", "trishul-moving", "trishul-private", "trishul-ranks", "ravan-"),
     *("poisson", "canary", "PrivacyConfig", "DevicesConfig", "CohortConfig", "ServerConfig"),
     *("UploadsConfig", "fraction_bits", "privacy_clip", "joules", "error_feedback"),

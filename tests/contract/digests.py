@@ -84,6 +84,7 @@ CONFIGURATIONS = {
     "fedrpca": "method=fedrpca",
     "fedsa": f"method=fedsa {OWN}",
     "fedsvd": "method=fedsvd",
+    "florist": f"method=florist {LIMITED}",
     "frlora": "method=frlora",
     "rolora": "method=rolora",
     # Extensions of TRISHUL and RAVAN.

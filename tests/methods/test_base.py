@@ -56,12 +56,13 @@ def carried(server, bench, broadcast, client):
 
 @pytest.mark.parametrize(
     "options",
-    # Spare heads rest on both sides: tests/lab/trishul/test_moving.py counts what moves.
-    [[f"method={name}"] for name in SINGLE if name != "trishul-moving"]
+    # Spare heads and components that were cut rest on both sides: tests/lab/trishul/test_moving.py
+    # and tests/lab/methods/test_florist.py count the others.
+    [[f"method={name}"] for name in SINGLE if name not in ("trishul-moving", "florist")]
     + [
         [f"method={name}", "federation.compute=skewed-right"]
         for name in LIMITED
-        if name != "trishul-moving"
+        if name not in ("trishul-moving", "florist")
     ]
     + [["method=flexlora", "method.truncate=false", "federation.compute=uniform"]]
     + [["method=trishul", "method.allocation=gradient"]],

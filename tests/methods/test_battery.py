@@ -95,8 +95,8 @@ def test_fedsb_starts_at_the_leading_part_of_a_step(executor, tmp_path):
 def test_one_client_is_central_training(name, executor, tmp_path):
     if method_class(name).moves_beyond_mean:
         pytest.skip("its server moves beyond the mean")
-    options = ["method.truncate=false"] if name == "flexlora" else []
-    methods.is_central(tmp_path, name, executor, options)
+    whole = {"flexlora": "method.truncate=false", "florist": "method.threshold=1"}
+    methods.is_central(tmp_path, name, executor, [whole[name]] if name in whole else [])
 
 
 def with_dropout(name, backbone):
@@ -171,7 +171,7 @@ def test_invalid_hyperparameters_are_refused():
                         config(name=name, **{field: bad})
 
 
-@pytest.mark.parametrize("method", ["fedit", "flexlora", "flora"])
+@pytest.mark.parametrize("method", ["fedit", "flexlora", "flora", "florist"])
 def test_a_rank_may_exceed_the_width_of_a_matrix(method, executor, tmp_path):
     """The factors then have directions that stay zero."""
     inline = executor(f"method={method}", "adapter.rank=80", "federation.rounds=1")

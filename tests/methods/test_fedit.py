@@ -46,10 +46,12 @@ def test_fedavg_on_lora_is_fedit(executor, tmp_path):
     same_run(executor, tmp_path, ["method=fedavg"], ["method=fedit"])
 
 
-@pytest.mark.parametrize("name", ["fedit", "ffalora", "fedex", "flora", "flexlora", "hetlora"])
+@pytest.mark.parametrize(
+    "name", ["fedit", "ffalora", "fedex", "flora", "flexlora", "florist", "hetlora"]
+)
 def test_alpha_scales_the_update(executor, tmp_path, name):
     """Exactness, folding and export hold at alpha = 3 r, where every factor of alpha / r counts."""
-    own = ["method.truncate=false"] if name == "flexlora" else []
+    own = {"flexlora": ["method.truncate=false"], "florist": ["method.threshold=1"]}.get(name, [])
     one = ["federation.clients=1", "federation.clients_per_round=1"]
     recording = Recording(executor(f"method={name}", "adapter.alpha=24", "budget=8", *own, *one))
     server = server_of(recording, tmp_path)
