@@ -23,6 +23,7 @@ from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.evaluate import (
     ANSWERS,
     _read,
+    best,
     draw_rows,
     evaluate_run,
     exact_match,
@@ -157,8 +158,10 @@ def chosen(cache, tmp_path_factory):
         for n, word in enumerate(WORDS)
     ]
     rows += [{"instruction": "say it", "output": "it", "choices": [], "choice": None}] * 6
+    further = [[]] * 6 + [["its", *WORDS]] * 2  # of test rows alone
+    test = zip(rows[:6] + rows[-2:], further, strict=True)
     return trishul_ray.run(
-        {"train": rows, "test": rows[:6] + rows[-2:]},
+        {"train": rows, "test": [row | {"references": found} for row, found in test]},
         method="fedit",
         budget=4,
         model={"name": "llama-tiny", "init": "random"},
@@ -195,13 +198,30 @@ def test_choices_are_scored_by_their_log_likelihoods(chosen):
         assert scores[name] == pytest.approx(count / len(own))
 
 
-def test_choices_without_the_right_one_are_refused(tmp_path):
-    rows = [{"instruction": "x", "output": "y", "choices": ["y", "z"], "choice": n} for n in (0, 2)]
+def test_the_best_of_several_right_answers_counts(chosen):
+    scores = evaluate_run(chosen.path)["tuned"]
+    rows = answers_of(chosen)
+    for name, score in {"exact_match": exact_match, "rouge_l": rouge_l}.items():
+        found = []
+        for row in rows:
+            right = [row["reference"], *row["references"]]
+            found.append(max(score(row["answer"], each) for each in right))
+        assert scores[name] == pytest.approx(np.mean(found))
+    assert best(rouge_l, "b a", ["日本", "a", "a c"]) == pytest.approx(2 / 3)
+    assert best(exact_match, "a", ["b", "A."]) == 1 and math.isnan(best(rouge_l, "x", ["日本"]))
+
+
+def test_choices_and_references_that_are_none_are_refused(tmp_path):
+    row = {"instruction": "x", "output": "y", "choices": ["y", "z"], "choice": 0}
     file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
     config = DataConfig(name="table", path=str(file))
-    with pytest.raises(CorruptFileError, match=r"line 2: choices=.* right one 2; allowed: a list"):
-        prepare(config, cache=tmp_path / "cache", hub=None)
+    for wrong, said in (
+        ({"choice": 2}, r"line 2: choices=.* right one 2; allowed: a list"),
+        ({"references": [" "]}, r"line 2: references=.*; allowed: a list of texts"),
+    ):
+        file.write_text("\n".join(map(json.dumps, [row | {"references": ["z"]}, row | wrong])))
+        with pytest.raises(CorruptFileError, match=said):
+            prepare(config, cache=tmp_path / "cache", hub=None)
 
 
 @pytest.mark.slow

@@ -26,9 +26,12 @@ _EXACT = 2.0**53
 COLUMN_NAMES = (
     *("text", "text_pair", "label", "image"),
     *("question", "context", "answers"),
-    *("instruction", "input", "output", "messages", "choices", "choice"),
+    *("instruction", "input", "output", "messages", "references", "choices", "choice"),
     *("client", "group"),
 )
+
+#: Columns of instructions that only :mod:`trishul_ray.runs.evaluate` reads.
+_SCORED = ("references", "choices", "choice")
 
 #: Columns that rows of each kind must have, and those that they may have besides. If several fit,
 #: the first is taken.
@@ -36,8 +39,8 @@ _COLUMNS: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
     ("image", ("image", "label"), ()),
     ("qa", ("question", "context", "answers"), ()),
     ("text", ("text", "label"), ("text_pair",)),
-    ("instruction", ("messages",), ("choices", "choice")),
-    ("instruction", ("instruction", "output"), ("input", "choices", "choice")),
+    ("instruction", ("messages",), _SCORED),
+    ("instruction", ("instruction", "output"), ("input", *_SCORED)),
 )
 
 
@@ -81,7 +84,7 @@ class ColumnMapping:
         columns = {name: column for name, column in columns.items() if column in existing}
         # Preferences have prompts, too, which alone are no instructions with answers.
         layout = {} if "chosen" in existing else find_layout(existing) or {}
-        own = (*_ASSIGN, "choices", "choice")
+        own = (*_ASSIGN, *_SCORED)
         for found in (columns, layout | {k: c for k, c in columns.items() if k in own}):
             for kind, required, further in _COLUMNS:
                 if all(name in found for name in required):

@@ -58,7 +58,8 @@ class DatasetInfo:
     [N]. ``text``: the columns of ``fields`` as strings, and ``label``. ``qa``: ``question``,
     ``context`` and ``answers`` (a JSON list of texts) as strings. ``instruction``: the columns of
     ``fields`` as strings, with ``output`` unless they are ``messages`` (a JSON list of objects
-    ``role`` and ``content``, the last one the answer). Every kind may also have
+    ``role`` and ``content``, the last one the answer) and, if rows have several right answers,
+    ``references`` (a JSON list of further ones). Every kind may also have
     ``group`` int64 [N] (an index into ``groups``) and ``client`` int64 [N] (the client that holds
     the row, for a natural partition).
 

@@ -85,11 +85,8 @@ def plain_choices(
     """
     texts, numbers = [], []
     for value, number, row in zip(values, right, where, strict=True):
-        found = value or []
-        with suppress(ValueError):
-            found = json.loads(found) if isinstance(found, str) else list(found)
-        listed = isinstance(found, list) and all(isinstance(x, str) and x.strip() for x in found)
-        if found and not (listed and len(found) > 1 and number in range(len(found))):
+        found = _list_of_texts(value)
+        if found is None or (found and not (len(found) > 1 and number in range(len(found)))):
             raise CorruptFileError(
                 f"{row}: {column}={str(value)[:40]!r} with the right one {number!r}; allowed: a "
                 "list of two texts or more, and the number of one of them, from 0"
@@ -97,6 +94,33 @@ def plain_choices(
         texts.append(json.dumps(found, ensure_ascii=False))
         numbers.append(int(number) if found else -1)
     return {"choices": pa.array(texts, pa.large_string()), "choice": np.array(numbers, np.int64)}
+
+
+def plain_references(values: Sequence[Any], where: Sequence[str], column: str) -> pa.Array:
+    """Return further right answers, lists as JSON texts [N]; rows without any have an empty list.
+
+    Raises:
+        CorruptFileError: They are no list of texts, or one of them is blank.
+    """
+    rows = [_list_of_texts(value) for value in values]
+    if None in rows:
+        number = rows.index(None)
+        raise CorruptFileError(
+            f"{where[number]}: {column}={str(values[number])[:40]!r}; allowed: a list of texts, "
+            "none of them blank, or nothing"
+        )
+    texts = [json.dumps(found, ensure_ascii=False) for found in rows]
+    return pa.array(texts, pa.large_string())
+
+
+def _list_of_texts(value: Any) -> list[str] | None:
+    """Return texts of a list or of its JSON text, [] for nothing; None if any is blank or none."""
+    found: Any = value or []
+    with suppress(ValueError):
+        found = json.loads(found) or [] if isinstance(found, str) else list(found)
+    listed = isinstance(found, list) and all(isinstance(x, str) and x.strip() for x in found)
+    texts: list[str] | None = found if listed else None
+    return texts
 
 
 def read_conversation(value: Any, where: str) -> Conversation:

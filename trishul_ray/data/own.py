@@ -59,7 +59,7 @@ from trishul_ray.data.images import (
     decode_and_resize,
     pixel_statistics,
 )
-from trishul_ray.data.instructions import plain_choices, plain_messages
+from trishul_ray.data.instructions import plain_choices, plain_messages, plain_references
 from trishul_ray.data.passed_rows import PASSED, ROWS
 from trishul_ray.data.tables import (
     SUFFIXES,
@@ -644,10 +644,15 @@ def _read_columns(
         columns["label"] = read_named_labels(table, names["label"], own, classes.names, where)
     elif mapping.kind in LABELLED:
         columns["label"] = read_raw(table, names["label"], where)
-    if mapping.kind == "instruction" and {"choices", "choice"} <= names.keys():
+    if mapping.kind == "instruction":
         rows = [at_row(where, row) for row in range(table.num_rows)]
-        lists, right = (table.column(names[n]).to_pylist() for n in ("choices", "choice"))
-        columns |= plain_choices(lists, right, rows, names["choices"])
+        # The columns are those of the first table, and references may be in test rows alone.
+        if (further := names.get("references", "references")) in table.column_names:
+            found = table.column(further).to_pylist()
+            columns["references"] = plain_references(found, rows, further)
+        if {"choices", "choice"} <= names.keys():
+            lists, right = (table.column(names[n]).to_pylist() for n in ("choices", "choice"))
+            columns |= plain_choices(lists, right, rows, names["choices"])
     for name in ("group", "client"):
         if names.get(name) in table.column_names:
             columns[name] = read_raw(table, names[name], where)

@@ -126,7 +126,7 @@ class Attack(Stage):
         kept = {
             name: column.filter(pa.array(other)) if isinstance(column, pa.Array) else column[other]
             for name, column in triggered.items()
-            if name not in ("choices", "choice")
+            if name not in ("references", "choices", "choice")
         }
         return {"train": self._plant(splits["train"], planted), TRIGGERED: kept}
 

@@ -1,11 +1,12 @@
 """Evaluate a finished run on answers that it generates: ``eval.json`` beside its result.
 
 Nothing is generated in a round: 500 answers of 256 tokens cost more than the round. Scores of an
-answer are means over rows: ``exact_match`` by SQuAD's normalisation, ``rouge_l`` without stemming
-(Lin 2004), ``ended``, whether an end token stopped it, and ``answer_tokens``, its length. Beside
-them are those of the reference under the model, as in a round: ``loss``, its exponential
-``perplexity``, ``bits_per_byte``, which compares models of different tokenizers, and
-``token_accuracy``; and for rows with choices ``acc`` and ``acc_norm``.
+answer are means over rows: ``exact_match`` by SQuAD's normalisation and ``rouge_l`` without
+stemming (Lin 2004), each the best over a row's right answers, ``ended``, whether an end token
+stopped it, and ``answer_tokens``, its length. Beside them are those of the reference under the
+model, as in a round: ``loss``, its exponential ``perplexity``, ``bits_per_byte``, which compares
+models of different tokenizers, and ``token_accuracy``; and for rows with choices ``acc`` and
+``acc_norm``.
 
 Legend: N evaluated rows.
 """
@@ -120,10 +121,18 @@ def evaluate_run(
         {"row": row, "messages": asked[row].messages[:-1], "reference": asked[row].output}
         for row in chosen.tolist()
     ]
+    if "references" in raw.columns:
+        further = raw.texts("references").to_pylist()
+        for row in answered:
+            row["references"] = json.loads(further[row["row"]])
     trained = load_trained(experiment)
     bench, models = trained.bench, {"tuned": trained.trained}
     if untuned or "untuned" in known:
         models["untuned"] = Trained(bench.initial)
+    scores: dict[str, Callable[[str, str], float]] = {
+        "exact_match": partial(exact_match, pattern=pattern),
+        "rouge_l": rouge_l,
+    }
     for name, model in models.items():
         report = partial(progress, f"answering with the {name} model")
         with computing(bench, model):
@@ -132,9 +141,9 @@ def evaluate_run(
                 columns |= _choose(bench, task, raw, [asked[row] for row in chosen], chosen)
         for row, text in zip(answered, texts, strict=True):
             row["answer" if name == "tuned" else name] = text
-        pairs = [(text, row["reference"]) for text, row in zip(texts, answered, strict=True)]
-        columns["exact_match"] = np.array([exact_match(*pair, pattern) for pair in pairs])
-        columns["rouge_l"] = np.array([rouge_l(*pair) for pair in pairs])
+        right = [[row["reference"], *row.get("references", ())] for row in answered]
+        for score, of in scores.items():
+            columns[score] = np.array(list(map(partial(best, of), texts, right)))
         about[name] = _scores_by_group(columns, encoded, chosen, experiment)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answered).encode()
     home.write(ANSWERS, lines)
@@ -245,6 +254,12 @@ def _choose(
         for name, values in {"acc": likely, "acc_norm": likely / characters}.items():
             found[name][place] = values.argmax() == right[number]
     return found
+
+
+def best(score: Callable[[str, str], float], answer: str, references: Sequence[str]) -> float:
+    """Return the largest score of an answer over references; NaN if it is NaN for all of them."""
+    found = (score(answer, reference) for reference in references)
+    return max((value for value in found if not math.isnan(value)), default=math.nan)
 
 
 def exact_match(answer: str, reference: str, pattern: str | None = None) -> float:
