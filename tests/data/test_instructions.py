@@ -44,6 +44,7 @@ def read(folder, file, **fields):
         ({"instruction": "a", "input": "b", "output": "c"}, ("a", "b"), ("instruction", "input")),
         ({"instruction": "a", "context": "b", "response": "c"}, ("a", "b"), None),
         ({"prompt": "a", "completion": "c"}, ("a", ""), ("instruction",)),
+        ({"prompt": [user("a")], "completion": [assistant("c")]}, ("a", ""), ("messages",)),
         ({"question": "a", "answer": "c"}, ("a", ""), ("instruction",)),
         ({"inputs": "a", "targets": "c"}, ("a", ""), ("instruction",)),
         ({"messages": [user("a"), assistant("c")]}, ("a", ""), ("messages",)),
@@ -108,6 +109,21 @@ def test_what_is_no_conversation_is_named_by_its_line(tmp_path, messages, said):
     rows = [{"messages": json.dumps([user("a"), assistant("c")])}, {"messages": messages}]
     with pytest.raises(InputError, match=rf"rows\.jsonl, line 2: messages.*{said}"):
         read(tmp_path, write(tmp_path, rows))
+
+
+def test_a_prompt_of_messages_needs_a_completion_of_messages(tmp_path):
+    talk = [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")]
+    rows = [{"prompt": talk, "completion": [assistant("d")]}] * 4
+    (found,) = read_rows(read(tmp_path, write(tmp_path, rows)).train, 0, 1)
+    assert found.messages == [*talk, assistant("d")]
+    with pytest.raises(InputError, match=r"line 4: prompt\+completion has the roles user; allowed"):
+        read(tmp_path, write(tmp_path, [*rows[:3], {"prompt": [user("a")], "completion": []}]))
+    for row in (
+        {"prompt": "a", "completion": [assistant("d")]},
+        {"prompt": talk, "completion": "d"},
+    ):
+        with pytest.raises(InputError, match=r"is no list of messages; allowed: prompt and comple"):
+            read(tmp_path, write(tmp_path, [row] * 4))
 
 
 def test_instructions_ask_for_their_task(tmp_path):

@@ -151,8 +151,7 @@ class CustomDataset:
                 "without labels; remove it (data.test_share of the training rows is then set "
                 "aside), or put rows with labels in its place"
             )
-        if "messages" in mapping.columns:
-            tables = _with_plain_messages(tables, mapping.columns["messages"])
+        tables, mapping = _with_plain_messages(tables, mapping)
         cleaned, note, skipped = clean(tables, mapping.columns, skip_broken=self.skip_broken)
         source += note
         classes = _ClassNames.of(cleaned, mapping.columns.get("label", ""))
@@ -550,18 +549,45 @@ class CustomHubDataset(CustomDataset):
 
 
 def _with_plain_messages(
-    tables: Mapping[str, NamedTables], column: str
-) -> dict[str, list[tuple[str, pa.Table]]]:
-    """Return tables whose conversations are JSON texts, null where there is no answer to learn."""
-    found: dict[str, list[tuple[str, pa.Table]]] = {}
-    for split, parts in tables.items():
+    tables: Mapping[str, NamedTables], mapping: ColumnMapping
+) -> tuple[Mapping[str, NamedTables], ColumnMapping]:
+    """Return tables whose conversations are JSON texts, null where there is no answer to learn.
+
+    A prompt and a completion that are lists of messages are one conversation (TRL).
+
+    Raises:
+        CorruptFileError: One of both is a list of messages, and the other one is a text.
+    """
+    names = mapping.columns
+    parts = [names[name] for name in ("messages", "instruction", "output") if name in names]
+    if "messages" not in names:
+        _, first = tables["train"][0]
+        if mapping.kind != "instruction" or not {*parts} & {*_lists(first)}:
+            return tables, mapping
+    column, found = "+".join(parts), dict[str, list[tuple[str, pa.Table]]]()
+    for split, named in tables.items():
         found[split] = []
-        for where, table in parts:
-            place = table.column_names.index(column)
+        for where, table in named:
+            if len(parts) > 1 and (texts := [part for part in parts if part not in _lists(table)]):
+                raise CorruptFileError(
+                    f"{where}: column {texts[0]!r} is no list of messages; allowed: {parts[0]} and "
+                    f"{parts[1]} that are both texts, or both lists of messages"
+                )
+            values, *answers = (table.column(part).to_pylist() for part in parts)
+            for more in answers:
+                pairs = zip(values, more, strict=True)
+                values = [[*(asked or ()), *(said or ())] or None for asked, said in pairs]
             rows = [at_row(where, row) for row in range(table.num_rows)]
-            texts = plain_messages(table.column(column).to_pylist(), rows, column)
-            found[split].append((where, table.set_column(place, column, texts)))
-    return found
+            messages = plain_messages(values, rows, column)
+            found[split].append((where, table.drop_columns(parts).append_column(column, messages)))
+    kept = {name: each for name, each in names.items() if each not in parts and name != "input"}
+    return found, ColumnMapping(mapping.kind, {**kept, "messages": column})
+
+
+def _lists(table: pa.Table) -> list[str]:
+    """Return the names of columns of lists."""
+    lists = (pa.types.is_list, pa.types.is_large_list)
+    return [field.name for field in table.schema if any(is_one(field.type) for is_one in lists)]
 
 
 def _hash_of(parts: Any) -> str:
