@@ -3,7 +3,10 @@
 A run is the local steps of its clients and the evaluations of the global model. A step of a frozen
 backbone is a forward pass and the gradient of its inputs; only full fine-tuning also needs the
 gradient of the weights. Texts are counted at ``task.max_length`` tokens, so that an estimate is an
-upper bound for short ones. Messages between server and clients are not counted.
+upper bound for short ones. Each set of rows that a stage adds to the evaluation, such as the test
+rows with an attacker's trigger, is counted with as many rows as the test split, an upper bound,
+too; training rows that a stage rewrites stay as many. Messages between server and clients are not
+counted.
 
 Legend: n tokens of a row, m tokens of a generated target, d width.
 """
@@ -21,6 +24,7 @@ from trishul_ray.data.prepare import choose_rows, official_rows, prepare
 from trishul_ray.experiment import Experiment
 from trishul_ray.lazy import torch
 from trishul_ray.methods.base import Method, build_method
+from trishul_ray.stages import Stages
 
 #: Share of a device's peak that a run's matrix products reach, by precision. At 0.6 in fp32, a
 #: vision run of the paper takes 1.1 hours on a V100; RAVAN (arXiv 2506.05568, A.3) names about one.
@@ -194,8 +198,10 @@ def work_of(experiment: Experiment) -> Work:
     return Work(training, evaluation, _prox_operations(method, adapters.values()) * steps)
 
 
-def evaluated_rows(experiment: Experiment) -> tuple[int, int]:
+def evaluated_rows(experiment: Experiment) -> tuple[int, ...]:
     """Return how many test rows and (about) how many validation rows an evaluation scores.
+
+    After these two is the largest number of rows of each set that a stage adds.
 
     Raises:
         InputError: Own data, or rows of ``data.test_groups``, are not on this machine.
@@ -213,7 +219,8 @@ def evaluated_rows(experiment: Experiment) -> tuple[int, int]:
         test, train = len(rows.test), len(rows.train)
     validation = round(data.validation_share * train)
     limit = experiment.evaluation.limit or max(test, validation)
-    return min(test, limit), min(validation, limit)
+    sets = sum(len(stage.row_sets or ()) for stage in Stages.of(experiment))
+    return min(test, limit), min(validation, limit), *[min(test, limit)] * sets
 
 
 def _prox_operations(method: Method, adapters: Iterable[LayerAdapter]) -> float:
