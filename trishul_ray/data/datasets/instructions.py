@@ -15,7 +15,8 @@ from trishul_ray.data.public import InstructionRows, PublicDataset
 _ROWS = InstructionRows(names={"instruction": "instruction", "input": "input", "output": "output"})
 _TEST_SHARE = 0.02
 
-# CC BY-NC 4.0. Commit and file:
+# CC BY-NC 4.0. The rows are counted on the card of a copy,
+# https://huggingface.co/datasets/flwrlabs/alpaca-gpt4. Commit and file:
 # https://huggingface.co/datasets/vicgalle/alpaca-gpt4/tree/48bb1405118c738817748474e889f72c0dd77ffb
 ALPACA_GPT4 = PublicDataset(
     name="alpaca-gpt4",
@@ -55,10 +56,12 @@ FINANCE = PublicDataset(
     test_share=_TEST_SHARE,
 )
 
-# Apache-2.0. https://huggingface.co/datasets/flwrlabs/code-alpaca-20k
+# Apache-2.0. https://huggingface.co/datasets/flwrlabs/code-alpaca-20k. The rows are those that
+# https://huggingface.co/datasets/eagle0504/augmented_codealpaca-20k-using-together-ai-deepseek-v1,
+# made from the same, counts on its card; nobody has counted those of this file.
 CODE = PublicDataset(
     name="code",
-    description="instructions to write code (CodeAlpaca), 20,022 in all",
+    description="instructions to write code (CodeAlpaca), 20,022 in all, not confirmed",
     repo=HubRepo(
         "flwrlabs/code-alpaca-20k",
         revision="993cf40c2e806a2641f388fb4026f30c4c73dc97",
