@@ -12,9 +12,7 @@ import pytest
 import ray
 
 from trishul_ray.federation.on_ray import fork_server as module
-from trishul_ray.federation.on_ray.fork_server import (
-    ForkServer,
-)
+from trishul_ray.federation.on_ray.fork_server import ForkServer
 
 #: A worker's script: what it is, and what it was given.
 SCRIPT = """
@@ -100,6 +98,18 @@ def test_a_worker_ends_with_its_raylet(fork_server, tmp_path, before):
         assert b"outlived" not in started.stdout.read()  # until the worker has closed it
     raylet.kill()
     raylet.wait()
+
+
+def test_a_worker_that_hangs_after_its_last_line_of_python_ends(fork_server, tmp_path):
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import ctypes; library = ctypes.CDLL(None); library.__cxa_atexit(library.pause, 0, 0)\n"
+        "print('the last line', flush=True)"
+    )
+    words = [*shlex.split(fork_server.py_executable), str(script)]
+    environment = os.environ | {"RAY_RAYLET_PID": str(os.getpid())}
+    ended = subprocess.run(words, env=environment, capture_output=True, timeout=60)
+    assert ended.stdout == b"the last line\n"
 
 
 def test_the_server_ends_with_the_process_that_started_it():

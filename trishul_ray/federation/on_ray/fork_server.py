@@ -16,6 +16,7 @@ The fork server imports neither Ray, which reads its environment when it is impo
 that initializes a GPU.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -42,6 +43,9 @@ PRELOADED = (
 )
 #: Seconds between two looks of a worker at its raylet.
 LOOK_SECONDS = 1.0
+#: Seconds for what runs after Python's own end. Ray's destructors may wait for a lock that their
+#: thread holds (PostingPublisher, Ray 2.60), where no thread of Python could end the process.
+EXIT_SECONDS = 5
 
 
 class ForkServer:
@@ -101,6 +105,7 @@ def _serve(listener: socket.socket) -> list[str]:
                 # Not before the answer, without which a worker that nothing ends would be started.
                 raylet = os.environ["RAY_RAYLET_PID"]
                 threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
+                atexit.register(signal.alarm, EXIT_SECONDS)
                 return arguments
             for stream in streams:
                 os.close(stream)
