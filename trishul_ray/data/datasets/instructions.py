@@ -61,7 +61,7 @@ FINANCE = PublicDataset(
 # made from the same, counts on its card; nobody has counted those of this file.
 CODE = PublicDataset(
     name="code",
-    description="instructions to write code (CodeAlpaca), 20,022 in all, not confirmed",
+    description="code by instruction (CodeAlpaca), 20,022 rows, unconfirmed",
     repo=HubRepo(
         "flwrlabs/code-alpaca-20k",
         revision="993cf40c2e806a2641f388fb4026f30c4c73dc97",
