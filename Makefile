@@ -22,7 +22,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-kernels test-core chaos check format clean
@@ -57,6 +57,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@$(PIP) --editable '.[dev]'
+	@$(BIN)/python -m compileall -q -q -j 0 $(VENV)/lib || true  # pip compiles on one core
 	@touch $(STAMP)
 	@echo "Set up: $(BIN)/trishul"
 
