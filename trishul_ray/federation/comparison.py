@@ -95,7 +95,7 @@ class Comparison:
 
     @property
     def is_of_everyone(self) -> bool:
-        """Whether all clients are to be compared: after the last round, those that did not train.
+        """True if all clients are to be compared: after the last round, those that did not train.
 
         Only methods with cores have such a comparison.
         """

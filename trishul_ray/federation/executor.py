@@ -1,4 +1,4 @@
-"""What runs the jobs of a run, in this process or on Ray actors, as the server uses it."""
+"""The interface of executors, which run the jobs of a round in this process or on Ray actors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
