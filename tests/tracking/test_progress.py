@@ -172,6 +172,24 @@ def test_a_preparation_prints_its_end_and_not_every_step(clock):
     ]
 
 
+def test_a_stage_after_the_end_of_another_is_shown(clock):
+    console = plain()
+    with RunProgress(1, console) as progress:
+        report = progress.task_progress("eval")
+        report("rows", 1.0)
+        clock.now += 60
+        report("untuned model", 0.5)
+        report("untuned model", 0.6)
+        clock.now += 60
+        report("rows", 1.0)
+        report("untuned model", 1.0)
+    assert lines(console) == [
+        "eval: rows 100%",
+        "eval: untuned model  50%",
+        "eval: untuned model 100%",
+    ]
+
+
 def test_a_terminal_gets_a_bar_with_the_figures_and_notes_above_it(clock):
     console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None,
                       legacy_windows=False, _environ={"TERM": "xterm"})  # fmt: skip

@@ -122,6 +122,7 @@ class RunProgress:
         self._ended = Event()
         self._notes: dict[str, int] = {}
         self._printed_at: dict[str, float] = {}
+        self._complete: dict[str, set[str]] = {}  # label -> texts that have come to their end
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=16),
@@ -209,7 +210,7 @@ class RunProgress:
         """Return a callback ``(text, share)`` for a preparation, such as a download.
 
         Call it as often as you like with what is going on and the share done, in [0, 1]. Off a
-        terminal it prints at most one line every :data:`PLAIN_INTERVAL`, and one at the end.
+        terminal it prints at most one line every :data:`PLAIN_INTERVAL`, and one at the first end.
         """
 
         def report(text: str, share: float) -> None:
@@ -220,10 +221,13 @@ class RunProgress:
                 self._bar.update(self._task, description=line)
                 return
             now = time.monotonic()
-            last = self._printed_at.get(label, -math.inf)
-            if last == math.inf or (share < 1.0 and now - last < PLAIN_INTERVAL):
+            soon = now - self._printed_at.get(label, -math.inf) < PLAIN_INTERVAL
+            texts = self._complete.setdefault(label, set())
+            if text in texts or (soon and (share < 1.0 or texts)):
                 return
-            self._printed_at[label] = math.inf if share == 1.0 else now
+            self._printed_at[label] = now
+            if share == 1.0:
+                texts.add(text)
             self._print(line, passing=True)
 
         return report
