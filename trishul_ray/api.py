@@ -90,19 +90,7 @@ def run(
     if on_round is not None and not callable(on_round):
         raise InputError(f"on_round of type {type(on_round).__name__}: it must be a function")
     with own_errors():
-        arguments = dict(fields)
-        if method is not None:
-            arguments["method"] = method
-        if dataset is not None:
-            arguments |= _dataset_fields(dataset, fields)
-        if model is None or isinstance(model, str | Mapping):
-            if tokenizer is not None:
-                raise InputError(
-                    "tokenizer: it is for a model that is an nn.Module; others have one"
-                )
-            arguments |= {} if model is None else {"model": model}
-        else:
-            arguments["model"] = _pass_module(model, tokenizer)
+        arguments = _arguments(dataset, method, model, tokenizer, fields)
         if isinstance(config, str):
             config = Path(config)
         if not isinstance(config, Path | Mapping | None):
@@ -130,6 +118,28 @@ def run(
                         on_round(record.row())
                 started = True
     return Result(experiment, finished.home, finished.summary, repeated=finished.repeated)
+
+
+def _arguments(
+    dataset: Any,
+    method: str | Mapping[str, Any] | None,
+    model: str | nn.Module | Mapping[str, Any] | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    fields: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the fields that the arguments of :func:`run` set; rows and modules are stored."""
+    arguments = dict(fields)
+    if method is not None:
+        arguments["method"] = method
+    if dataset is not None:
+        arguments |= _dataset_fields(dataset, fields)
+    if isinstance(model, nn.Module):
+        arguments["model"] = _pass_module(model, tokenizer)
+    elif tokenizer is not None:
+        raise InputError("tokenizer: it is for a model that is an nn.Module; others have one")
+    elif model is not None:
+        arguments["model"] = model
+    return arguments
 
 
 @own_errors()

@@ -28,8 +28,8 @@ from trishul_ray.runs.evaluate import (
     evaluate_run,
     exact_match,
     rouge_l,
-    run_harness,
 )
+from trishul_ray.runs.harness import run_harness
 from trishul_ray.storage import Store
 from trishul_ray.tasks.text import begin_ids
 

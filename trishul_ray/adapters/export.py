@@ -10,10 +10,11 @@ complete.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file, save_model
@@ -101,12 +102,30 @@ def export_peft(
     classifier = {name: model.get_parameter(name) for name in classifier_parameters(model)}
     for name, value in (classifier | adapted.direct_parameters(trained.vector)).items():
         tensors[_PEFT_PREFIX + name] = _portable(value)
-    modules_to_save = sorted({m for name in classifier if (m := classifier_module(name))})
+    config = _peft_config(model, ranks, [*classifier], base_model_name, revision)
+    with _exported(Path(directory)) as folder:
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        if beside is not None:
+            beside(folder)
+    return AdapterExport(ranks, bool(trained.base), error)
+
+
+def _peft_config(
+    model: nn.Module,
+    ranks: Mapping[str, int],
+    classifier: Sequence[str],
+    base_model_name: str,
+    revision: str | None,
+) -> dict[str, Any]:
+    """Return the config of an adapter as PEFT writes it, but for defaults.
+
+    Importing PEFT alone would take three CPU seconds.
+    """
     common = Counter(ranks.values()).most_common(1)[0][0]
     others = {name: rank for name, rank in ranks.items() if rank != common}
     kind = type(model).__name__
-    # As PEFT writes it, but for defaults. Importing PEFT alone would take three CPU seconds.
-    config = {
+    return {
         "peft_type": "LORA",
         "task_type": next((task for end, task in _TASKS.items() if kind.endswith(end)), None),
         "base_model_name_or_path": base_model_name,
@@ -117,16 +136,10 @@ def export_peft(
         "rank_pattern": others,
         "alpha_pattern": others,
         "target_modules": sorted(ranks),
-        "modules_to_save": modules_to_save or None,
+        "modules_to_save": sorted({m for n in classifier if (m := classifier_module(n))}) or None,
         "lora_dropout": 0.0,
         "bias": "none",
     }
-    with _exported(Path(directory)) as folder:
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        if beside is not None:
-            beside(folder)
-    return AdapterExport(ranks, bool(trained.base), error)
 
 
 def decompose(update: Tensor) -> tuple[Tensor, Tensor, float]:

@@ -134,15 +134,18 @@ class AdaptedModel:
         self._linears: dict[str, nn.Linear] = {}
         self._layers: dict[str, AdaptedLinear] = {}
         for name, layer_constants in constants.items():
-            linear = model.get_submodule(name)
-            assert isinstance(linear, nn.Linear)
-            layer = AdaptedLinear(linear, self.adapters[name], layer_constants, path).eval()
-            self._linears[name], self._layers[name] = linear, layer
-            model.set_submodule(name, layer)
+            self._adapt(name, layer_constants, path)
         self._overrides = ParameterOverrides(model, self._direct)
         self._stack: Stack | None = None
         #: Arguments of the last call of :meth:`bind`; None while unbound.
         self.bound: tuple[Trained, Tensor | None] | None = None
+
+    def _adapt(self, name: str, constants: dict[str, Tensor], path: ComputePath) -> None:
+        linear = self.model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        layer = AdaptedLinear(linear, self.adapters[name], constants, path).eval()
+        self._linears[name], self._layers[name] = linear, layer
+        self.model.set_submodule(name, layer)
 
     def _check_targets(self) -> None:
         for spec in self.specs:

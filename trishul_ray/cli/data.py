@@ -1,7 +1,7 @@
 """Commands on what a run is made of: methods, models, datasets, pretraining."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,9 @@ from trishul_ray.cli.output import (
 )
 from trishul_ray.errors import InputError
 from trishul_ray.plugins import load_plugin
+
+if TYPE_CHECKING:
+    from trishul_ray.experiment.experiment import Experiment
 
 
 def pretrain(
@@ -131,12 +134,7 @@ def datasets(
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     - `trishul datasets synthetic/instructions --row 0` — its tokens, and which carry loss
     """
-    from trishul_ray.cli.listing import (
-        datasets_table,
-        describe_partition,
-        partition_table,
-        tokens_table,
-    )
+    from trishul_ray.cli.listing import datasets_table
     from trishul_ray.data.prepare import dataset_faults, describe_datasets, find_source
     from trishul_ray.experiment.loading import load_experiment
 
@@ -149,19 +147,33 @@ def datasets(
     find_source(name)  # an unknown name is refused first
     if partition is not None:
         overrides += _partition_overrides(partition)
-    from trishul_ray.data.partition import count_labels  # computes with tensors
-    from trishul_ray.federation.prepare import coverage_of, encoded_rows, prepare_rows
-
     # Rows are partitioned among clients, whatever the cohort.
     whole = ["federation.clients_per_round=1", *overrides]
     experiment = load_experiment(None, [f"dataset={name}", *whole])
     if row is not None:
-        with show_progress() as progress:
-            dataset, task = encoded_rows(experiment, progress.task_progress("preparing data"))
-        print_table(tokens_table(dataset.train, task, row))
-        for remark in task.remarks(dataset.train):
-            print_field("rows", remark)
-        return
+        _show_row(experiment, row)
+    else:
+        _show_partition(experiment, picture)
+
+
+def _show_row(experiment: "Experiment", row: int) -> None:
+    """Print the tokens of a training row, and what is remarkable about all rows."""
+    from trishul_ray.cli.listing import tokens_table
+    from trishul_ray.federation.prepare import encoded_rows
+
+    with show_progress() as progress:
+        dataset, task = encoded_rows(experiment, progress.task_progress("preparing data"))
+    print_table(tokens_table(dataset.train, task, row))
+    for remark in task.remarks(dataset.train):
+        print_field("rows", remark)
+
+
+def _show_partition(experiment: "Experiment", picture: Path | None) -> None:
+    """Print the rows of each client by label, and draw them if a file is named."""
+    from trishul_ray.cli.listing import describe_partition, partition_table
+    from trishul_ray.data.partition import count_labels  # computes with tensors
+    from trishul_ray.federation.prepare import coverage_of, prepare_rows
+
     with show_progress() as progress:
         prepared = prepare_rows(experiment, progress.task_progress("preparing data"))
     held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)

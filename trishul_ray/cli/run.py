@@ -27,6 +27,7 @@ from trishul_ray.lazy import import_ahead
 if TYPE_CHECKING:
     from trishul_ray.experiment.experiment import Experiment
     from trishul_ray.federation.on_ray.driver import Workers
+    from trishul_ray.files import Json
     from trishul_ray.runs.runner import FinishedRun
     from trishul_ray.tracking.progress import RunProgress
 
@@ -187,9 +188,8 @@ def evaluate(
     answer, `answers.jsonl` beside `result.json`; repeat the command to show them. Tables show a
     score with `eval: {score: rouge_l}`.
     """
-    from rich.table import Table
-
-    from trishul_ray.runs.evaluate import FEW_END, evaluate_run, run_harness
+    from trishul_ray.runs.evaluate import evaluate_run
+    from trishul_ray.runs.harness import run_harness
 
     if tasks is not None:
         how = {"limit": rows, "batch_size": batch, "num_fewshot": shots}
@@ -204,6 +204,15 @@ def evaluate(
             split="validation" if validation else "test",
             progress=progress.task_progress("evaluating"),
         )  # fmt: skip
+    _print_scores(found)
+
+
+def _print_scores(found: "Json") -> None:
+    """Print the scores of answers, by group too, and warn where hardly any answer ends."""
+    from rich.table import Table
+
+    from trishul_ray.runs.evaluate import FEW_END
+
     models = [name for name in ("tuned", "untuned") if name in found]
     table = Table(
         "score", *models, title=f"{found['rows']:,} of {found['of']:,} {found['split']} rows"

@@ -177,21 +177,27 @@ def partition(
             f"federation.clients={clients} with partition.min_size={config.min_size} needs "
             f"{clients * config.min_size} training rows, but there are {rows}"
         )
-    if config.kind == "natural":
-        return _to_partition(
-            _assign_natural_clients(labels, clients, config.min_size, names), clients
-        )
     rng = numpy_rng(seed, "partition")
-    if config.kind == "iid":
+    if config.kind == "natural":
+        owners = _assign_natural_clients(labels, clients, config.min_size, names)
+    elif config.kind == "iid":
         owners = np.empty(rows, dtype=np.int64)
         owners[rng.permutation(rows)] = np.repeat(np.arange(clients), _even_sizes(rows, clients))
-        return _to_partition(owners, clients)
+    else:
+        owners = _draw_owners(labels, config, clients, rng)
+    return _to_partition(owners, clients)
+
+
+def _draw_owners(
+    labels: np.ndarray, config: "PartitionConfig", clients: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Return the client of each row with ``labels`` [n], by one of the Dirichlet variants."""
     _, classes, pools = np.unique(labels, return_inverse=True, return_counts=True)
     if config.variant == "per-client":
         counts = _draw_per_client(pools, clients, config.alpha, rng)
     else:
         counts = _draw_per_label(pools, clients, config.alpha, config.min_size, rng)
-    return _to_partition(_assign_rows(classes, counts, rng), clients)
+    return _assign_rows(classes, counts, rng)
 
 
 def draw_held_out(

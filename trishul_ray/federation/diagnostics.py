@@ -256,12 +256,9 @@ def aggregation_error(
         return float((new[key] - mean).square().sum()), float(mean.square().sum())
 
     layers = sorted(layer for layer, _, _ in lora_pairs(new))  # float sums depend on the order
-    if layers:
-        found = list(pool.map(of_layer, layers))
-    else:
-        # The classification head is no update, except in full fine-tuning.
-        keys = [key for key in new if layout.entry(key).kind != "classifier"] or list(new)
-        found = list(pool.map(of_tensor, keys))
+    # The classification head is no update, except in full fine-tuning.
+    keys = [key for key in new if layout.entry(key).kind != "classifier"] or list(new)
+    found = pool.map(of_layer, layers) if layers else pool.map(of_tensor, keys)
     error = exact = 0.0
     for difference, size in found:
         error += difference

@@ -215,19 +215,29 @@ def stationarity_checks(seed: int, rounds: int = 10000) -> Iterator[Check]:
         0.0,
         "of the nuclear norm, after the last round",
     )
+    yield _last_gradient_check(alike, fixed)
+    yield _drift_check(problem)
+
+
+def _last_gradient_check(alike: LeastSquares, fixed: Course) -> Check:
+    """Compare the gradient without the penalty, after the last round, with the paper's bound."""
     slope = alike.gradients(fixed.cores[None], np.ones((1, len(fixed.cores))))[0].mean(axis=0)
-    heads, rank = problem.targets.shape[1:3]
-    yield Check(
+    heads, rank = alike.targets.shape[1:3]
+    return Check(
         "squared gradient at the end (eq. unregularized_stationarity)",
-        f"all of {everyone} equal clients, fixed scalars, λ={LAM:g}, S=1",
+        f"all of {alike.clients} equal clients, fixed scalars, λ={LAM:g}, S=1",
         float(np.square(slope).sum()),
         "<=",
         2 * LAM**2 * heads * rank,
     )
+
+
+def _drift_check(problem: LeastSquares) -> Check:
+    """Compare the drift of a client within a round with the bound of the theorem's proof."""
     rate = 1 / (8 * problem.smoothness * DRIFT_STEPS)
     start = np.zeros(problem.targets.shape[1:])
     mine, _, size = local_rounds(problem, start, Setting(0.0, rate, DRIFT_STEPS, trained=False))
-    yield Check(
+    return Check(
         "squared drift of a client (proof of the theorem on convergence)",
         f"S={DRIFT_STEPS}, no prox",
         float(np.square(mine).sum(axis=(1, 2, 3)).max()),

@@ -53,8 +53,23 @@ def _draw_figures(
     experiment: Experiment, prepared: Prepared, result: RunResult, figures: Path, coverage: Coverage
 ) -> None:
     note = f"run {experiment.id}, {experiment.method.name}: {coverage.sentence}"
+    _draw_scores(experiment, prepared, result, figures, coverage, note)
+    held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)
+    save_png(rows_of_clients(held), figures / "label_distribution.png", note)
+    _draw_adapters(experiment, result, figures, note)
+
+
+def _draw_scores(
+    experiment: Experiment,
+    prepared: Prepared,
+    result: RunResult,
+    figures: Path,
+    coverage: Coverage,
+    note: str,
+) -> None:
+    """Draw scores and losses by round, and the last scores by class and by client."""
     method, headline = experiment.method.name, result.blueprint.metrics.headline
-    records, arrays = result.checkpoint.records, result.checkpoint
+    records = result.checkpoint.records
     measured = [record for record in records if record.scored]
     curve = metric_of_run(
         [r.round for r in measured],
@@ -87,8 +102,12 @@ def _draw_figures(
             metric = f"test {headline} of the client" + f", {whose}" * bool(last.personal)
             scores = scores_by_name(by_client, "client", metric)
             save_png(scores, figures / f"{name}.png", note)
-    held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)
-    save_png(rows_of_clients(held), figures / "label_distribution.png", note)
+
+
+def _draw_adapters(experiment: Experiment, result: RunResult, figures: Path, note: str) -> None:
+    """Draw heads, ranks and spectra of what is trained, as far as the method has them."""
+    method, arrays = experiment.method.name, result.checkpoint
+    records = arrays.records
     if counts := result.blueprint.heads:
         norms = result.blueprint.block_norms
         heads = heads_of_run(experiment.model.name, method, counts, norms)

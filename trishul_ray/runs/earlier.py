@@ -1,6 +1,6 @@
 """Earlier runs of a call: a finished run is read and mended, a shorter one extended."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -106,30 +106,19 @@ def restore_files(
             folder = Path(scratch)
             write_tables(experiment, checkpoint, folder)
             if adds or not damaged.keys() <= set(TABLES):
-                report = progress.task_progress
-                prepared = prepare_run(experiment, report("preparing data"))
-                ensure_pretrained(
-                    Backbone.of(experiment.model, experiment.storage.places),
-                    report("backbone"),
-                    on_ray=False,
-                )
-                result = InlineDriver(experiment, prepared, checkpoint.attempt).final()
-                export = _make_artifacts(experiment, prepared, result, run_folder, folder)
+                result = _last_result(experiment, checkpoint.attempt, progress)
+                export = _make_artifacts(experiment, *result, run_folder, folder)
                 summary = replace(summary, export=asdict(export))
             hashes = file_hashes(folder)
             if adds:
                 wanted += [name for name in hashes if name not in listed]
-            for name in wanted:
-                parent, _, file = name.rpartition("/")
-                (home.child(parent) if parent else home).write(file, (folder / name).read_bytes())
+            _upload(folder, wanted, home)
             written = {name: hashes[name] for name in wanted}
-            before = summary.sha256
-            if adds or written.items() - before.items():
-                files = sorted({*listed, *wanted})
+            if adds or written.items() - summary.sha256.items():
                 summary = replace(
                     summary,
-                    files=files,
-                    sha256={**before, **written},
+                    files=sorted({*listed, *wanted}),
+                    sha256={**summary.sha256, **written},
                     logged=summary.logged_to is None,
                 )
                 write_result(home, summary)
@@ -140,6 +129,22 @@ def restore_files(
     else:
         progress.note(f"{faults} in {home.uri}, restored from the last checkpoint: {names}")
     return summary
+
+
+def _upload(folder: Path, names: Sequence[str], home: Store) -> None:
+    for name in names:
+        parent, _, file = name.rpartition("/")
+        (home.child(parent) if parent else home).write(file, (folder / name).read_bytes())
+
+
+def _last_result(
+    experiment: Experiment, attempt: str, progress: RunProgress
+) -> tuple[Prepared, RunResult]:
+    """Return the data of a finished run, and its result from the last checkpoint."""
+    prepared = prepare_run(experiment, progress.task_progress("preparing data"))
+    backbone = Backbone.of(experiment.model, experiment.storage.places)
+    ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=False)
+    return prepared, InlineDriver(experiment, prepared, attempt).final()
 
 
 def add_artifacts(

@@ -11,7 +11,6 @@ models of different tokenizers, and ``token_accuracy``; and for rows with choice
 Legend: N evaluated rows.
 """
 
-import copy
 import hashlib
 import json
 import math
@@ -20,20 +19,17 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from trishul_ray.adapters.export import merge_trained
 from trishul_ray.adapters.model import Trained
 from trishul_ray.checksums import from_checked_json, to_checked_json
 from trishul_ray.data.dataset import RowSet, Split
 from trishul_ray.data.instructions import Row, read_rows
 from trishul_ray.errors import CorruptFileError, InputError, RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import prepare_dataset, prepare_rows
 from trishul_ray.federation.workbench import ModelBench
@@ -47,7 +43,6 @@ from trishul_ray.runs.export import load_trained, open_run
 from trishul_ray.runs.prediction import computing
 from trishul_ray.storage import Store
 from trishul_ray.tasks.instruction import Instruction
-from trishul_ray.tasks.prompts import ChatPrompt
 from trishul_ray.version import versions
 
 #: File of a run's folder with a JSON line for each evaluated row.
@@ -98,60 +93,85 @@ def evaluate_run(
         raise RunError(f"run {experiment.id} was trained on other {changed}: restore the original")
     encoded = dataset.split(split)
     chosen = draw_rows(encoded, rows)
-    about: Json = {
-        "id": experiment.id,
-        "state_sha256": summary.state_sha256,
-        "round": summary.final["round"],
-        "split": split,
-        "rows": len(chosen),
-        "of": len(encoded),
-        "rows_sha256": hashlib.sha256(chosen.tobytes()).hexdigest(),
-        "sources": sources,
-        "task": task.settings(),
-        "versions": versions(),
-    }
-    if (pattern := experiment.task.answer_pattern) is not None:
-        about["answer_pattern"] = pattern
+    about = _describe(experiment, summary, task, chosen)
+    about |= {"split": split, "of": len(encoded), "sources": sources}
     known = _read(home, about)
     if "tuned" in known and (not untuned or "untuned" in known):
         return known
     raw = prepare_rows(experiment).dataset.split(split)
     asked = read_rows(raw, 0, len(raw))
-    answered: list[Json] = [
-        {"row": row, "messages": asked[row].messages[:-1], "reference": asked[row].output}
-        for row in chosen.tolist()
-    ]
-    if "references" in raw.columns:
-        further = raw.texts("references").to_pylist()
-        for row in answered:
-            row["references"] = json.loads(further[row["row"]])
+    answered = _questions(raw, asked, chosen)
     trained = load_trained(experiment)
     bench, models = trained.bench, {"tuned": trained.trained}
     if untuned or "untuned" in known:
         models["untuned"] = Trained(bench.initial)
-    scores: dict[str, Callable[[str, str], float]] = {
-        "exact_match": partial(exact_match, pattern=pattern),
-        "rouge_l": rouge_l,
-    }
     for name, model in models.items():
         report = partial(progress, f"answering with the {name} model")
         with computing(bench, model):
             texts, columns = _answer(bench, task, encoded, chosen, batch_size, report)
             if "choices" in raw.columns:
                 columns |= _choose(bench, task, raw, [asked[row] for row in chosen], chosen)
+        columns |= _compare(texts, answered, experiment.task.answer_pattern)
         for row, text in zip(answered, texts, strict=True):
             row["answer" if name == "tuned" else name] = text
-        right = [[row["reference"], *row.get("references", ())] for row in answered]
-        for score, of in scores.items():
-            columns[score] = np.array(list(map(partial(best, of), texts, right)))
         about[name] = _scores_by_group(columns, encoded, chosen, experiment)
+    _write(home, answered, about)
+    if experiment.tracking.mlflow and summary.mlflow_run_id is not None:
+        _log(experiment, summary.mlflow_run_id, about)
+    return about
+
+
+def _describe(
+    experiment: Experiment, summary: RunSummary, task: Instruction, rows: np.ndarray
+) -> Json:
+    """Return what an evaluation is of: another one is not taken for it."""
+    pattern = experiment.task.answer_pattern
+    return {
+        "id": experiment.id,
+        "state_sha256": summary.state_sha256,
+        "round": summary.final["round"],
+        "rows": len(rows),
+        "rows_sha256": hashlib.sha256(rows.tobytes()).hexdigest(),
+        "task": task.settings(),
+        "versions": versions(),
+        **({} if pattern is None else {"answer_pattern": pattern}),
+    }
+
+
+def _questions(split: Split, asked: Sequence[Row], rows: np.ndarray) -> list[Json]:
+    """Return what a line of the file of answers has before there are answers."""
+    questions: list[Json] = [
+        {"row": row, "messages": asked[row].messages[:-1], "reference": asked[row].output}
+        for row in rows.tolist()
+    ]
+    if "references" in split.columns:
+        further = split.texts("references").to_pylist()
+        for question in questions:
+            question["references"] = json.loads(further[question["row"]])
+    return questions
+
+
+def _compare(
+    texts: Sequence[str], questions: Sequence[Json], pattern: str | None
+) -> dict[str, np.ndarray]:
+    """Return the scores of answers by name, [N], each the best over a row's right answers."""
+    scores: dict[str, Callable[[str, str], float]] = {
+        "exact_match": partial(exact_match, pattern=pattern),
+        "rouge_l": rouge_l,
+    }
+    right = [[row["reference"], *row.get("references", ())] for row in questions]
+    return {
+        name: np.array(list(map(partial(best, score), texts, right)))
+        for name, score in scores.items()
+    }
+
+
+def _write(home: Store, answered: Sequence[Json], about: Json) -> None:
+    """Write the answers, and then the scores with the hash of the answers, which is added."""
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answered).encode()
     home.write(ANSWERS, lines)
     about["answers_sha256"] = hashlib.sha256(lines).hexdigest()
     home.write(EVALUATION, to_checked_json(about))
-    if experiment.tracking.mlflow and summary.mlflow_run_id is not None:
-        _log(experiment, summary.mlflow_run_id, about)
-    return about
 
 
 def _log(experiment: Experiment, run: str, about: Json) -> None:
@@ -334,55 +354,3 @@ def _scores(columns: dict[str, np.ndarray]) -> Json:
         if len(known) < len(values):
             found[f"{name}_rows"] = len(known)
     return found
-
-
-def run_harness(
-    run: str, tasks: Sequence[str], folder: Path | None = None, *, runs: str = "runs", **how: Any
-) -> Json:
-    """Return what lm-evaluation-harness measures of a run's model on its tasks, by task.
-
-    It is written into ``harness.json`` beside the run's result, over what is there.
-
-    Args:
-        run: As in :func:`evaluate_run`.
-        tasks: Names of its tasks, whose data come from the hub unless their files say otherwise.
-        folder: A folder with files of tasks of your own.
-        runs: Folder or URI of runs.
-        **how: Further arguments of its ``simple_evaluate``, such as ``limit`` and ``num_fewshot``.
-
-    Raises:
-        InputError: The harness is not installed or does not know a task, or the model is not a
-            decoder.
-        RunError: The run has no usable checkpoint, or its backbone has changed.
-    """
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise InputError("--tasks: lm-evaluation-harness is missing: trishul-ray[eval]") from error
-    home, experiment = open_run(run, runs)
-    manager = TaskManager(include_path=None if folder is None else str(folder))
-    if unknown := [name for name in tasks if not manager.match_tasks([name])]:
-        raise InputError(f"--tasks {','.join(tasks)}: the harness has no task {unknown[0]!r}")
-    trained = load_trained(experiment)
-    task = trained.bench.task
-    if task.model_kind != "causal-lm" or task.tokens is None:
-        raise InputError(f"run {experiment.id}: the harness scores decoders, not this backbone")
-    tokenizer: Any = copy.deepcopy(task.tokens.tokenizer)
-    chat = isinstance(task, Instruction) and isinstance(task.prompt, ChatPrompt)
-    if isinstance(task, Instruction) and chat:
-        tokenizer.chat_template = task.prompt.text
-    with deterministic(experiment), torch.inference_mode():
-        module: Any = merge_trained(trained.bench.model, trained.trained).eval()
-        model = HFLM(module, tokenizer=tokenizer, batch_size=how.get("batch_size", 1))
-        found = simple_evaluate(
-            model, tasks=[*tasks], task_manager=manager, apply_chat_template=chat,
-            bootstrap_iters=0, **how,
-        )  # fmt: skip
-    kept = {"id": experiment.id, "round": trained.round, "chat_template": chat, **how}
-    kept |= {name: found[name] for name in ("results", "versions", "n-samples")}
-    text = json.dumps(kept, indent=2, ensure_ascii=False, default=str)
-    home.write("harness.json", text.encode() + b"\n")
-    results: Json = json.loads(text)["results"]
-    return results

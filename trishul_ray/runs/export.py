@@ -279,12 +279,7 @@ def write_model(
             return Export("model", run.round, note)
         backbone = name_backbone(bench, place or str(directory.absolute()))
         if quantize != "none":
-            notes["weights"] = f"trained beside backbone weights in {quantize}; " + (
-                f"those in {COPY}/ are the same, dequantized"
-                if backbone.copied
-                else f"those of {bench.settings.model.name} are not quantized, and with them the "
-                "model differs: `trishul export --merged` writes the trained one"
-            )
+            notes["weights"] = _describe_quantized(bench, copied=backbone.copied)
         adapter = export_peft(
             bench.model,
             trained,
@@ -302,6 +297,17 @@ def write_model(
         note += f"(relative error {adapter.error:.1g})"
     note += f"; {whose}" * bool(whose)
     return Export("adapter", run.round, note, ranks, adapter.error)
+
+
+def _describe_quantized(bench: ModelBench, *, copied: bool) -> str:
+    """Return the model card's line on an adapter that was trained beside quantized weights."""
+    model = bench.settings.model
+    return f"trained beside backbone weights in {model.quantize}; " + (
+        f"those in {COPY}/ are the same, dequantized"
+        if copied
+        else f"those of {model.name} are not quantized, and with them the model differs: "
+        "`trishul export --merged` writes the trained one"
+    )
 
 
 #: Folder of a copy of the backbone, in an exported adapter.

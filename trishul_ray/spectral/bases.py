@@ -97,21 +97,7 @@ def draw_bases(
             the width, ``sigma`` is not positive or given for another init, or heads do not fit.
     """
     dtype = dtype or torch.float32
-    _check_sizes(rank, d_out, d_in)
-    if init not in get_args(BasisInit):
-        raise InputError(f"init={init!r} is unknown; known: {', '.join(get_args(BasisInit))}")
-    if overflow not in get_args(Overflow):
-        raise InputError(f"overflow={overflow!r} is unknown; known: error, independent")
-    if heads < 0:
-        raise InputError(f"heads={heads} must be at least 0")
-    if sigma is not None and init != "rv_random_normal":
-        raise InputError(f"sigma={sigma} is only allowed for init=rv_random_normal, not {init}")
-    if sigma is not None and not (math.isfinite(sigma) and sigma > 0):
-        raise InputError(f"sigma={sigma} must be positive and finite")
-    if rank > min(d_out, d_in):
-        raise InputError(
-            f"rank={rank} exceeds the width {min(d_out, d_in)} of a {d_out}x{d_in} layer"
-        )
+    _check_request(init, overflow, heads, rank, d_out, d_in, sigma)
     if heads == 0:
         empty = torch.empty(0, 0, dtype=dtype, device=generator.device)
         return empty.new_empty(d_out, 0), empty.new_empty(0, d_in)
@@ -136,6 +122,26 @@ def draw_bases(
             torch.cat([n @ mix.mT for mix in mixes], dim=1),
         ]
     return sides[0].to(dtype).contiguous(), sides[1].mT.to(dtype).contiguous()
+
+
+def _check_request(
+    init: str, overflow: str, heads: int, rank: int, d_out: int, d_in: int, sigma: float | None
+) -> None:
+    _check_sizes(rank, d_out, d_in)
+    if init not in get_args(BasisInit):
+        raise InputError(f"init={init!r} is unknown; known: {', '.join(get_args(BasisInit))}")
+    if overflow not in get_args(Overflow):
+        raise InputError(f"overflow={overflow!r} is unknown; known: error, independent")
+    if heads < 0:
+        raise InputError(f"heads={heads} must be at least 0")
+    if sigma is not None and init != "rv_random_normal":
+        raise InputError(f"sigma={sigma} is only allowed for init=rv_random_normal, not {init}")
+    if sigma is not None and not (math.isfinite(sigma) and sigma > 0):
+        raise InputError(f"sigma={sigma} must be positive and finite")
+    if rank > min(d_out, d_in):
+        raise InputError(
+            f"rank={rank} exceeds the width {min(d_out, d_in)} of a {d_out}x{d_in} layer"
+        )
 
 
 def _check_sizes(rank: int, d_out: int, d_in: int) -> None:

@@ -256,13 +256,10 @@ def diagnose(
     _check(uploads, weights, active)
     if top_k < 1:
         raise InputError(f"top_k={top_k} must be at least 1")
-    m, n = uploads.shape[:2]
-    uploads = uploads.detach().double()
     if active is None:
-        active = torch.ones(m, n, dtype=torch.bool, device=uploads.device)
-    else:
-        # An untrained head may hold any values; zeros take it out of every figure.
-        uploads = uploads.masked_fill(~active[..., None, None], 0.0)
+        active = torch.ones(uploads.shape[:2], dtype=torch.bool, device=uploads.device)
+    # An untrained head may hold any values; zeros take it out of every figure.
+    uploads = uploads.detach().double().masked_fill(~active[..., None, None], 0.0)
     if not bool(active.any()):
         return {}
     vectors, values = spectrum or left_spectrum(uploads)
@@ -278,18 +275,31 @@ def diagnose(
     relative = _share(variance, signal)
     if math.isfinite(relative):
         result["relative_variance"] = relative
-    # Untrained heads are zero here, and a pair with a zero core is NaN.
+    return result | _compare_pairs(uploads, vectors, values, top_k)
+
+
+def _compare_pairs(
+    uploads: Tensor, vectors: Tensor, values: Tensor, top_k: int
+) -> dict[str, float]:
+    """Return the means over pairs of clients and heads; empty without a pair of nonzero cores.
+
+    Cores that a client did not train are zero in ``uploads`` [m, n, r, r] and in its spectrum.
+    """
+    m = len(uploads)
     first, second = torch.triu_indices(m, m, offset=1)
     angle = principal_angle_similarity(vectors, values, top_k)[:, first, second]
-    pairs = angle.isfinite()
-    if bool(pairs.any()):
-        dominant = dominant_direction_similarity(vectors, values)[:, first, second]
-        cosine = _cosines(uploads)[:, first, second]
-        result["principal_angle_similarity"] = float(angle[pairs].mean())
-        result["inconsistency_index"] = 1.0 - result["principal_angle_similarity"]
-        result["dominant_similarity"] = float(dominant[pairs].mean())
-        result["client_cosine"] = float(cosine[pairs].mean())
-    return result
+    pairs = angle.isfinite()  # a pair with a zero core is NaN
+    if not bool(pairs.any()):
+        return {}
+    dominant = dominant_direction_similarity(vectors, values)[:, first, second]
+    cosine = _cosines(uploads)[:, first, second]
+    similarity = float(angle[pairs].mean())
+    return {
+        "principal_angle_similarity": similarity,
+        "inconsistency_index": 1.0 - similarity,
+        "dominant_similarity": float(dominant[pairs].mean()),
+        "client_cosine": float(cosine[pairs].mean()),
+    }
 
 
 def _cosines(uploads: Tensor) -> Tensor:

@@ -276,14 +276,16 @@ def _build(
             f"optimizer.rates replaces the learning rates that {RATE} varies; remove one of them",
             "axes",
         )
+    stopping = file.early_stopping and _checked_stopping(file, search, cells)
     tables = _checked_tables(file, name, title, cells)
     if len(tables) == 1 and "title" not in tables[0].model_fields_set:
         tables = [tables[0].model_copy(update={"title": title})]
-    _check_figures(file, cells)
-    stopping = file.early_stopping and _checked_stopping(file, search, cells)
     if stopping is not None and stopping.on == "test":
-        titles = [f"{table.title}, {CHOSEN_ON_TEST}" for table in tables]
-        tables = [t.model_copy(update={"title": x}) for t, x in zip(tables, titles, strict=True)]
+        tables = [
+            table.model_copy(update={"title": f"{table.title}, {CHOSEN_ON_TEST}"})
+            for table in tables
+        ]
+    _check_figures(file, cells)
     return Sweep(
         name=name,
         title=title,

@@ -179,11 +179,7 @@ def work_of(experiment: Experiment) -> Work:
         adapters=steps * extra(fed.batch_size, training=True),
         layers=steps * 3 * len(shape.widths),
     )
-    evaluations = float(len(experiment.scored_rounds))
-    if method.personal and options.per_client:
-        # At most all rows again for each client that has taken part by then, on average.
-        absent = 1 - fed.clients_per_round / fed.participants
-        evaluations += sum(fed.participants * (1 - absent**r) for r in experiment.scored_rounds)
+    evaluations = _evaluations(experiment, method)
     scored = evaluated_rows(experiment)
     rows = sum(scored)
     batches = evaluations * sum(-(-each // options.batch_size) for each in scored)
@@ -196,6 +192,17 @@ def work_of(experiment: Experiment) -> Work:
         layers=batches * (len(shape.widths) + m * len(decoder)),
     )
     return Work(training, evaluation, _prox_operations(method, adapters.values()) * steps)
+
+
+def _evaluations(experiment: Experiment, method: Method) -> float:
+    """Return how often a run scores its rows, with those of personal models."""
+    fed, rounds = experiment.federation, experiment.scored_rounds
+    evaluations = float(len(rounds))
+    if method.personal and experiment.evaluation.per_client:
+        # At most all rows again for each client that has taken part by then, on average.
+        absent = 1 - fed.clients_per_round / fed.participants
+        evaluations += sum(fed.participants * (1 - absent**r) for r in rounds)
+    return evaluations
 
 
 def evaluated_rows(experiment: Experiment) -> tuple[int, ...]:

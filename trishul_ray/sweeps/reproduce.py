@@ -59,12 +59,7 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
             are available; no run was started.
         RunError: Ray or Ray Tune failed.
     """
-    for sweep in sweeps:
-        if sweep.is_adaptive and find_spec("optuna") is None:
-            raise InputError(
-                f"{sweep.search_place}: search: kind optuna needs the package optuna: "
-                + how_to_install("search", "optuna>=5,<6")
-            )
+    _check_searches(sweeps)
     work = _Work([with_random_samples(sweep) for sweep in sweeps], progress)
     work.examine()
     missing = work.unfinished()
@@ -110,6 +105,15 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
     outcomes = collect([part.sweep for part in work.parts], work.states)
     command = next((ui_command(part.tracking.uri) for part in work.parts if part.tracking), None)
     return Reproduced(outcomes, failures, len(missing), command)
+
+
+def _check_searches(sweeps: Sequence[Sweep]) -> None:
+    for sweep in sweeps:
+        if sweep.is_adaptive and find_spec("optuna") is None:
+            raise InputError(
+                f"{sweep.search_place}: search: kind optuna needs the package optuna: "
+                + how_to_install("search", "optuna>=5,<6")
+            )
 
 
 def _run(

@@ -1,0 +1,69 @@
+"""Score a finished run with lm-evaluation-harness: ``harness.json`` beside its result."""
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trishul_ray.adapters.export import merge_trained
+from trishul_ray.errors import InputError
+from trishul_ray.federation.determinism import deterministic
+from trishul_ray.files import Json
+from trishul_ray.runs.export import load_trained, open_run
+from trishul_ray.tasks.instruction import Instruction
+from trishul_ray.tasks.prompts import ChatPrompt
+
+
+def run_harness(
+    run: str, tasks: Sequence[str], folder: Path | None = None, *, runs: str = "runs", **how: Any
+) -> Json:
+    """Return what lm-evaluation-harness measures of a run's model on its tasks, by task.
+
+    It is written into ``harness.json`` beside the run's result, over what is there.
+
+    Args:
+        run: Id of a finished run, the beginning of one, or its folder.
+        tasks: Names of its tasks, whose data come from the hub unless their files say otherwise.
+        folder: A folder with files of tasks of your own.
+        runs: Folder or URI of runs.
+        **how: Further arguments of its ``simple_evaluate``, such as ``limit`` and ``num_fewshot``.
+
+    Raises:
+        InputError: The harness is not installed or does not know a task, or the model is not a
+            decoder.
+        RunError: The run has no usable checkpoint, or its backbone has changed.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise InputError("--tasks: lm-evaluation-harness is missing: trishul-ray[eval]") from error
+    home, experiment = open_run(run, runs)
+    manager = TaskManager(include_path=None if folder is None else str(folder))
+    if unknown := [name for name in tasks if not manager.match_tasks([name])]:
+        raise InputError(f"--tasks {','.join(tasks)}: the harness has no task {unknown[0]!r}")
+    trained = load_trained(experiment)
+    task = trained.bench.task
+    if task.model_kind != "causal-lm" or task.tokens is None:
+        raise InputError(f"run {experiment.id}: the harness scores decoders, not this backbone")
+    tokenizer: Any = copy.deepcopy(task.tokens.tokenizer)
+    chat = isinstance(task, Instruction) and isinstance(task.prompt, ChatPrompt)
+    if isinstance(task, Instruction) and chat:
+        tokenizer.chat_template = task.prompt.text
+    with deterministic(experiment), torch.inference_mode():
+        module: Any = merge_trained(trained.bench.model, trained.trained).eval()
+        model = HFLM(module, tokenizer=tokenizer, batch_size=how.get("batch_size", 1))
+        found = simple_evaluate(
+            model, tasks=[*tasks], task_manager=manager, apply_chat_template=chat,
+            bootstrap_iters=0, **how,
+        )  # fmt: skip
+    kept = {"id": experiment.id, "round": trained.round, "chat_template": chat, **how}
+    kept |= {name: found[name] for name in ("results", "versions", "n-samples")}
+    text = json.dumps(kept, indent=2, ensure_ascii=False, default=str)
+    home.write("harness.json", text.encode() + b"\n")
+    results: Json = json.loads(text)["results"]
+    return results
