@@ -110,6 +110,21 @@ def test_answers_are_the_same_in_any_batch_and_their_scores_are_read_by_tables(t
     assert lost.value == scores["loss"] and lost.unit == "loss"
 
 
+def test_answers_are_limited_in_tokens(tuned):
+    words = answers_of(tuned)
+    short = evaluate_run(tuned.path, rows=40, new_tokens=2)
+    assert short["new_tokens"] == 2 and short["tuned"]["answer_tokens"] <= 2
+    for row, cut in zip(words, answers_of(tuned), strict=True):
+        assert row["answer"].startswith(cut["answer"]) and row["reference"] == cut["reference"]
+    assert short["tuned"]["loss"] == pytest.approx(
+        evaluate_run(tuned.path, rows=40)["tuned"]["loss"]
+    )
+    with pytest.raises(
+        InputError, match=r"answers of up to 9999 exceed the backbone's \d+ positions"
+    ):
+        evaluate_run(tuned.path, rows=40, new_tokens=9999)
+
+
 def test_rows_are_drawn_in_equal_shares_of_groups(cache):
     test = prepare("synthetic/instructions", cache=cache, hub=None).test
     few, more = draw_rows(test, 40), draw_rows(test, 80)

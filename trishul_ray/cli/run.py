@@ -168,6 +168,10 @@ def evaluate(
     validation: Annotated[
         bool, typer.Option("--validation", help="Take validation rows in place of test rows.")
     ] = False,
+    new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most tokens of an answer. Default: task.target_length."),
+    ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -192,6 +196,9 @@ def evaluate(
     from trishul_ray.runs.harness import run_harness
 
     if tasks is not None:
+        given = {"--untuned": untuned, "--validation": validation, "--new-tokens": new_tokens}
+        if unread := [option for option, value in given.items() if value]:
+            raise InputError(f"{unread[0]}: --tasks runs the harness, which does not take it")
         how = {"limit": rows, "batch_size": batch, "num_fewshot": shots}
         results = run_harness(run_id, tasks.split(","), task_files, runs=runs, **how)
         for name, numbers in results.items():
@@ -201,7 +208,7 @@ def evaluate(
     with show_progress() as progress:
         found = evaluate_run(
             run_id, runs=runs, rows=rows, batch_size=batch, untuned=untuned,
-            split="validation" if validation else "test",
+            split="validation" if validation else "test", new_tokens=new_tokens,
             progress=progress.task_progress("evaluating"),
         )  # fmt: skip
     _print_scores(found)

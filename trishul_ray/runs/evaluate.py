@@ -59,6 +59,7 @@ def evaluate_run(
     batch_size: int = 16,
     untuned: bool = False,
     split: RowSet = "test",
+    new_tokens: int | None = None,
     progress: Callable[[str, float], None] = lambda stage, done: None,
 ) -> Json:
     """Return the content of a run's ``eval.json``, which is written unless it is there already.
@@ -71,10 +72,12 @@ def evaluate_run(
         batch_size: Rows answered at once.
         untuned: Whether to evaluate the backbone before training, too.
         split: The rows that are answered.
+        new_tokens: Most tokens of an answer, in place of ``task.target_length``.
         progress: Called with a stage and the share of it that is done.
 
     Raises:
-        InputError: The run has not finished, its task generates no answers, or it has no such rows.
+        InputError: The run has not finished, its task generates no answers, it has no such rows,
+            or the answers may exceed the backbone's positions.
         RunError: The data or the backbone have changed since the run.
     """
     home, experiment = open_run(run, runs)
@@ -95,6 +98,7 @@ def evaluate_run(
     chosen = draw_rows(encoded, rows)
     about = _describe(experiment, summary, task, chosen)
     about |= {"split": split, "of": len(encoded), "sources": sources}
+    about["new_tokens"] = new_tokens or task.target_length
     known = _read(home, about)
     if "tuned" in known and (not untuned or "untuned" in known):
         return known
@@ -108,7 +112,8 @@ def evaluate_run(
     for name, model in models.items():
         report = partial(progress, f"answering with the {name} model")
         with computing(bench, model):
-            texts, columns = _answer(bench, task, encoded, chosen, batch_size, report)
+            answering = (bench, task, encoded, chosen, batch_size, new_tokens, report)
+            texts, columns = _answer(*answering)
             if "choices" in raw.columns:
                 columns |= _choose(bench, task, raw, [asked[row] for row in chosen], chosen)
         columns |= _compare(texts, answered, experiment.task.answer_pattern)
@@ -125,7 +130,6 @@ def _describe(
     experiment: Experiment, summary: RunSummary, task: Instruction, rows: np.ndarray
 ) -> Json:
     """Return what an evaluation is of: another one is not taken for it."""
-    pattern = experiment.task.answer_pattern
     return {
         "id": experiment.id,
         "state_sha256": summary.state_sha256,
@@ -134,7 +138,7 @@ def _describe(
         "rows_sha256": hashlib.sha256(rows.tobytes()).hexdigest(),
         "task": task.settings(),
         "versions": versions(),
-        **({} if pattern is None else {"answer_pattern": pattern}),
+        "answer_pattern": experiment.task.answer_pattern,
     }
 
 
@@ -222,6 +226,7 @@ def _answer(
     split: Split,
     rows: np.ndarray,
     batch_size: int,
+    new_tokens: int | None,
     report: Callable[[float], None],
 ) -> tuple[list[str], dict[str, np.ndarray]]:
     """Return the bound model's answers to encoded rows [N], and numbers on each by name, [N]."""
@@ -231,12 +236,18 @@ def _answer(
     starts = split.column("spans")[rows, :, 0].max(axis=1)
     order = np.argsort(-starts, kind="stable")  # alike in length, the longest first
     stops = torch.tensor(task.stop_ids(bench.model))
+    positions = getattr(bench.model.model.config, "max_position_embeddings", math.inf)
+    if len(rows) and int(starts.max()) + (new_tokens or task.target_length) > positions:
+        raise InputError(
+            f"prompts of up to {int(starts.max())} tokens with answers of up to "
+            f"{new_tokens or task.target_length} exceed the backbone's {positions} positions"
+        )
     for begin in range(0, len(order), batch_size):
         at = order[begin : begin + batch_size]
         batch = task.prepare_batch(split.batch(rows[at]), bench.device, bench.dtype)
         scored = task.score(task.predict(bench.model, batch), batch)
         labels = decode(batch["labels"].cpu().split(batch["counts"].tolist()))
-        ids = task.generate(bench.model, batch).cpu()
+        ids = task.generate(bench.model, batch, new_tokens).cpu()
         stopped = torch.isin(ids, stops)
         ended = stopped.any(dim=1)
         found = {

@@ -270,8 +270,13 @@ class Instruction(Task):
             self.generate(model, batch), skip_special_tokens=True
         )
 
-    def generate(self, model: AdaptedModel, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the ids generated after the last prompt of every row, int64 [b, up to a limit]."""
+    def generate(
+        self, model: AdaptedModel, batch: Mapping[str, Tensor], limit: int | None = None
+    ) -> Tensor:
+        """Return the ids generated after the last prompt of every row, int64 [b, up to a limit].
+
+        The limit is ``task.target_length`` unless it is given.
+        """
         ids, start = batch["input_ids"], batch["start"]
         longest = int(start.max())
         places = torch.arange(longest) - (longest - start)[:, None]  # negative on padding
@@ -281,7 +286,7 @@ class Instruction(Task):
         found = generate_greedily(
             model.model,
             {"input_ids": left, "attention_mask": mask},
-            max_new_tokens=self.target_length,
+            max_new_tokens=self.target_length if limit is None else limit,
             pad_token_id=self.tokens.pad_id,
             eos_token_id=self.stop_ids(model),
         )
