@@ -1,5 +1,7 @@
 """Pack the numbers of finished runs into one archive, without models, spectra, figures and places.
 
+Scores of generated answers are kept, the answers are not.
+
     python benchmarks/keep_runs.py RUNS ARCHIVE.tar.xz
 
 `mkdir -p runs && tar -xf ARCHIVE.tar.xz -C runs` puts them back: a sweep that needs them takes them
@@ -13,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.report.outcomes import EVALUATION
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.storage import Store
 
@@ -50,8 +53,12 @@ def _kept(home: Path) -> dict[str, bytes]:
         "attempt.json": (home / "attempt.json").read_bytes(),
         "config.yaml": experiment.to_yaml(),
         "result.json": moved.to_json(),
-        **{name: (home / name).read_bytes() for name in names},
+        **{name: (home / name).read_bytes() for name in [*names, *_evaluations(home)]},
     }
+
+
+def _evaluations(home: Path) -> list[str]:
+    return [EVALUATION] if (home / EVALUATION).exists() else []
 
 
 if __name__ == "__main__":

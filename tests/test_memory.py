@@ -21,6 +21,16 @@ def test_a_peak_is_of_what_came_after_the_reset():
     assert max(PeakMemory(2, "gpu"), PeakMemory(3, "gpu")).bytes == 3 and len(again)
 
 
+def test_a_peak_is_without_what_an_earlier_run_has_freed():
+    cpu = torch.device("cpu")
+    blocks = [torch.ones(20_000) for _ in range(2_500)]  # 200 MB below glibc's threshold for mmap
+    last = blocks.pop()  # above the others: they stay with the process
+    whole = peak_memory(cpu)
+    del blocks
+    reset_peak(cpu)
+    assert peak_memory(cpu).bytes < whole.bytes - 150_000_000 and len(last)
+
+
 def test_a_real_allocation_that_fails_names_the_work_and_the_remedy():
     with (
         pytest.raises(RunError, match=r"^loading x needs more memory .*: lower y, or give"),

@@ -43,6 +43,7 @@ class Coordinator:
             from trishul_ray.federation.on_ray.pool import ActorPool
             from trishul_ray.federation.server import Server
 
+            self._server = None  # the last run's
             experiment = run.load()
             self.pool = ActorPool(self.clients, run)
             self._server = Server(experiment, self.pool, open_checkpoints(experiment), run.attempt)
@@ -63,8 +64,12 @@ class Coordinator:
 
     def step(self, run: Assignment) -> "RoundReport":
         """Run one round, or none if the run is finished."""
+        from trishul_ray.memory import return_freed
+
         server = self._open_server(run)
-        return server.progress() if server.finished else server.step()
+        report = server.progress() if server.finished else server.step()
+        return_freed()  # it waits for the clients of the next round
+        return report
 
     @ray.method(max_task_retries=-1)
     def final(self, run: Assignment) -> "RunResult":
