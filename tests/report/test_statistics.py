@@ -337,6 +337,8 @@ def test_estimates():
     assert estimate([np.nan]) is None
     one = estimate([80.0])
     assert (one.mean, one.deviation, one.count, one.interval()) == (80.0, None, 1, None)
+    equal = estimate([233.9012] * 3)
+    assert (equal.mean, equal.deviation) == (233.9012, 0.0)
     two = estimate([80.0, np.nan, 82.0])
     assert (two.mean, two.count) == (81.0, 2)
     assert two.interval() == pytest.approx((81 - 12.706, 81 + 12.706), abs=1e-3)

@@ -73,8 +73,9 @@ def estimate(values: ArrayLike) -> Estimate | None:
     numbers = numbers[np.isfinite(numbers)]
     if not numbers.size:
         return None
-    deviation = float(numbers.std(ddof=1)) if numbers.size > 1 else None
-    return Estimate(float(numbers.mean()), deviation, int(numbers.size))
+    if not np.ptp(numbers):  # else rounding of the mean gives equal values a spread
+        return Estimate(float(numbers[0]), 0.0 if numbers.size > 1 else None, int(numbers.size))
+    return Estimate(float(numbers.mean()), float(numbers.std(ddof=1)), int(numbers.size))
 
 
 @dataclass(frozen=True)

@@ -236,6 +236,7 @@ def _answer(
     starts = split.column("spans")[rows, :, 0].max(axis=1)
     order = np.argsort(-starts, kind="stable")  # alike in length, the longest first
     stops = torch.tensor(task.stop_ids(bench.model))
+    report(0.0)
     positions = getattr(bench.model.model.config, "max_position_embeddings", math.inf)
     if len(rows) and int(starts.max()) + (new_tokens or task.target_length) > positions:
         raise InputError(
