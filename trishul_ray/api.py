@@ -133,7 +133,7 @@ def _arguments(
         arguments["method"] = method
     if dataset is not None:
         arguments |= _dataset_fields(dataset, fields)
-    if isinstance(model, nn.Module):
+    if model is not None and not isinstance(model, str | Mapping):
         arguments["model"] = _pass_module(model, tokenizer)
     elif tokenizer is not None:
         raise InputError("tokenizer: it is for a model that is an nn.Module; others have one")
