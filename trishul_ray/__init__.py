@@ -33,6 +33,8 @@ set_environment()  # before torch is imported
 # raylet. If that is process 1 (in a container, under systemd, after a logout), it would end the
 # process without a word when the raylet has ended. Workers and agents have the number of theirs.
 os.environ.setdefault("RAY_RAYLET_PID", str(os.getpid()))
+# How long a signal waits for a call of Ray: a second by default, in which Ray may be lost.
+os.environ.setdefault("RAY_get_check_signal_interval_milliseconds", "100")
 if os.path.expanduser("~") == "~":
     # A user without a home, as in a container: MLflow fails where it asks for one.
     os.environ["HOME"] = os.path.abspath(os.environ.get("TRISHUL_CACHE") or os.devnull)

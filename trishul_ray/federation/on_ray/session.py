@@ -54,6 +54,8 @@ CONNECT_TIMEOUT = 10.0
 
 #: Seconds between two looks at Ray's own processes, or at the cluster that was joined.
 WATCH_SECONDS = 2.0
+#: Seconds between two looks at processes of this machine.
+LOOK_SECONDS = 0.1
 #: Seconds without an answer after which a joined cluster is lost; Ray aborts the process after 60.
 GONE_SECONDS = 40.0
 
@@ -100,10 +102,31 @@ class _Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closed.wait(WATCH_SECONDS):
+        while not self._closed.wait(LOOK_SECONDS if self._own else WATCH_SECONDS):
             if (why := self._loss()) is not None:
-                time.sleep(WATCH_SECONDS)  # a signal to all processes may reach this one last
-                self._end(why)
+                workers = self._workers()  # while their parents are known
+                self._kill_own()
+                # A signal to all processes may reach this one last.
+                until = time.monotonic() + WATCH_SECONDS
+                while not self._asked() and time.monotonic() < until:
+                    time.sleep(LOOK_SECONDS)
+                self._end(why, workers)
+
+    def _workers(self) -> list[psutil.Process]:
+        return [worker for parent in self._parents for worker in _descendants(parent)]
+
+    def _asked(self) -> bool:
+        return self._interrupted or bool(stop_signals)
+
+    def _kill_own(self) -> None:
+        """End the rest of Ray at once: a GCS that says that the node is lost ends this process.
+
+        Ray's client then recovers the objects of the node, which it cannot without an object store,
+        and calls ``_Exit(1)``.
+        """
+        for process in self._own:
+            with suppress(psutil.Error):
+                process.kill()
 
     def _loss(self) -> str | None:
         if any(process.poll() is not None for process in self._own):
@@ -116,14 +139,14 @@ class _Watch:
                 return f"the Ray cluster at {self._gcs} does not answer any more"
         return None
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, workers: list[psutil.Process]) -> None:
         # Workers would end by themselves, but after the last words: one could open a run again.
-        workers = [worker for parent in self._parents for worker in _descendants(parent)]
-        for process in [*self._own, *workers]:
+        workers = [*workers, *self._workers()]
+        for process in workers:
             with suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(workers, timeout=WATCH_SECONDS)
-        asked = self._interrupted or bool(stop_signals)
+        asked = self._asked()
         if not last_words:
             print("stopped" if asked else f"error: {why}", file=sys.stderr)
         for action in list(last_words):
