@@ -7,8 +7,8 @@ import io
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +88,6 @@ def kernels() -> Json:
     return description
 
 
-def _total(rows: Sequence[Mapping[str, float]], name: str) -> int:
-    return int(sum(row.get(name, 0) for row in rows))
-
-
 def summarize(
     experiment: Experiment,
     result: RunResult,
@@ -108,7 +104,10 @@ def summarize(
     best = max(measured[1:], key=lambda r: r.scores[score_name(headline, chosen_on)])
     names = [score_name(n, rows) for rows in blueprint.scored for n in blueprint.metrics.names]
     last = measured[-1]
-    total = partial(_total, rows)
+
+    def total(name: str) -> int:
+        return int(sum(row.get(name, 0) for row in rows))
+
     return RunSummary(
         id=experiment.id,
         name=experiment.name,

@@ -256,10 +256,12 @@ def diagnose(
     _check(uploads, weights, active)
     if top_k < 1:
         raise InputError(f"top_k={top_k} must be at least 1")
+    uploads = uploads.detach().double()
     if active is None:
         active = torch.ones(uploads.shape[:2], dtype=torch.bool, device=uploads.device)
-    # An untrained head may hold any values; zeros take it out of every figure.
-    uploads = uploads.detach().double().masked_fill(~active[..., None, None], 0.0)
+    else:
+        # An untrained head may hold any values; zeros take it out of every figure.
+        uploads = uploads.masked_fill(~active[..., None, None], 0.0)
     if not bool(active.any()):
         return {}
     vectors, values = spectrum or left_spectrum(uploads)
