@@ -1,6 +1,7 @@
 """A night of spot machines, its time compressed: every machine lost costs at most a round."""
 
 import json
+import math
 import random
 import re
 import threading
@@ -14,10 +15,13 @@ from trishul_ray.experiment.loading import load_experiment
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 CELLS, ROUNDS = 3, 8
+#: Seconds of local training in a round, on any computer: a machine of the last hour is taken
+#: while there is work left for it.
+ROUND_SECONDS = 2.0
 #: Hours, in each of which a machine is taken away with this probability. An hour lasts until its
-#: share of all rounds is saved, so that the night is as long as the sweep on any computer.
+#: share of the rounds is saved; the last rounds are left to the morning.
 HOURS, SHARE, MACHINES = 4, 0.3, 2
-ROUNDS_PER_HOUR = CELLS * ROUNDS / HOURS
+ROUNDS_PER_HOUR = CELLS * ROUNDS / (HOURS + 1)
 #: The hour in which a machine is lost without notice.
 CRASH = 1
 #: The title of a trial's process while a round is in progress.
@@ -108,8 +112,27 @@ def cluster(start, tmp_path):
     nodes.close()
 
 
-def test_a_night_of_preemptions(cluster, trishul, small_words, tmp_path, inline_result):
-    long = [f"federation.rounds={ROUNDS}", "federation.local_steps=45"]
+@pytest.fixture
+def local_steps(small_words, inline_result):
+    """As many steps as train for ``ROUND_SECONDS`` on this computer."""
+    few, many = 10, 110
+
+    def seconds(steps):
+        words = [*small_words, "federation.rounds=1", f"federation.local_steps={steps}"]
+        experiment = load_experiment(None, words)
+        start = time.perf_counter()
+        inline_result(experiment)
+        return time.perf_counter() - start
+
+    seconds(1)  # prepares the data
+    step = (seconds(many) - seconds(few)) / (many - few)
+    return math.ceil(ROUND_SECONDS / step)
+
+
+def test_a_night_of_preemptions(
+    cluster, trishul, small_words, tmp_path, inline_result, local_steps
+):
+    long = [f"federation.rounds={ROUNDS}", f"federation.local_steps={local_steps}"]
     words = [*small_words, *long, "evaluation.diagnostics_every=0", "storage.runs=runs"]
     axis = ["--axis", f"seed=0..{CELLS - 1}", "--retries=1"]
     # Each machine prepares its own data, in its own home; so does the driver.
