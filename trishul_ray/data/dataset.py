@@ -31,6 +31,9 @@ _META = b"trishul"
 #: Kind of the rows; see :class:`DatasetInfo`.
 Kind = Literal["image", "text", "qa", "instruction"]
 
+#: Kinds of rows that have a label.
+LABELLED: tuple[Kind, ...] = ("image", "text")
+
 #: Rows that are scored: those of the test split, and those held out of the training rows.
 ScoredSplit = Literal["test", "validation"]
 

@@ -5,9 +5,8 @@ If there are no test rows, ``data.test_share`` of the rows is set aside as the t
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from trishul_ray.checksums import digest
+from trishul_ray.data.class_folders import find_images
 from trishul_ray.data.cleaning import (
-    CleanTables,
     ColumnMapping,
     NamedTables,
     check_unique,
@@ -27,19 +26,13 @@ from trishul_ray.data.cleaning import (
     question_labels,
 )
 from trishul_ray.data.columns import (
-    at_row,
-    get_column,
-    holds_images,
     is_text,
     nfc,
     number_values,
-    read_answers,
-    read_named_labels,
-    read_raw,
-    read_texts,
     with_nfc_names,
 )
 from trishul_ray.data.dataset import (
+    LABELLED,
     Columns,
     DatasetInfo,
     Kind,
@@ -50,16 +43,21 @@ from trishul_ray.data.dataset import (
     split_off_test,
     take_rows,
 )
-from trishul_ray.data.hub import HubRepo, class_names
+from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.images import (
-    HEIC_SUFFIXES,
     MAX_NAMED,
     PREPARATION_VERSION,
     NamedImage,
     decode_and_resize,
     pixel_statistics,
 )
-from trishul_ray.data.instructions import plain_choices, plain_messages, plain_references
+from trishul_ray.data.own_columns import (
+    TEXT_FIELDS,
+    ClassNames,
+    list_images,
+    read_columns,
+    with_plain_messages,
+)
 from trishul_ray.data.passed_rows import PASSED, ROWS
 from trishul_ray.data.tables import (
     SUFFIXES,
@@ -68,25 +66,7 @@ from trishul_ray.data.tables import (
     name_rows,
     read_table,
 )
-from trishul_ray.errors import CorruptFileError, InputError, join_limited
-
-#: Suffixes of the files that are read as images in a class folder.
-IMAGE_SUFFIXES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-
-#: Kinds of rows that have a label.
-LABELLED: tuple[Kind, ...] = ("image", "text")
-
-#: Columns of texts that rows may have, in reading order.
-_TEXT_FIELDS: dict[Kind, tuple[str, ...]] = {
-    "text": ("text", "text_pair"),
-    "instruction": ("instruction", "input", "messages"),
-}
-
-#: Folders of test rows beside ``train``; the first that exists is read.
-_TEST_FOLDERS = ("test", "val", "valid", "validation")
-
-#: Classes to name in a note.
-_MAX_CLASSES = 10
+from trishul_ray.errors import InputError, join_limited
 
 
 @dataclass(frozen=True)
@@ -151,19 +131,19 @@ class CustomDataset:
                 "without labels; remove it (data.test_share of the training rows is then set "
                 "aside), or put rows with labels in its place"
             )
-        tables, mapping = _with_plain_messages(tables, mapping)
+        tables, mapping = with_plain_messages(tables, mapping)
         cleaned, note, skipped = clean(tables, mapping.columns, skip_broken=self.skip_broken)
         source += note
-        classes = _ClassNames.of(cleaned, mapping.columns.get("label", ""))
+        classes = ClassNames.of(cleaned, mapping.columns.get("label", ""))
         source += "" if classes is None else classes.note
         splits: dict[str, Columns] = {}
         for split, parts in cleaned.items():
-            read = [_read_columns(mapping, t, where, classes) for where, t in parts.tables]
+            read = [read_columns(mapping, t, where, classes) for where, t in parts.tables]
             splits[split] = take_rows(join(read), np.flatnonzero(np.concatenate(parts.retained)))
             progress(f"{self.name} {split}", 1.0)
         if mapping.kind == "image":
             column = mapping.columns["image"]
-            images = {s: _list_images(parts, column, folder) for s, parts in cleaned.items()}
+            images = {s: list_images(parts, column, folder) for s, parts in cleaned.items()}
             note, broken = self._add_pixels(splits, images, progress)
             source += note
             skipped += broken
@@ -230,8 +210,8 @@ class CustomDataset:
             # Pixels are divided by std: do not divide by zero if a channel is constant.
             std = tuple(value or 1.0 for value in std)
             fields |= {"image_shape": pixels.shape[1:], "mean": mean, "std": std}
-        if kind in _TEXT_FIELDS:
-            fields["fields"] = tuple(name for name in _TEXT_FIELDS[kind] if name in train)
+        if kind in TEXT_FIELDS:
+            fields["fields"] = tuple(name for name in TEXT_FIELDS[kind] if name in train)
         return DatasetInfo(self.name, kind, source, **fields), splits
 
 
@@ -241,7 +221,7 @@ def _untrained(classes: Sequence[str], train: Any, test: Any) -> str:
     lost = np.setdiff1d(np.arange(len(classes)), train)
     if not len(lost):
         return ""
-    named = join_limited([repr(classes[k]) for k in lost], _MAX_CLASSES)
+    named = join_limited([repr(classes[k]) for k in lost], 10)
     return (
         f", without training rows: class{'es' * (len(lost) > 1)} {named} "
         f"({counts[lost].sum()} of {len(test)} test rows)"
@@ -306,70 +286,12 @@ class LocalImages(CustomDataset):
         root = self._existing_path("a folder that holds one folder of images for each class")
         if self.columns:
             raise InputError("data.columns: a folder of images has no columns; use dataset table")
-        folders = {folder.name: folder for folder in _subfolders(root)}
-        splits = {"train", *_TEST_FOLDERS} & set(folders)
-        if "train" in folders and set(folders) == splits:
-            test = next((name for name in _TEST_FOLDERS if name in folders), None)
-            found = {"train": _class_files(folders["train"])}
-            return found if test is None else found | {"test": _class_files(folders[test])}
-        for name in sorted(splits):
-            # All below it would be of one class.
-            if not any(_is_photo(file.name) for file in folders[name].iterdir()):
-                others = ", ".join(sorted(set(folders) - splits)) or "no train"
-                raise InputError(
-                    f"{folders[name]} holds folders instead of images, as one of test or training "
-                    f"rows does, but beside it there is {others}; data.path must hold class "
-                    "folders, or train and test alone"
-                )
-        return {"train": _class_files(root)}
-
-
-def _class_files(root: Path) -> list[tuple[Path, str]]:
-    """Return pairs of file and class of the class folders in ``root``, sorted."""
-    pairs = []
-    for folder in _subfolders(root):
-        files = sorted(_photos(folder), key=lambda file: (len(file.parts), file))
-        if not files:
-            raise InputError(f"class folder {folder} holds no image ({', '.join(IMAGE_SUFFIXES)})")
-        pairs += [(file, folder.name) for file in files]
-    if not pairs:
-        raise InputError(
-            f"data.path={str(root)!r} holds no class folders with images; it must hold "
-            "<class>/*.jpg, or train/<class>/*.jpg and test/<class>/*.jpg"
-        )
-    return pairs
-
-
-def _photos(folder: Path) -> Iterator[Path]:
-    """Yield the images in and below a folder, also links that lead nowhere, which are named."""
-    seen: set[str] = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        # A link may lead to a folder above it.
-        seen.add(os.path.realpath(place))
-        inner = [name for name in folders if name[0] != "."]
-        folders[:] = [n for n in inner if os.path.realpath(os.path.join(place, n)) not in seen]
-        yield from (Path(place, name) for name in names if _is_photo(name))
-
-
-def _is_photo(name: str) -> bool:
-    # macOS puts a file ._NAME, which is no image, beside each NAME on a foreign disk. Photos in
-    # HEIC are not passed over: as Pillow cannot read them, they are named.
-    return name[0] != "." and Path(name).suffix.lower() in (*IMAGE_SUFFIXES, *HEIC_SUFFIXES)
+        return find_images(root)
 
 
 def _content(image: Path) -> str:
     """Return the hash of an image; a link that leads nowhere has none, and is named when read."""
     return digest(image) if image.exists() else "missing"
-
-
-def _subfolders(root: Path) -> list[Path]:
-    if not root.is_dir():
-        raise InputError(f"data.path={str(root)!r} is not a folder of class folders")
-    found = sorted(path for path in root.iterdir() if path.name[0] != ".")
-    for path in found:
-        if path.is_symlink() and not path.exists():
-            raise InputError(f"{path} is a link that leads nowhere ({path.readlink()}); remove it")
-    return [path for path in found if path.is_dir()]
 
 
 class LocalTable(CustomDataset):
@@ -548,48 +470,6 @@ class CustomHubDataset(CustomDataset):
             raise repo.not_found(what, hub, error, f"{way_out} with internet access") from error
 
 
-def _with_plain_messages(
-    tables: Mapping[str, NamedTables], mapping: ColumnMapping
-) -> tuple[Mapping[str, NamedTables], ColumnMapping]:
-    """Return tables whose conversations are JSON texts, null where there is no answer to learn.
-
-    A prompt and a completion that are lists of messages are one conversation (TRL).
-
-    Raises:
-        CorruptFileError: One of both is a list of messages, and the other one is a text.
-    """
-    names = mapping.columns
-    parts = [names[name] for name in ("messages", "instruction", "output") if name in names]
-    if "messages" not in names:
-        _, first = tables["train"][0]
-        if mapping.kind != "instruction" or not {*parts} & {*_lists(first)}:
-            return tables, mapping
-    column, found = "+".join(parts), dict[str, list[tuple[str, pa.Table]]]()
-    for split, named in tables.items():
-        found[split] = []
-        for where, table in named:
-            if len(parts) > 1 and (texts := [part for part in parts if part not in _lists(table)]):
-                raise CorruptFileError(
-                    f"{where}: column {texts[0]!r} is no list of messages; allowed: {parts[0]} and "
-                    f"{parts[1]} that are both texts, or both lists of messages"
-                )
-            values, *answers = (table.column(part).to_pylist() for part in parts)
-            for more in answers:
-                pairs = zip(values, more, strict=True)
-                values = [[*(asked or ()), *(said or ())] or None for asked, said in pairs]
-            rows = [at_row(where, row) for row in range(table.num_rows)]
-            messages = plain_messages(values, rows, column)
-            found[split].append((where, table.drop_columns(parts).append_column(column, messages)))
-    kept = {name: each for name, each in names.items() if each not in parts and name != "input"}
-    return found, ColumnMapping(mapping.kind, {**kept, "messages": column})
-
-
-def _lists(table: pa.Table) -> list[str]:
-    """Return the names of columns of lists."""
-    lists = (pa.types.is_list, pa.types.is_large_list)
-    return [field.name for field in table.schema if any(is_one(field.type) for is_one in lists)]
-
-
 def _hash_of(parts: Any) -> str:
     return f"sha256:{hashlib.sha256(json.dumps(parts).encode()).hexdigest()}"
 
@@ -598,114 +478,3 @@ def _hash_of(parts: Any) -> str:
 CUSTOM: dict[str, type[LocalImages] | type[LocalTable] | type[CustomHubDataset]] = {
     source.name: source for source in (LocalImages, LocalTable, CustomHubDataset, PassedRows)
 }
-
-
-@dataclass(frozen=True)
-class _ClassNames:
-    """The class names of all tables, and by which names each table numbers its labels.
-
-    Attributes:
-        names: all names, in the order in which they are found first.
-        own: names by table.
-        note: what was done where tables number their classes differently, for ``info.source``.
-    """
-
-    names: tuple[str, ...]
-    own: Mapping[str, tuple[str, ...]]
-    note: str
-
-    @classmethod
-    def of(cls, splits: Mapping[str, CleanTables], column: str) -> "_ClassNames | None":
-        """Return the class names that tables have for a column; None if no table has any.
-
-        Raises:
-            InputError: a table has numbers without names, and others have different names.
-        """
-        tables = [named for split in splits.values() for named in split.tables]
-        found = {w: names for w, t in tables if (names := class_names(t, column)) is not None}
-        if not found:
-            return None
-        lists = list(dict.fromkeys(found.values()))
-        nameless = [(where, table) for where, table in tables if where not in found]
-        if len(lists) > 1:
-            for where, table in nameless:
-                if column in table.column_names and not is_text(table.column(column).type):
-                    said = " and ".join(
-                        f"{w} ({join_limited(found[w], _MAX_CLASSES)})"
-                        for w in (next(w for w in found if found[w] == one) for one in lists[:2])
-                    )
-                    raise InputError(
-                        f"{where}: column {column!r} holds numbers without class names, and the "
-                        f"class names of other tables differ: {said}; write its labels as words"
-                    )
-        notes = ""
-        if len(lists) > 1:
-            notes = f", labels read by name: {len(lists)} different lists of class names"
-        elif nameless:
-            source = next(iter(found))
-            notes = f", labels of {len(nameless)} of {len(tables)} tables read by the class names "
-            notes += f"of {source}"
-        return cls(
-            tuple(dict.fromkeys(name for names in lists for name in names)),
-            {where: found.get(where, lists[0]) for where, _ in tables},
-            notes,
-        )
-
-
-def _read_columns(
-    mapping: ColumnMapping, table: pa.Table, where: str, classes: _ClassNames | None
-) -> Columns:
-    """Read all columns but the images.
-
-    Groups and clients are raw; so are labels, unless class names are known.
-    """
-    names = mapping.columns
-    texts = {**_TEXT_FIELDS, "qa": ("question", "context")}.get(mapping.kind, ())
-    texts += ("output",) * (mapping.kind == "instruction")
-    columns: Columns = {n: read_texts(table, names[n], where) for n in texts if n in names}
-    if mapping.kind == "qa":
-        columns["answers"] = read_answers(table, names["answers"], where)
-    if mapping.kind in LABELLED and classes is not None:
-        own = classes.own[where]
-        columns["label"] = read_named_labels(table, names["label"], own, classes.names, where)
-    elif mapping.kind in LABELLED:
-        columns["label"] = read_raw(table, names["label"], where)
-    if mapping.kind == "instruction":
-        rows = [at_row(where, row) for row in range(table.num_rows)]
-        # The columns are those of the first table, and references may be in test rows alone.
-        if (further := names.get("references", "references")) in table.column_names:
-            found = table.column(further).to_pylist()
-            columns["references"] = plain_references(found, rows, further)
-        if {"choices", "choice"} <= names.keys():
-            lists, right = (table.column(names[n]).to_pylist() for n in ("choices", "choice"))
-            columns |= plain_choices(lists, right, rows, names["choices"])
-    for name in ("group", "client"):
-        if names.get(name) in table.column_names:
-            columns[name] = read_raw(table, names[name], where)
-    return columns
-
-
-def _list_images(split: CleanTables, column: str, folder: Path | None) -> list[NamedImage]:
-    """Return the images of a split, encoded or as paths of their files."""
-    images: list[NamedImage] = []
-    for (where, table), retained in zip(split.tables, split.retained, strict=True):
-        values = get_column(table.filter(pa.array(retained)), column, where)
-        kind = values.type
-        is_path = folder is not None and is_text(kind)
-        if not (
-            holds_images(kind)
-            or is_path
-            or pa.types.is_binary(kind)
-            or pa.types.is_large_binary(kind)
-        ):
-            raise CorruptFileError(
-                f"{where}: column {column!r} is {kind}, not images (bytes, or paths of files)"
-            )
-        for row, value in zip(np.flatnonzero(retained).tolist(), values.to_pylist(), strict=True):
-            image = value["bytes"] if holds_images(kind) else value
-            if image is None:
-                raise CorruptFileError(f"{at_row(where, row)}: the image has no bytes")
-            if is_path and folder is not None:
-                image = folder / image
-            images.append((image, at_row(where, row)))
-    return images

@@ -16,10 +16,9 @@ import torch
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.data.columns import get_column, read_texts
-from trishul_ray.data.dataset import Column, DatasetInfo, Split, write_split
+from trishul_ray.data.dataset import LABELLED, Column, DatasetInfo, Split, write_split
 from trishul_ray.data.images import NamedImage, resize_images
 from trishul_ray.data.instructions import plain_messages
-from trishul_ray.data.own import LABELLED
 from trishul_ray.data.passed_rows import encode_image, is_image, to_table
 from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
