@@ -18,7 +18,8 @@ from trishul_ray.paper.numbers import PAPER
 from trishul_ray.report.formats import to_latex, to_markdown
 from trishul_ray.report.outcomes import SweepOutcome, TableLayout
 from trishul_ray.report.references import Reference
-from trishul_ray.report.tables import TableCell, build_tables, make_slug
+from trishul_ray.report.table_cells import TableCell
+from trishul_ray.report.tables import build_tables, make_slug
 
 
 def build(*sweeps):

@@ -10,7 +10,9 @@ from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
-from trishul_ray.report.tables import RowGroup, SweepTable, TableCell, TableRow, sentence
+from trishul_ray.report.table_cells import TableCell
+from trishul_ray.report.tables import SweepTable, sentence
+from trishul_ray.report.verdicts import RowGroup, TableRow
 
 #: Columns of :func:`to_csv` besides the axes.
 _CSV_HEAD = ("sweep", "sweep_profile", "table")

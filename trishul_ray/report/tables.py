@@ -7,12 +7,9 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
-
-import numpy as np
 
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.report.outcomes import (
@@ -22,209 +19,21 @@ from trishul_ray.report.outcomes import (
     TableLayout,
     has_order,
 )
-from trishul_ray.report.references import Reference, of_table
-from trishul_ray.report.statistics import (
-    ALPHA,
-    MAX_SEEDS,
-    Array,
-    Comparison,
-    Estimate,
-    compare_rows,
-    decimals_for,
-    estimate,
-    with_sign,
+from trishul_ray.report.references import of_table
+from trishul_ray.report.statistics import ALPHA, Comparison
+from trishul_ray.report.table_cells import (
+    TableCell,
+    average_columns,
+    average_runs,
+    decimals_of,
+    with_paper,
 )
+from trishul_ray.report.verdicts import RowGroup, TableRow, judge, mark_best
 
 #: The column of the mean over all others; also the paper's label of it.
 AVERAGE = "average"
 #: Symbols of fields in the head of a column.
 SYMBOLS = {"alpha": "α", "lam": "λ"}
-#: Full fine-tuning is a reference: neither compared nor in bold, as in the paper.
-_REFERENCE_METHOD = "fullft"
-#: Why runs have no number, the gravest first.
-GAPS = ("failed", "corrupt", "stale", "missing", "stopped", "not measured")
-
-
-@dataclass(frozen=True)
-class TableCell:
-    """One number of a table.
-
-    Attributes:
-        runs: Its runs, one for each seed; empty if the sweep leaves the combination out, and for
-            the average over columns.
-        seeds: Value of each seed, in percent unless an amount; None if it is not finished.
-        percent: Whether it is a percentage, not an amount.
-        difference: Mean minus the paper's number; None unless the two may be compared.
-        best: Whether it is the best of its column within the group of rows.
-        left_out: Columns that an average lacks, because the sweep leaves them out.
-        decimals: How many it is shown with; None: as many as make four significant digits.
-    """
-
-    runs: tuple[CellOutcome, ...]
-    seeds: Mapping[str, float | None]
-    percent: bool
-    paper: float | None = None
-    difference: float | None = None
-    best: bool = False
-    left_out: frozenset[int] = frozenset()
-    decimals: int | None = 2
-
-    @cached_property
-    def estimate(self) -> Estimate | None:
-        """Mean and spread over the finished seeds."""
-        return estimate([value for value in self.seeds.values() if value is not None])
-
-    @property
-    def within(self) -> str:
-        """``within`` or ``outside``: where the paper's number lies to our 95 % interval."""
-        interval = None if self.estimate is None else self.estimate.interval()
-        if self.difference is None or self.paper is None or interval is None:
-            return ""
-        return "within" if interval[0] <= self.paper <= interval[1] else "outside"
-
-    @property
-    def planned(self) -> bool:
-        """Whether the sweep has this combination."""
-        return bool(self.seeds)
-
-    @property
-    def partial(self) -> bool:
-        """Whether the mean lacks some seeds."""
-        return self.estimate is not None and self.estimate.count < len(self.seeds)
-
-    @property
-    def lacks(self) -> str:
-        """Seeds or columns that the mean lacks, as text; empty if none."""
-        if self.estimate is None:
-            return ""
-        seeds = f"{self.estimate.count} of {len(self.seeds)} seeds" if self.partial else ""
-        count = len(self.left_out)
-        columns = f"{count} column{'s' * (count > 1)} left out" * (count > 0)
-        return ", ".join(filter(None, (seeds, columns)))
-
-    @property
-    def gap(self) -> str:
-        """Reason why a number is missing or lacks seeds: the gravest state of its runs."""
-        gaps = {run.gap for run in self.runs if run.value is None}
-        others = sorted(gaps - {*GAPS})  # those of a column
-        return next((gap for gap in (*GAPS[:3], *others, *GAPS[3:]) if gap in gaps), "incomplete")
-
-    def rounded(self, value: float) -> float:
-        """Return a value as it is displayed."""
-        return round(value, self._decimals_of(value))
-
-    def format(self, value: float) -> str:
-        """Return a value as text, without unit."""
-        return f"{value:.{self._decimals_of(value)}f}".replace("-", "−")
-
-    def format_difference(self, value: float) -> str:
-        """Return a difference as text, with its sign and, unless it is 0, with its digits."""
-        return with_sign(value, decimals_for([value], self._decimals_of(value)))
-
-    def _decimals_of(self, value: float) -> int:
-        if self.decimals is not None:
-            return self.decimals
-        return max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Standing of a row against the best of its group.
-
-    Attributes:
-        kind: ``best`` has the best mean; ``tied`` shares it with others, as displayed; ``worse``
-            is decided to be worse than the best; ``undecided`` is not; ``reference`` is not
-            compared; ``apart`` has numbers, but no seed and column in common with the best;
-            ``biased`` lacks values that are not missing at random, such as those of failed runs;
-            ``none`` has nothing to compare.
-        best: Label of the best row; empty if there is none.
-        bias: Why values are missing from a biased row.
-        comparison: The numbers of ``worse``, ``undecided``, and all but one of ``tied``.
-    """
-
-    kind: Literal["best", "tied", "worse", "undecided", "reference", "apart", "biased", "none"]
-    best: str = ""
-    bias: str = field(default="", kw_only=True)
-    comparison: Comparison | None = None
-
-    @property
-    def label(self) -> str:
-        """The verdict in a word or two."""
-        labels = {
-            "best": "best mean",
-            "tied": "tied for the best mean",
-            "worse": "worse, decided",
-            "apart": "no run to compare",
-            "biased": f"not compared: {self.bias}",
-            "none": "",
-        }
-        return labels.get(self.kind, self.kind)
-
-    @property
-    def p_value(self) -> str:
-        """The adjusted p-value, or why there is none; empty for a row that is not judged."""
-        if self.comparison is None or self.kind == "tied":
-            return ""
-        p_value = self.comparison.p_value
-        if p_value is None:
-            return "one seed" if self.comparison.seeds == 1 else "no spread between seeds"
-        return "p < 0.0001" if p_value < 1e-4 else f"p = {p_value:.2g}"
-
-    @property
-    def detail(self) -> str:
-        """Certainty of the verdict, and what would decide it."""
-        needed = None if self.comparison is None else self.comparison.seeds_needed
-        if self.kind != "undecided" or needed is None:
-            return self.p_value
-        few, many = needed
-        if few > MAX_SEEDS:
-            text = f"more than {MAX_SEEDS}"
-        elif many > MAX_SEEDS:
-            text = f"{few} to more than {MAX_SEEDS}"
-        else:
-            text = str(few) if few == many else f"{few} to {many}"
-        return f"{self.p_value}, {text} seeds needed"
-
-    @property
-    def text(self) -> str:
-        """Label and detail."""
-        return f"{self.label}: {self.detail}" if self.detail else self.label
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """A row: its label within the group, a cell for each column, and how it stands."""
-
-    label: str
-    cells: tuple[TableCell, ...]
-    verdict: Verdict = field(default=Verdict("none"))
-
-    @property
-    def is_reference(self) -> bool:
-        """Whether the runs train the whole backbone."""
-        runs = [run for cell in self.cells for run in cell.runs if run.status == "finished"]
-        return {run.method for run in runs} == {_REFERENCE_METHOD}
-
-    @property
-    def bias(self) -> str:
-        """Why its mean cannot be compared: values are not missing at random. Empty if it can."""
-        runs = [run for cell in self.cells for run in cell.runs if run.value is None and run.bias]
-        runs.sort(key=lambda run: run.status != "failed")  # the gravest first
-        return runs[0].bias if runs else ""
-
-    @property
-    def measured(self) -> int:
-        """Number of its values, seeds times columns."""
-        cells = [cell for cell in self.cells if cell.runs]  # without their average
-        return sum(value is not None for cell in cells for value in cell.seeds.values())
-
-
-@dataclass(frozen=True)
-class RowGroup:
-    """Rows that are compared with each other: equal in all row axes but the last."""
-
-    label: str
-    rows: tuple[TableRow, ...]
 
 
 @dataclass(frozen=True)
@@ -386,13 +195,11 @@ class SweepTable:
             )
         percent = not self.amounts
         least = min(c.threshold for c in self._comparisons if c.threshold is not None)
-        text = (
-            TableCell((), {}, percent, decimals=_decimals(self.cells)).format(least)
-            + " points" * percent
-        )
+        cell = TableCell((), {}, percent, decimals=decimals_of(self.cells))
         return (
             f"The level of {100 * ALPHA:g} % is for the {pairs} of this table together; with the "
-            f"spread of its seeds it cannot decide a difference below {text}."
+            f"spread of its seeds it cannot decide a difference below {cell.format(least)}"
+            f"{' points' * percent}."
         )
 
     def header(self) -> list[list[tuple[str, int]]]:
@@ -424,69 +231,7 @@ def labels_text(sweep: SweepOutcome, labels: Mapping[str, str]) -> str:
 
 def build_tables(sweeps: Sequence[SweepOutcome]) -> tuple[SweepTable, ...]:
     """Make the tables of sweeps, and decide which of their rows are worse than the best."""
-    return tuple(_judge(_build(sweep, layout)) for sweep in sweeps for layout in sweep.tables)
-
-
-def _judge(table: SweepTable) -> SweepTable:
-    """Add how each row stands against the best of its group."""
-    compared = compare_rows(_oriented(table))
-    # Larger is better in a comparison; a table shows differences of what it shows.
-    sign = -1.0 if table.cells and table.amounts else 1.0
-    groups = []
-    for group, result in zip(table.groups, compared.groups, strict=True):
-        best = None if result.best is None else group.rows[result.best]
-        rivals = zip(group.rows, result.rows, strict=True)
-        verdicts = [_verdict(row, best, comparison, sign) for row, comparison in rivals]
-        if result.best is not None and any(verdict.kind == "tied" for verdict in verdicts):
-            verdicts[result.best] = Verdict("tied", group.rows[result.best].label)
-        pairs = zip(group.rows, verdicts, strict=True)
-        rows = tuple(replace(row, verdict=verdict) for row, verdict in pairs)
-        groups.append(replace(group, rows=rows))
-    return replace(table, groups=tuple(groups), pairs=compared.pairs)
-
-
-def _verdict(
-    row: TableRow, best_row: TableRow | None, comparison: Comparison | None, sign: float
-) -> Verdict:
-    best = "" if best_row is None else best_row.label
-    if row.is_reference:
-        return Verdict("reference")
-    if row.bias:
-        return Verdict("biased", bias=row.bias)
-    if row is best_row:
-        return Verdict("best", best)
-    if comparison is None or best_row is None:
-        has_numbers = any(cell.estimate is not None for cell in row.cells)
-        return Verdict("apart" if best and has_numbers else "none", best)
-    kind: Literal["worse", "tied", "undecided"] = "worse" if comparison.decided else "undecided"
-    # A difference over some of the runs alone is not that of the means that are displayed.
-    whole = comparison.seeds * comparison.columns == row.measured == best_row.measured
-    if not comparison.decided and whole:
-        tied = row.cells[0].rounded(comparison.difference) == 0
-        kind = "tied" if tied else "undecided"
-    return Verdict(kind, best, replace(comparison, difference=sign * comparison.difference))
-
-
-def _oriented(table: SweepTable) -> list[Array]:
-    """Return the values [rows, seeds, columns] of each group to compare, larger is better.
-
-    References have none, and neither has any row of a table that is not judged.
-    """
-    columns = len(table.columns) - table.layout.average
-    seeds = list(dict.fromkeys(s for row in table.rows for cell in row.cells for s in cell.seeds))
-    found = []
-    for group in table.groups:
-        values = np.full((len(group.rows), len(seeds), columns), np.nan)
-        for r, row in enumerate(group.rows):
-            compared = table.judged and not row.is_reference and not row.bias
-            shown = row.cells[:columns] if compared else ()
-            for c, cell in enumerate(shown):
-                sign = 1.0 if cell.percent else -1.0
-                for seed, value in cell.seeds.items():
-                    if value is not None:
-                        values[r, seeds.index(seed), c] = sign * value
-        found.append(values)
-    return found
+    return tuple(_build(sweep, layout) for sweep in sweeps for layout in sweep.tables)
 
 
 def _build(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
@@ -505,11 +250,11 @@ def _build(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
         runs = by_place.get((row, column), [])
         labels = dict(zip(layout.rows + layout.columns, row + column, strict=True))
         labels |= {axis: only[0] for axis, only in layout.where.items() if len(only) == 1}
-        return _with_paper(_cell(runs), comparable, reference, layout.paper, labels)
+        return with_paper(average_runs(runs), comparable, reference, layout.paper, labels)
 
     def average(row: tuple[str, ...], found: Sequence[TableCell]) -> TableCell:
         labels = dict(zip(layout.rows, row, strict=True)) | dict.fromkeys(layout.columns, AVERAGE)
-        return _with_paper(_mean(found), comparable, reference, layout.paper, labels)
+        return with_paper(average_columns(found), comparable, reference, layout.paper, labels)
 
     groups = []
     for head, members in itertools.groupby(rows, key=lambda row: row[:-1]):
@@ -524,23 +269,31 @@ def _build(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
             f"{axis}: {sweep.shown_label(axis, name)}"
             for axis, name in zip(layout.rows[:-1], head, strict=True)
         )
-        marked = _mark_best(table_rows) if sweep.decides else tuple(table_rows)
+        marked = mark_best(table_rows) if sweep.decides else tuple(table_rows)
         groups.append(RowGroup(label, marked))
-    names = [
-        tuple(_head(sweep, axis, label) for axis, label in zip(layout.columns, column, strict=True))
-        or ("",)
-        for column in columns
-    ]
-    if layout.average:
-        names.append((AVERAGE, *[""] * (len(layout.columns) - 1)))
     metrics = tuple(dict.fromkeys(cell.metric for cell in cells))
     one_unit = len({cell.unit for cell in cells}) == 1
     one_measure = len({(c.id, c.metric) for c in cells}) == len({c.id for c in cells})
     judged = sweep.decides and one_unit and one_measure and all(map(has_order, metrics))
-    table = SweepTable(sweep, layout, tuple(names), tuple(groups), metrics, tuple(cells), judged)
-    if not layout.columns and names:  # the only column is headed by what it shows
-        table = replace(table, columns=((table.unit,), *names[1:]))
+    shown, pairs = judge(groups, len(columns)) if judged else (tuple(groups), 0)
+    heads = _heads(sweep, layout, columns)
+    table = SweepTable(sweep, layout, heads, shown, metrics, tuple(cells), judged, pairs)
+    if not layout.columns and heads:  # the only column is headed by what it shows
+        table = replace(table, columns=((table.unit,), *heads[1:]))
     return table
+
+
+def _heads(
+    sweep: SweepOutcome, layout: TableLayout, columns: Sequence[tuple[str, ...]]
+) -> tuple[tuple[str, ...], ...]:
+    """Return :attr:`SweepTable.columns`, given the labels of each."""
+    heads = [
+        tuple(_head(sweep, axis, label) for axis, label in zip(layout.columns, column, strict=True))
+        or ("",)
+        for column in columns
+    ]
+    average = (AVERAGE, *[""] * (len(layout.columns) - 1))
+    return (*heads, *[average] * layout.average)
 
 
 def _head(sweep: SweepOutcome, axis: str, label: str) -> str:
@@ -548,93 +301,3 @@ def _head(sweep: SweepOutcome, axis: str, label: str) -> str:
     head = sweep.shown_label(axis, label)
     is_number = head == label and re.fullmatch(r"[-+.e\d]*\d[-+.e\d]*", label) is not None
     return f"{SYMBOLS.get(axis.rpartition('.')[2], axis)} = {label}" if is_number else head
-
-
-def _cell(runs: Sequence[CellOutcome]) -> TableCell:
-    """Average the runs of one place, seed by seed; a seed counts if all of its runs have values."""
-    percent = all(run.unit == "%" for run in runs)
-    by_seed: dict[str, list[float | None]] = {}
-    for run in runs:
-        by_seed.setdefault(run.labels.get(SEED, ""), []).append(run.value)
-    seeds = {seed: _mean_of(values, 100.0 if percent else 1.0) for seed, values in by_seed.items()}
-    return TableCell(tuple(runs), seeds, percent, decimals=_decimals(runs))
-
-
-def _mean(cells: Sequence[TableCell]) -> TableCell:
-    """Average columns, seed by seed; a seed counts if all columns have values."""
-    planned = [cell for cell in cells if cell.planned]
-    names = dict.fromkeys(seed for cell in planned for seed in cell.seeds)
-    seeds = {seed: _mean_of([cell.seeds.get(seed) for cell in planned]) for seed in names}
-    if len({run.unit for cell in planned for run in cell.runs}) > 1:
-        seeds = {}  # a mean of different units says nothing
-    percent = all(cell.percent for cell in planned)
-    decimals = planned[0].decimals if planned else 2
-    left_out = frozenset(place for place, cell in enumerate(cells) if not cell.planned)
-    return TableCell((), seeds, percent, left_out=left_out, decimals=decimals)
-
-
-def _decimals(runs: Iterable[CellOutcome]) -> int | None:
-    found = [run.decimals for run in runs]
-    known = [decimals for decimals in found if decimals is not None]
-    return max(known, default=2) if len(known) == len(found) else None
-
-
-def _mean_of(values: Sequence[float | None], factor: float = 1.0) -> float | None:
-    known = [value for value in values if value is not None]
-    return factor * float(np.mean(known)) if known and len(known) == len(values) else None
-
-
-def _with_paper(
-    cell: TableCell,
-    comparable: bool,
-    reference: Reference,
-    key: str | None,
-    labels: Mapping[str, str],
-) -> TableCell:
-    """Add the paper's number, and the difference from it where the two may be compared."""
-    if key is None or not cell.planned or not cell.percent:  # the paper prints no loss
-        return cell
-    value = reference.table_value(key, labels)
-    if value is None or cell.estimate is None or cell.left_out or not comparable:
-        return replace(cell, paper=value)
-    return replace(cell, paper=value, difference=cell.estimate.mean - value)
-
-
-def _mark_best(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:
-    """Mark the best of each column, as displayed; where all numbers are equal, none is.
-
-    Means are compared that have the most columns and seeds, if these are the same ones.
-    """
-    columns = [
-        _mark_column(column, [row.is_reference or bool(row.bias) for row in rows])
-        for column in zip(*(row.cells for row in rows), strict=True)
-    ]
-    cells = zip(*columns, strict=True) if columns else [()] * len(rows)
-    return tuple(replace(row, cells=own) for row, own in zip(rows, cells, strict=True))
-
-
-def _mark_column(cells: Sequence[TableCell], skip: Sequence[bool]) -> list[TableCell]:
-    known = [
-        cell
-        for cell, out in zip(cells, skip, strict=True)
-        if cell.estimate and not out and all(has_order(run.metric) for run in cell.runs)
-    ]
-    most = max(map(_size, known), default=(0, 0))
-    known = [cell for cell in known if _size(cell) == most]
-    values = {
-        id(cell): cell.rounded(cell.estimate.mean) * (1 if cell.percent else -1)
-        for cell in known
-        if cell.estimate is not None and len(set(map(_content, known))) == 1
-    }
-    best, least = max(values.values(), default=0.0), min(values.values(), default=0.0)
-    return [replace(cell, best=values.get(id(cell)) == best > least) for cell in cells]
-
-
-def _size(cell: TableCell) -> tuple[int, int]:
-    """Return how much a mean lacks and has: columns left out, as a negative number, and seeds."""
-    return -len(cell.left_out), cell.estimate.count if cell.estimate is not None else 0
-
-
-def _content(cell: TableCell) -> tuple[frozenset[int], frozenset[str]]:
-    """Return what a mean is over: the columns that it lacks, and the seeds that it has."""
-    return cell.left_out, frozenset(s for s, value in cell.seeds.items() if value is not None)
