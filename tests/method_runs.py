@@ -13,7 +13,8 @@ from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.reduce import Reducer, finish, partial_sum
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import global_model
-from trishul_ray.methods.base import LocalRun, State, method_class, method_names
+from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.methods.messages import LocalRun, State
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.rng import torch_rng
 from trishul_ray.storage import Store

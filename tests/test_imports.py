@@ -25,6 +25,7 @@ FOUNDATION = {
     "plugins",
     "redaction",
     "rng",
+    "shares",
     "version",
 }
 
@@ -43,7 +44,7 @@ MAY_IMPORT = {
     "experiment": {"adapters", "config", "data", "methods", "models", "stages", "tasks"},
     # A contract, which knows the part of an experiment that it may read as a protocol.
     "stages": {"adapters", "config", "methods"},
-    "draws": {"config", "methods"},
+    "draws": {"config"},
     "tasks": {"config", "data", "models"},
     "tracking": {"config", "storage"},
     # Plug-ins: what the guides document, and nothing imports them.

@@ -10,7 +10,6 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get_origin
@@ -28,6 +27,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from trishul_ray.shares import exact_share
 from trishul_ray.spectral.bases import BasisInit
 
 #: Short names of the paper's backbones, replaced by the hub's names before anything is hashed.
@@ -497,7 +497,7 @@ class FederationConfig(Section):
     @property
     def participants(self) -> int:
         """Number of clients that may take part: all but those held out."""
-        return self.clients - math.ceil(Fraction(str(self.held_out)) * self.clients)
+        return self.clients - math.ceil(exact_share(self.clients, self.held_out))
 
     @field_validator("compute_shares")
     @classmethod

@@ -6,8 +6,8 @@ from functools import lru_cache
 import numpy as np
 
 from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES, FederationConfig
-from trishul_ray.methods.base import exact_share
 from trishul_ray.rng import numpy_rng
+from trishul_ray.shares import exact_share
 
 
 def participants(federation: FederationConfig, seed: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from safetensors.numpy import save as save_tensors
 
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, arrays_digest
 from trishul_ray.federation.records import RoundRecord
-from trishul_ray.methods.base import State
+from trishul_ray.methods.messages import State
 from trishul_ray.storage import Store
 
 

@@ -17,7 +17,8 @@ from trishul_ray.federation.reduce import (
     rejection_reason,
     unit_sizes,
 )
-from trishul_ray.methods.base import State, method_class
+from trishul_ray.methods.base import method_class
+from trishul_ray.methods.messages import State
 
 UNITS = np.array([4, 4, 9, 3])
 EXPECTED = Expected({"shared": 20}, UNITS)

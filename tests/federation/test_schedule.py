@@ -17,7 +17,7 @@ from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.schedule import learning_rates
-from trishul_ray.methods.base import exact_share
+from trishul_ray.shares import exact_share
 
 SPANS = st.tuples(st.integers(1, 6), st.integers(1, 9))
 

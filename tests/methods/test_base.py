@@ -12,8 +12,9 @@ from newcomers import NEWCOMERS, unloaded_after
 
 from trishul_ray.federation.messages import to_tensor
 from trishul_ray.federation.workbench import new_run
-from trishul_ray.methods.base import build_method, exact_share, method_class, register
+from trishul_ray.methods.base import build_method, method_class, register
 from trishul_ray.methods.fedit import FedIT
+from trishul_ray.shares import exact_share
 
 
 def takes_limits(name):

@@ -30,7 +30,7 @@ from trishul_ray.federation.on_ray.slices import Slices
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.reduce import combine, partial_sum
 from trishul_ray.federation.server import Server
-from trishul_ray.methods.base import State
+from trishul_ray.methods.messages import State
 from trishul_ray.storage import Store
 
 #: Restarts of an actor, and losses of a coordinator in one round, that a run gets over.

@@ -33,7 +33,8 @@ from trishul_ray.federation.reduce import (
 )
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import Workbench, global_model
-from trishul_ray.methods.base import Round, method_class
+from trishul_ray.methods.base import method_class
+from trishul_ray.methods.messages import Round
 from trishul_ray.models.lookup import quiet_transformers
 from trishul_ray.stages import ArrayState
 from trishul_ray.storage import Store

@@ -24,7 +24,8 @@ from trishul_ray.data.prepare import find_source, prepare
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.files import write_file
-from trishul_ray.methods.base import Site, build_method
+from trishul_ray.methods.base import build_method
+from trishul_ray.methods.messages import Site
 from trishul_ray.models.builtin import BUILTINS, Builtin
 from trishul_ray.version import __version__
 

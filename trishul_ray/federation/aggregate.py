@@ -11,7 +11,7 @@ from trishul_ray.errors import FailsAgainError
 from trishul_ray.federation.messages import Outcome, Upload, as_tensor, to_array, to_tensor
 from trishul_ray.federation.reduce import Reducer, finish
 from trishul_ray.federation.uploads import UploadReader
-from trishul_ray.methods.base import ClientUpload, Round
+from trishul_ray.methods.messages import ClientUpload, Round
 from trishul_ray.stages import ArrayState, MeanChange, Partial, Stages
 
 

@@ -33,7 +33,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays
 from trishul_ray.federation.records import OPTIONAL, RoundRecord
 from trishul_ray.files import Json
-from trishul_ray.methods.base import State
+from trishul_ray.methods.messages import State
 from trishul_ray.stages import ArrayState, Memory
 from trishul_ray.storage import Store
 

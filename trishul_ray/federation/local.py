@@ -34,7 +34,8 @@ from trishul_ray.federation.reduce import configured_weight
 from trishul_ray.federation.survey import answer_survey
 from trishul_ray.federation.workbench import Workbench, bound, client_stream, new_run
 from trishul_ray.memory import memory_of, peak_memory
-from trishul_ray.methods.base import LocalRun, Method, State, Tensors, count_numbers
+from trishul_ray.methods.base import Method
+from trishul_ray.methods.messages import LocalRun, State, Tensors, count_numbers
 from trishul_ray.rng import numpy_rng
 from trishul_ray.stages import ArrayState, Change, Sender
 

@@ -3,7 +3,7 @@
 import math
 
 from trishul_ray.config import OptimizerConfig
-from trishul_ray.methods.base import exact_share
+from trishul_ray.shares import exact_share
 
 
 def depends_on_rounds(settings: OptimizerConfig) -> bool:

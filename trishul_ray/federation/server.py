@@ -39,7 +39,8 @@ from trishul_ray.federation.scoring import Scoring
 from trishul_ray.federation.transfers import Transfers, over_clients
 from trishul_ray.federation.uploads import UploadReader
 from trishul_ray.memory import PeakMemory
-from trishul_ray.methods.base import Method, Round, State, build_method
+from trishul_ray.methods.base import Method, build_method
+from trishul_ray.methods.messages import Round, State
 from trishul_ray.rng import numpy_rng
 from trishul_ray.stages import ArrayState, Cohort, Partial, RunPlan, Sent, Stages
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trishul_ray.draws import batch_order
 from trishul_ray.federation.messages import TrainJob, TrainReport, Upload, to_array
 from trishul_ray.federation.workbench import Workbench, client_stream
-from trishul_ray.methods.base import State, Tensors
+from trishul_ray.methods.messages import State, Tensors
 from trishul_ray.rng import numpy_rng
 
 

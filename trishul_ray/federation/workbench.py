@@ -27,7 +27,8 @@ from trishul_ray.federation.reduce import round_units, unit_sizes
 from trishul_ray.federation.schedule import learning_rates
 from trishul_ray.gpu import device_named
 from trishul_ray.memory import memory_of, reset_peak
-from trishul_ray.methods.base import LocalRun, Method, Site, build_method
+from trishul_ray.methods.base import Method, build_method
+from trishul_ray.methods.messages import LocalRun, Site
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import run_dtype
 from trishul_ray.models.lookup import ModelKind

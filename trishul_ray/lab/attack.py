@@ -26,8 +26,8 @@ from pydantic import Field, model_validator
 
 from trishul_ray.config import Section, in_id_if_set
 from trishul_ray.errors import InputError
-from trishul_ray.methods.base import exact_share
 from trishul_ray.rng import numpy_rng
+from trishul_ray.shares import exact_share
 from trishul_ray.stages import Change, Sender, Stage, register_stage
 
 if TYPE_CHECKING:

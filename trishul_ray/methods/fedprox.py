@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from trishul_ray.methods.adapters import AnyAdapterConfig
-from trishul_ray.methods.base import LocalRun, register
+from trishul_ray.methods.base import register
 from trishul_ray.methods.fedavg import FedAvg
+from trishul_ray.methods.messages import LocalRun
 
 if TYPE_CHECKING:
     from torch import Tensor

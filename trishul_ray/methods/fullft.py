@@ -5,7 +5,8 @@ reference of the paper's tables. The whole model is sent up and down each round.
 """
 
 from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.methods.base import Method, Site, register
+from trishul_ray.methods.base import Method, register
+from trishul_ray.methods.messages import Site
 
 
 @register("fullft")

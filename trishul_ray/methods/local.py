@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import AnyAdapter
-from trishul_ray.methods.base import LocalRun, State, Tensors, register
+from trishul_ray.methods.base import register
+from trishul_ray.methods.messages import LocalRun, State, Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,8 +29,9 @@ from pydantic import Field
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.config import in_id_if_set
 from trishul_ray.lazy import torch
-from trishul_ray.methods.base import LocalRun, MethodConfig, Round, State, Tensors, register
+from trishul_ray.methods.base import MethodConfig, register
 from trishul_ray.methods.fedit import FedIT
+from trishul_ray.methods.messages import LocalRun, Round, State, Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from trishul_ray.adapters.layout import Layout, Unit
-from trishul_ray.methods.base import Method, State
+from trishul_ray.methods.base import Method
+from trishul_ray.methods.messages import State
 from trishul_ray.rng import numpy_rng
 
 #: A state as it is sent and stored.

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from tolerances import between
 
 from trishul_ray.lab.methods.fedrpca import ITERATIONS, TOLERANCE, shrunk, sparse_part
-from trishul_ray.methods.base import ClientUpload, Round, State, method_class
+from trishul_ray.methods.base import method_class
+from trishul_ray.methods.messages import ClientUpload, Round, State
 
 seeds = st.integers(0, 2**32 - 1).map(lambda seed: torch.Generator().manual_seed(seed))
 

@@ -8,7 +8,7 @@ from method_runs import Recording, resumed, run, server_of, weights_of
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.lab.trishul import slots
-from trishul_ray.methods.base import Round
+from trishul_ray.methods.messages import Round
 
 #: Six rounds in which heads certainly move: of gradients that differ much, from equal numbers.
 MOVING = (

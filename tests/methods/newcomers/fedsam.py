@@ -6,8 +6,9 @@ same mini-batch.
 """
 
 from trishul_ray.lazy import torch
-from trishul_ray.methods.base import LocalRun, register
+from trishul_ray.methods.base import register
 from trishul_ray.methods.fedit import FedIT
+from trishul_ray.methods.messages import LocalRun
 
 
 @register("fedsam")

@@ -27,8 +27,8 @@ from trishul_ray.lab.clock.cohorts import (
     utility,
 )
 from trishul_ray.lab.clock.devices import Devices, DevicesConfig
-from trishul_ray.methods.base import exact_share
 from trishul_ray.rng import numpy_rng
+from trishul_ray.shares import exact_share
 from trishul_ray.stages import ClientRound, Memory, StepFlops, Traffic
 
 #: Largest number of attempts of a round if too few clients come in time.

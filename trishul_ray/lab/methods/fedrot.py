@@ -24,8 +24,9 @@ from pydantic import Field
 
 from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import lora_pairs
-from trishul_ray.methods.base import LocalRun, MethodConfig, State, Tensors, register
+from trishul_ray.methods.base import MethodConfig, register
 from trishul_ray.methods.fedit import FedIT
+from trishul_ray.methods.messages import LocalRun, State, Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

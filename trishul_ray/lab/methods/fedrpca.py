@@ -33,8 +33,9 @@ from pydantic import Field
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
-from trishul_ray.methods.base import MethodConfig, Round, State, register
+from trishul_ray.methods.base import MethodConfig, register
 from trishul_ray.methods.fedit import FedIT
+from trishul_ray.methods.messages import Round, State
 
 if TYPE_CHECKING:
     from torch import Tensor

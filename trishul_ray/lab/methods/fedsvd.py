@@ -22,8 +22,9 @@ from typing import ClassVar
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import lora_pairs
-from trishul_ray.methods.base import Round, Settings, State, register
+from trishul_ray.methods.base import Settings, register
 from trishul_ray.methods.fedit import FedIT
+from trishul_ray.methods.messages import Round, State
 
 
 @register("fedsvd")

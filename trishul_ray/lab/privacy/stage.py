@@ -23,7 +23,8 @@ from trishul_ray.lab.privacy.config import PrivacyConfig, refusal
 from trishul_ray.lab.privacy.mechanism import HIGH, LOW, SURVEY_NORM, Mechanism, reported
 from trishul_ray.lab.ring import Ring
 from trishul_ray.lab.server_optimizer import ServerConfig
-from trishul_ray.methods.base import Method, State
+from trishul_ray.methods.base import Method
+from trishul_ray.methods.messages import State
 from trishul_ray.rng import numpy_rng
 from trishul_ray.stages import (
     ArrayState,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
-from trishul_ray.methods.base import LocalRun, Settings, Site, State, Tensors, register
+from trishul_ray.methods.base import Settings, register
+from trishul_ray.methods.messages import LocalRun, Site, State, Tensors
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.methods.trishul import Stack, Trishul, TrishulConfig
 

@@ -31,7 +31,8 @@ from trishul_ray.lab.trishul.limited import (
     level_of,
 )
 from trishul_ray.lazy import torch
-from trishul_ray.methods.base import LocalRun, Round, Settings, Site, State, Tensors, register
+from trishul_ray.methods.base import Settings, register
+from trishul_ray.methods.messages import LocalRun, Round, Site, State, Tensors
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.methods.trishul import Stack, Trishul, TrishulConfig
 

@@ -19,16 +19,10 @@ from trishul_ray.adapters.layout import Layout
 from trishul_ray.lab.trishul import statistics
 from trishul_ray.lab.trishul.server_rules import DECAY, LEVELS, denoised, next_shares, rank_shares
 from trishul_ray.lazy import torch
-from trishul_ray.methods.base import (
-    LocalRun,
-    Round,
-    Settings,
-    State,
-    Tensors,
-    exact_share,
-    register,
-)
+from trishul_ray.methods.base import Settings, register
+from trishul_ray.methods.messages import LocalRun, Round, State, Tensors
 from trishul_ray.methods.trishul import Stack, Threshold, Trishul, TrishulConfig, spectra
+from trishul_ray.shares import exact_share
 from trishul_ray.spectral.svt import singular_values, svt_summary
 from trishul_ray.spectral.thresholds import hard_threshold
 

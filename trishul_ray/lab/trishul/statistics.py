@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lazy import torch
-from trishul_ray.methods.base import LocalRun, Round, State, Tensors
+from trishul_ray.methods.messages import LocalRun, Round, State, Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
