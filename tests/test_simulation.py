@@ -13,7 +13,7 @@ from simulation.faults import FAULTS
 from simulation.runs import KINDS, play
 
 from trishul_ray.federation.comparison import Comparison
-from trishul_ray.federation.on_ray.pool import ActorPool
+from trishul_ray.federation.on_ray.work import RoundWork
 
 GIVEN = os.environ.get("TRISHUL_TEST_SCHEDULES")
 #: Seeds of the schedules of each kind of run.
@@ -45,20 +45,17 @@ def test_a_disturbed_run_ends_with_the_bytes_of_a_quiet_one(kind, folder):
 
 
 def test_uploads_are_compared_when_the_last_client_has_trained(folder, monkeypatch):
-    events, run_each, begin = [], ActorPool._run_each, Comparison.begin
+    events, end, begin = [], RoundWork.end, Comparison.begin
 
-    def noted(self, count, submit, describe, after=(), done_with=lambda _: None):
-        def done(index):
-            events.append(describe(index).split()[0])
-            done_with(index)
-
-        return run_each(self, count, submit, describe, after, done)
+    def noted(self, number):
+        events.append(self.describe(number).split()[0])
+        end(self, number)
 
     def begun(self, uploads):
         events.append("comparison")
         begin(self, uploads)
 
-    monkeypatch.setattr(ActorPool, "_run_each", noted)
+    monkeypatch.setattr(RoundWork, "end", noted)
     monkeypatch.setattr(Comparison, "begin", begun)
     play(0, "plain", folder)
     pairs = {*itertools.pairwise(events)}

@@ -10,6 +10,7 @@ import pytest
 from trishul_ray.federation.checkpoint import CheckpointStore
 from trishul_ray.federation.on_ray.driver import RayDriver
 from trishul_ray.federation.on_ray.pool import ActorPool
+from trishul_ray.federation.on_ray.work import RoundWork
 from trishul_ray.federation.server import Server
 
 
@@ -35,7 +36,7 @@ class Fault:
 
 FAULTS = {
     "a dead actor's job is lost": Fault(
-        ActorPool, "_run_each", "waiting.appendleft(index)", "pass"
+        ActorPool, "_run_each", "waiting.appendleft(number)", "pass"
     ),
     "an unseen death is waited for": Fault(
         ActorPool, "_run_each", "waiting.extendleft(self._take_back(running))", "pass"
@@ -44,14 +45,14 @@ FAULTS = {
         ActorPool, "_take_back", "running.pop(call)[0]", "running[call][0]"
     ),
     "kept uploads are given up": Fault(
-        ActorPool, "run", "if index not in kept:", "if True:", "many uploads"
+        RoundWork, "end", "if index not in self._kept:", "if True:", "many uploads"
     ),
     "a group is summed before its uploads are there": Fault(
         ActorPool, "_run_each", "if not blocked[later]:", "if True:", "many uploads"
     ),
     "uploads of a first attempt count": Fault(
-        ActorPool, "run", "uploads.update(zip(unit, sent, strict=True))",
-        "[uploads.setdefault(i, each) for i, each in zip(unit, sent)]",
+        RoundWork, "_submit", "self._uploads.update(zip(unit, sent, strict=True))",
+        "[self._uploads.setdefault(i, each) for i, each in zip(unit, sent)]",
     ),
     "lost uploads are waited for": Fault(
         ActorPool, "_check_nodes", "if lost := self._made_on - alive:", "if lost := set():",

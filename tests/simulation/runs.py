@@ -19,6 +19,7 @@ from simulation.world import DriverKilled, Handle, Hang, World, methods_of
 import trishul_ray.federation.on_ray.coordinator as coordinator_module
 import trishul_ray.federation.on_ray.driver as driver_module
 import trishul_ray.federation.on_ray.pool as pool_module
+import trishul_ray.federation.on_ray.work as work_module
 from trishul_ray.contract.methods import untimed
 from trishul_ray.errors import RunError
 from trishul_ray.experiment.loading import load_experiment
@@ -195,7 +196,7 @@ def in_world(world: World, reference: Undisturbed, done: Counter[str]) -> Any:
         return report
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (pool_module, coordinator_module, driver_module):
+        for module in (pool_module, work_module, coordinator_module, driver_module):
             patch.setattr(module, "ray", world.verbs)
         patch.setattr(pool_module, "is_restarting", lambda a: world.state_of(a) == "RESTARTING")
         for module in (pool_module, driver_module):

@@ -24,20 +24,17 @@ from ray.exceptions import (
 
 from trishul_ray.errors import InputError, RunError, first_line, typed_line
 from trishul_ray.federation.messages import (
-    MOST_CLIENTS,
     Arrays,
     Blueprint,
-    EvalJob,
     Job,
     Outcome,
-    TrainJob,
     Upload,
     changed_sources,
-    units_of_work,
 )
 from trishul_ray.federation.on_ray.process import Assignment, Process
 from trishul_ray.federation.on_ray.ray_internals import draining_nodes, is_gone, is_restarting
-from trishul_ray.federation.reduce import FAN_IN, Reducer, combine, groups, sum_groups
+from trishul_ray.federation.on_ray.work import RoundWork, Work
+from trishul_ray.federation.reduce import FAN_IN, Reducer, combine, sum_groups
 from trishul_ray.stages import ArrayState, Partial
 
 #: After this many seconds without an answer, the pool looks for actors that wait for a restart.
@@ -141,9 +138,10 @@ class ActorPool:
         if survey:
             reference = ray.put(survey)
             (self._blueprint,) = self._run_each(
-                1,
-                lambda actor, _: actor.describe.remote(self._run, reference),
-                lambda _: "building adapters",
+                Work(
+                    lambda actor, _: actor.describe.remote(self._run, reference),
+                    lambda _: "building adapters",
+                )
             )
         assert self._blueprint is not None  # the constructor waits for it
         return self._blueprint
@@ -155,94 +153,31 @@ class ActorPool:
         reducer: Reducer | None = None,
         trained: Callable[[Sequence[Any]], None] | None = None,
     ) -> Outcome:
-        """Run all jobs; one ``ray.put`` of the broadcast serves them all.
-
-        A group of uploads is summed by the next idle actor, and then given up; see
-        ``Executor.run``.
+        """Run all jobs on idle actors; see ``Executor.run``.
 
         Raises:
             RunError: A job failed, or no actor is left.
         """
         self._leave_draining_nodes()
         self._made_on.clear()
-        reference = ray.put(broadcast)
-        uploads: dict[int, Any] = {}
-        sums: dict[int, Any] = {}
-        units = units_of_work(jobs, self._run.experiment["federation"]["stacked"])
-        train = [index for index, job in enumerate(jobs) if isinstance(job, TrainJob)]
-        parts: list[list[int]] = []
-        if reducer is not None and len(train) > FAN_IN:
-            parts = [[train[i] for i in group] for group in groups(train)]
-        shared = ray.put(reducer) if parts else None
-        unit_of = {index: number for number, unit in enumerate(units) for index in unit}
-        kept = train[:MOST_CLIENTS]
-        training = {unit_of[index] for index in train}
-
-        def submit(actor: Any, number: int) -> Any:
-            if number >= len(units):
-                part = [uploads[index] for index in parts[number - len(units)]]
-                answer, sums[number] = actor.reduce.remote(self._run, shared, part)
-                return answer
-            unit = units[number]
-            own = [jobs[index] for index in unit]
-            if isinstance(own[0], EvalJob):
-                return actor.evaluate.remote(self._run, reference, own[0])
-            train = actor.train.options(num_returns=1 + len(own))
-            reports, *sent = train.remote(self._run, reference, *own)
-            uploads.update(zip(unit, sent, strict=True))
-            return reports
-
-        def describe(number: int) -> str:
-            if number >= len(units):
-                return f"summing group {number - len(units)}"
-            return " and ".join(_describe_job(jobs[index]) for index in units[number])
-
-        def note_end(number: int) -> None:
-            """Give up uploads that are summed; say when all clients have trained."""
-            for index in parts[number - len(units)] if number >= len(units) else ():
-                if index not in kept:
-                    del uploads[index]
-            if number in training:
-                training.remove(number)
-                if not training and trained is not None:
-                    trained([uploads[index] for index in kept])
-
-        after = [{unit_of[index] for index in part} for part in parts]
-        answers = self._run_each(len(units), submit, describe, after, note_end)
-        results: dict[int, Any] = {}
-        for unit, found in zip(units, answers, strict=False):  # sums follow
-            in_training = isinstance(jobs[unit[0]], TrainJob)
-            results |= zip(unit, found if in_training else [found], strict=True)
+        work = RoundWork(self._run, broadcast, jobs, reducer, trained)
+        answers = self._run_each(work)
         events, self._events = self._events, []
-        return Outcome(
-            uploads=[uploads[i] for i in train if i in uploads],
-            reports=[results[i] for i in train],
-            evaluations=[results[i] for i in range(len(jobs)) if isinstance(jobs[i], EvalJob)],
-            events=events,
-            sums=[sums[number] for number in sorted(sums)],
-        )
+        return work.outcome(answers, events)
 
-    def _run_each(
-        self,
-        count: int,
-        submit: Callable[[Any, int], Any],
-        describe: Callable[[int], str],
-        after: Sequence[set[int]] = (),
-        done_with: Callable[[int], None] = lambda _: None,
-    ) -> list[Any]:
-        """Return the results of ``submit(actor, index)`` for every index, on any idle actor.
+    def _run_each(self, work: Work) -> list[Any]:
+        """Return the results of all calls, each made on any idle actor.
 
-        Indices from ``count`` on are those of work that is there, before all else that waits, once
-        all of its element of ``after`` are done.
+        A call that waits for others is made, once they have ended, before all else that waits.
         """
-        waiting, idle = deque(range(count)), deque(self.actors)
-        blocked = {count + i: {*needed} for i, needed in enumerate(after)}
-        running: dict[Any, tuple[int, Any]] = {}  # reference -> (index, actor)
+        waiting, idle = deque(range(work.count)), deque(self.actors)
+        blocked = {work.count + i: {*needed} for i, needed in enumerate(work.after)}
+        running: dict[Any, tuple[int, Any]] = {}  # reference -> (number, actor)
         results: dict[int, Any] = {}
         while waiting or running:
             while waiting and idle:
-                index, actor = waiting.popleft(), idle.popleft()
-                running[submit(actor, index)] = (index, actor)
+                number, actor = waiting.popleft(), idle.popleft()
+                running[work.submit(actor, number)] = (number, actor)
             watched = [*running, *self._starting]
             if not watched:
                 raise RunError(f"every client actor is gone: {'; '.join(self._events[-3:])}")
@@ -255,34 +190,41 @@ class ActorPool:
                 if self._add_started(done):
                     idle.append(self.actors[-1])
                 continue
-            index, actor = running.pop(done)
+            number, actor = running.pop(done)
             try:
-                process, results[index] = ray.get(done)
+                process, results[number] = ray.get(done)
             except RayActorError as error:
-                if is_gone(actor):
-                    self._drop(actor, error)
-                else:
-                    self._wait_for_restart(actor)
-                waiting.appendleft(index)
+                self._note_death(actor, error)
+                waiting.appendleft(number)
                 continue
             except RayTaskError as error:
-                if not isinstance(error.cause, GetTimeoutError):
-                    raise run_error(f"{describe(index)} failed", error) from error
-                self._check_nodes()
-                self._events.append(f"{describe(index)} waited too long for uploads: again")
-                waiting.append(index)
+                self._check_if_late(error, work.describe(number))
+                waiting.append(number)
                 idle.append(actor)
                 continue
             self._note_restart(actor, process)
             self._made_on.add(process.node)
             idle.append(actor)
-            done_with(index)
+            work.end(number)
             for later in list(blocked):
-                blocked[later].discard(index)
+                blocked[later].discard(number)
                 if not blocked[later]:
                     del blocked[later]
                     waiting.appendleft(later)
-        return [results[index] for index in range(count + len(after))]
+        return [results[number] for number in range(work.count + len(work.after))]
+
+    def _note_death(self, actor: Any, error: RayActorError) -> None:
+        if is_gone(actor):
+            self._drop(actor, error)
+        else:
+            self._wait_for_restart(actor)
+
+    def _check_if_late(self, error: RayTaskError, action: str) -> None:
+        """Raise an error unless all that failed is that uploads came too late."""
+        if not isinstance(error.cause, GetTimeoutError):
+            raise run_error(f"{action} failed", error) from error
+        self._check_nodes()
+        self._events.append(f"{action} waited too long for uploads: again")
 
     def _check_nodes(self) -> None:
         """Raise a RayError if results of this round are lost with a node."""
@@ -371,7 +313,7 @@ class ActorPool:
             totals.append(total)
             return answer
 
-        self._run_each(1, add, lambda _: "adding the sums of groups")
+        self._run_each(Work(add, lambda _: "adding the sums of groups"))
         return totals[-1]
 
     def fetch(self, uploads: list[Any]) -> list[Upload]:
@@ -382,9 +324,3 @@ class ActorPool:
     def processes(self) -> list[int]:
         """Return the last known process ids of the started actors."""
         return [self._processes[actor].pid for actor in self.actors]
-
-
-def _describe_job(job: Job) -> str:
-    if isinstance(job, TrainJob):
-        return f"client {job.client} in round {job.round}"
-    return f"evaluation of rows {job.start}:{job.stop} after round {job.round}"
