@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -105,7 +105,9 @@ class _Watch:
         while not self._closed.wait(LOOK_SECONDS if self._own else WATCH_SECONDS):
             if (why := self._loss()) is not None:
                 workers = self._workers()  # while their parents are known
-                self._kill_own()
+                # A GCS that says that the node is lost ends this process: Ray's client then
+                # recovers the node's objects without an object store, and calls ``_Exit(1)``.
+                _kill(self._own)
                 # A signal to all processes may reach this one last.
                 until = time.monotonic() + WATCH_SECONDS
                 while not self._asked() and time.monotonic() < until:
@@ -117,16 +119,6 @@ class _Watch:
 
     def _asked(self) -> bool:
         return self._interrupted or bool(stop_signals)
-
-    def _kill_own(self) -> None:
-        """End the rest of Ray at once: a GCS that says that the node is lost ends this process.
-
-        Ray's client then recovers the objects of the node, which it cannot without an object store,
-        and calls ``_Exit(1)``.
-        """
-        for process in self._own:
-            with suppress(psutil.Error):
-                process.kill()
 
     def _loss(self) -> str | None:
         if any(process.poll() is not None for process in self._own):
@@ -142,9 +134,7 @@ class _Watch:
     def _end(self, why: str, workers: list[psutil.Process]) -> None:
         # Workers would end by themselves, but after the last words: one could open a run again.
         workers = [*workers, *self._workers()]
-        for process in workers:
-            with suppress(psutil.Error):
-                process.kill()
+        _kill(workers)
         psutil.wait_procs(workers, timeout=WATCH_SECONDS)
         asked = self._asked()
         if not last_words:
@@ -155,6 +145,12 @@ class _Watch:
             except Exception:
                 traceback.print_exc()
         os._exit(128 + (stop_signals or [signal.SIGINT])[0] if asked else 1)
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
@@ -349,9 +345,7 @@ def _init_twice(**options: Any) -> None:
         if "timed out" not in str(error):
             raise
     ray.shutdown()
-    for process in set(psutil.Process().children()) - before:
-        with suppress(psutil.Error):
-            process.kill()
+    _kill(set(psutil.Process().children()) - before)
     ray.init(**options)
 
 
