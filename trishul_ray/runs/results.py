@@ -99,14 +99,13 @@ def summarize(
     records, blueprint = result.checkpoint.records, result.blueprint
     headline = blueprint.metrics.headline
     measured = [record for record in records if record.scored]
-    rows = [record.row() for record in records]
     chosen_on: ScoredSplit = "validation" if "validation" in blueprint.scored else "test"
     best = max(measured[1:], key=lambda r: r.scores[score_name(headline, chosen_on)])
     names = [score_name(n, rows) for rows in blueprint.scored for n in blueprint.metrics.names]
     last = measured[-1]
 
     def total(name: str) -> int:
-        return int(sum(row.get(name, 0) for row in rows))
+        return int(sum(record.row().get(name, 0) for record in records))
 
     return RunSummary(
         id=experiment.id,

@@ -34,6 +34,8 @@ from trishul_ray.errors import InputError
 from trishul_ray.lazy import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 #: Initialization of bases; see the table above.
@@ -104,24 +106,36 @@ def draw_bases(
     if init == "gram_schmidt" and heads * rank > min(d_out, d_in):
         _handle_overflow(overflow, heads, rank, d_out, d_in)
 
-    columns = [_gaussian(d, heads * rank, generator) for d in (d_out, d_in)]
-    if init == "gram_schmidt":
-        sides = [_jointly_orthonormal(g, heads, rank) for g in columns]
-    elif init == "random_normal":
-        sides = [_orthonormal_heads(g, heads, rank) for g in columns]
-    elif init == "rv_random_normal":
-        sides = [g * (1 / math.sqrt(g.shape[0]) if sigma is None else sigma) for g in columns]
-    elif init == "constant":
-        sides = [_orthonormal(g[:, :rank]).repeat(1, heads) for g in columns]
+    gaussians = [_gaussian(d, heads * rank, generator) for d in (d_out, d_in)]
+    if init == "shared_subspace":
+        sides = _mixed(gaussians, heads, rank, generator)
     else:
-        m, n = (_orthonormal(g[:, :rank]) for g in columns)  # [d_out, r], [d_in, r]
-        mixes = _orthonormal(torch.stack([_gaussian(rank, rank, generator) for _ in range(heads)]))
-        # A_i = R_i N, so the columns of A_i^T are N^T R_i^T.
-        sides = [
-            torch.cat([m @ mix for mix in mixes], dim=1),
-            torch.cat([n @ mix.mT for mix in mixes], dim=1),
-        ]
+        sides = [_side(init, gaussian, heads, rank, sigma) for gaussian in gaussians]
     return sides[0].to(dtype).contiguous(), sides[1].mT.to(dtype).contiguous()
+
+
+def _side(init: BasisInit, gaussian: Tensor, heads: int, rank: int, sigma: float | None) -> Tensor:
+    """Return one side's basis [d, h r], drawn alike for both, from a Gaussian matrix [d, h r]."""
+    if init == "gram_schmidt":
+        return _jointly_orthonormal(gaussian, heads, rank)
+    if init == "random_normal":
+        return _orthonormal_heads(gaussian, heads, rank)
+    if init == "rv_random_normal":
+        return gaussian * (1 / math.sqrt(gaussian.shape[0]) if sigma is None else sigma)
+    return _orthonormal(gaussian[:, :rank]).repeat(1, heads)  # constant
+
+
+def _mixed(
+    gaussians: Sequence[Tensor], heads: int, rank: int, generator: torch.Generator
+) -> list[Tensor]:
+    """Return both sides [d, h r], whose heads are rotations ``M R_i`` and ``R_i N`` of one pair."""
+    m, n = (_orthonormal(g[:, :rank]) for g in gaussians)  # [d_out, r], [d_in, r]
+    mixes = _orthonormal(torch.stack([_gaussian(rank, rank, generator) for _ in range(heads)]))
+    # A_i = R_i N, so the columns of A_i^T are N^T R_i^T.
+    return [
+        torch.cat([m @ mix for mix in mixes], dim=1),
+        torch.cat([n @ mix.mT for mix in mixes], dim=1),
+    ]
 
 
 def _check_request(
