@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.sweeps.cells import distinct, find_sweeps
+from trishul_ray.sweeps.cells import distinct
 from trishul_ray.sweeps.cost import work_of
+from trishul_ray.sweeps.loading import find_sweeps
 
 PAGE = Path(__file__).parents[1] / "docs" / "what-a-cluster-costs.md"
 BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"

@@ -20,7 +20,8 @@ from scipy import stats
 from trishul_ray.errors import InputError
 from trishul_ray.paper.numbers import PAPER
 from trishul_ray.report.statistics import ALPHA, compare_rows
-from trishul_ray.sweeps.cells import Sweep, find_sweeps
+from trishul_ray.sweeps.cells import Sweep
+from trishul_ray.sweeps.loading import find_sweeps
 
 Array = NDArray[np.float64]
 #: The paper's numbers of a table: [rows, columns] for each group of rows.

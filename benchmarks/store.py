@@ -33,7 +33,7 @@ from rich.console import Console
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.storage import Store
-from trishul_ray.sweeps.cells import load_sweep
+from trishul_ray.sweeps.loading import load_sweep
 from trishul_ray.tracking.progress import RunProgress
 
 #: Seconds that each command may take with 10,000 runs.

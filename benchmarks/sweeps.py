@@ -25,7 +25,8 @@ from rich.console import Console
 from trishul_ray.federation.on_ray.driver import Workers
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.runs.runner import run_steps
-from trishul_ray.sweeps.cells import Sweep, TuneOptions, sweep_from_axes
+from trishul_ray.sweeps.cells import Sweep, TuneOptions
+from trishul_ray.sweeps.loading import sweep_from_axes
 from trishul_ray.sweeps.reproduce import reproduce
 from trishul_ray.tracking.progress import RunProgress, SweepProgress
 

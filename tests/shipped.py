@@ -2,7 +2,7 @@
 
 import functools
 
-from trishul_ray.sweeps.cells import find_sweeps
+from trishul_ray.sweeps.loading import find_sweeps
 
 
 @functools.cache

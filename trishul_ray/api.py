@@ -33,7 +33,8 @@ from trishul_ray.report.summary import RunSummary
 from trishul_ray.result import Result
 from trishul_ray.runs.export import open_run
 from trishul_ray.runs.runner import run_steps
-from trishul_ray.sweeps.cells import Sweep, TuneOptions, load_sweep
+from trishul_ray.sweeps.cells import Sweep, TuneOptions
+from trishul_ray.sweeps.loading import load_sweep
 from trishul_ray.sweeps.reproduce import reproduce
 from trishul_ray.tracking.progress import RunProgress, SweepProgress
 

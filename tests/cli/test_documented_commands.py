@@ -26,7 +26,7 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import get_builtin
-from trishul_ray.sweeps.cells import find_sweeps, load_sweep, sweep_from_axes
+from trishul_ray.sweeps.loading import find_sweeps, load_sweep, sweep_from_axes
 from trishul_ray.version import NUMERICS, __version__
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from moto.server import ThreadedMotoServer
 from ports import free_port
 from tiny_run import TINY
 
-from trishul_ray.sweeps.cells import find_sweeps
+from trishul_ray.sweeps.loading import find_sweeps
 
 #: A table to reproduce in place of four runs, such as vision, which takes a quarter of an hour.
 TABLE = os.environ.get("TRISHUL_TEST_TABLE")

@@ -37,7 +37,7 @@ from trishul_ray.methods.messages import State
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.report.summary import RunSummary, table_of_runs
 from trishul_ray.storage import Store
-from trishul_ray.sweeps.cells import load_sweep
+from trishul_ray.sweeps.loading import load_sweep
 
 ROOT = Path(__file__).parents[2]
 #: Inputs of each kind, without and with the slow tests.

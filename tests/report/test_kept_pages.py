@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trishul_ray.sweeps.cells import find_sweeps
+from trishul_ray.sweeps.loading import find_sweeps
 from trishul_ray.version import EDGE_NUMERICS, NUMERICS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

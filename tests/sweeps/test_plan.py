@@ -8,8 +8,9 @@ from rich.console import Console
 from summaries import invented_hardware, invented_summary
 
 from trishul_ray.errors import InputError
-from trishul_ray.sweeps.cells import distinct, find_sweeps, load_sweep, sweep_from_axes
+from trishul_ray.sweeps.cells import distinct
 from trishul_ray.sweeps.cost import work_of
+from trishul_ray.sweeps.loading import find_sweeps, load_sweep, sweep_from_axes
 from trishul_ray.sweeps.plan import device_of, make_plan, plan_notes, plan_table
 from trishul_ray.sweeps.status import CellState
 

@@ -8,7 +8,8 @@ from tiny_run import TINY
 
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.runs.runner import run_experiment
-from trishul_ray.sweeps.cells import TuneOptions, load_sweep
+from trishul_ray.sweeps.cells import TuneOptions
+from trishul_ray.sweeps.loading import load_sweep
 from trishul_ray.sweeps.reproduce import reproduce
 from trishul_ray.tracking.progress import RunProgress, SweepProgress
 

@@ -9,7 +9,8 @@ from shipped import shipped
 
 from trishul_ray.methods.base import method_class
 from trishul_ray.paper.numbers import PAPER, records
-from trishul_ray.sweeps.cells import distinct, find_sweeps
+from trishul_ray.sweeps.cells import distinct
+from trishul_ray.sweeps.loading import find_sweeps
 from trishul_ray.sweeps.reproduce import cell_name
 
 #: The paper's numbers: label by label, with ``metric`` and ``value``, by table.

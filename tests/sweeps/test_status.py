@@ -19,7 +19,7 @@ from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.report.summary import RunSummary, mark_finished, times_finished, unmark_finished
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.storage import Store, remove_unused_copies
-from trishul_ray.sweeps.cells import sweep_from_axes
+from trishul_ray.sweeps.loading import sweep_from_axes
 from trishul_ray.sweeps.status import (
     CellState,
     collect,

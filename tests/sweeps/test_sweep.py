@@ -13,7 +13,8 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.report.outcomes import FigureLayout, TableLayout
 from trishul_ray.sweeps import sweep_file
-from trishul_ray.sweeps.cells import distinct, find_sweeps, load_sweep, sweep_from_axes, vary
+from trishul_ray.sweeps.cells import distinct, vary
+from trishul_ray.sweeps.loading import find_sweeps, load_sweep, sweep_from_axes
 from trishul_ray.sweeps.samples import with_random_samples, with_samples
 from trishul_ray.sweeps.search import Domain, EarlyStopping, Search
 

@@ -257,7 +257,8 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
 
 def _experiments(words: Sequence[str], runs: str | None) -> "dict[str, Experiment]":
     """Return the cells of a command by id, with their results at ``runs``."""
-    from trishul_ray.sweeps.cells import distinct, sweep_from_axes
+    from trishul_ray.sweeps.cells import distinct
+    from trishul_ray.sweeps.loading import sweep_from_axes
 
     parameters = _parse(words)
     arguments: list[str] = list(parameters.get("arguments") or ())

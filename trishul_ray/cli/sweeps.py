@@ -93,7 +93,7 @@ def table(
     Repeat the command to continue: finished cells are never run again. The command `plan` shows
     what would run.
     """
-    from trishul_ray.sweeps.cells import find_sweeps
+    from trishul_ray.sweeps.loading import find_sweeps
 
     names, overrides = split_arguments(arguments)
     if not names:
@@ -128,7 +128,7 @@ def sweep(
 
     Repeat the command to continue: finished cells are never run again.
     """
-    from trishul_ray.sweeps.cells import load_sweep, sweep_from_axes
+    from trishul_ray.sweeps.loading import load_sweep, sweep_from_axes
 
     file, overrides = _split_file(arguments or [])
     if bool(file) == bool(axis):
@@ -166,8 +166,8 @@ def rates(
     Without such a file, tables take published rates. Repeat the command to continue; `trishul plan
     rates` shows what it costs.
     """
-    from trishul_ray.sweeps.cells import RATES, find_sweeps, load_sweep
-    from trishul_ray.sweeps.rates import check_rates, choose_rates, rates_table, write_rates
+    from trishul_ray.sweeps.loading import find_sweeps, load_sweep
+    from trishul_ray.sweeps.rates import RATES, check_rates, choose_rates, rates_table, write_rates
 
     file, overrides = _split_file(arguments or [])
     if file:
@@ -288,7 +288,7 @@ def load_sweeps(arguments: Sequence[str], profile: str, runs: str | None) -> "li
     Raises:
         InputError: There is no name, or a sweep cannot be loaded.
     """
-    from trishul_ray.sweeps.cells import find_sweeps, load_sweep
+    from trishul_ray.sweeps.loading import find_sweeps, load_sweep
     from trishul_ray.sweeps.samples import with_random_samples
 
     names, overrides = split_arguments(arguments)

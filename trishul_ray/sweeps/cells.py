@@ -1,8 +1,8 @@
-"""Sweeps: a base experiment, axes, and the tables and figures that the cells form.
+"""Sweeps and their cells, which are the combinations of the labels of all axes.
 
-A cell is one combination of axis labels. Its fields are those of the dataset's preset, then the
-sweep's base, the overrides of the command line, the values of the axes, and the adjustments of
-chosen cells; later ones win. An override that would reach only some cells is refused.
+The fields of a cell are those of the dataset's preset, then the sweep's base, the overrides of the
+command line, the values of the axes, and the adjustments of chosen cells; later ones win. An
+override that would reach only some cells is refused.
 """
 
 import itertools
@@ -13,35 +13,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trishul_ray.data.dataset import ScoredSplit, score_name
+from trishul_ray.data.dataset import ScoredSplit
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import check_found
-from trishul_ray.experiment.ids import may_identify
 from trishul_ray.experiment.loading import resolve_experiment, set_field
-from trishul_ray.report.figures.kind import check_figure
-from trishul_ray.report.outcomes import FigureLayout, Labels, Profile, SweepHead, TableLayout
-from trishul_ray.report.references import figure_keys, table_keys
-from trishul_ray.sweeps.placed_yaml import Items, Pairs, Scalar, Value, fail, parse, plain
+from trishul_ray.report.outcomes import Labels, SweepHead
+from trishul_ray.sweeps.placed_yaml import Value, fail, plain
 from trishul_ray.sweeps.search import EarlyStopping, Search
-from trishul_ray.sweeps.sweep_file import (
-    MAX_CELLS,
-    Fields,
-    SweepFile,
-    field_of,
-    folders,
-    hint,
-    read_axis,
-    read_file,
-    read_overrides,
-    unknown_field,
-)
+from trishul_ray.sweeps.sweep_file import MAX_CELLS, Fields, SweepFile, field_of
 
-#: The sweep of a profile that chooses learning rates, and the axis that it chooses from.
-RATES, RATE = "rates", "optimizer.lr"
+#: The axis of learning rates.
+RATE = "optimizer.lr"
 #: Caveat of a table whose runs were chosen by the scores that it shows.
 CHOSEN_ON_TEST = "chosen on the test rows"
-_PROFILES: tuple[Profile, ...] = ("paper", "small", "smoke")
 
 
 @dataclass(frozen=True)
@@ -135,95 +120,6 @@ class CellRun:
 FindRun = Callable[[Mapping[str, Any]], CellRun]
 
 
-def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
-    """Read a sweep file and validate every cell.
-
-    ``overrides`` are ``key=value`` strings for every cell, which win over ``base``. One that an
-    axis or ``adjust`` sets, too, is refused, but a range or list of seeds, ``seed=0..4``, takes the
-    place of the axis ``seed``.
-
-    Raises:
-        InputError: One line that names file, line, fault and remedy.
-    """
-    return _load(path, read_file(path), overrides)
-
-
-def _load(path: Path, file: SweepFile, overrides: Sequence[str]) -> Sweep:
-    """Return the sweep of a file, given what it holds."""
-    name = file.name
-    if name is None:  # that of the file must be one, too
-        name = SweepFile.of(Pairs(str(path), {"name": Scalar(path.stem, str(path), "")})).name
-    folder = path.resolve().parent.name
-    profile: Profile = next((each for each in _PROFILES if each == folder), "custom")
-    return _build(file, name or "", file.profile or profile, path, read_overrides(overrides))
-
-
-def sweep_from_axes(axes: Sequence[str], overrides: Sequence[str] = ()) -> Sweep:
-    """Make a sweep of axes as given on the command line: ``method.lam=0,0.01``, ``seed=0..4``.
-
-    Raises:
-        InputError: As :func:`load_sweep`.
-    """
-    read = Pairs("--axis")
-    for text in axes:
-        name, equals, raw = text.partition("=")
-        name, place = name.strip(), f"--axis {text!r}"
-        if not equals or not name:
-            raise InputError(f"{place}: must be of the form field=value,value or field=0..4")
-        if name in read:
-            raise InputError(f"{place}: axis {name!r} is given twice; remove one")
-        if wrong := unknown_field(name):
-            raise InputError(f"{place}: {wrong}")
-        read[name] = parse(f"[{raw}]", place, place)
-    content = Pairs("--axis", {"axes": read})
-    title = "Sweep over " + ", ".join(read) if read else "One run"
-    content["title"] = Scalar(title, "--axis", title)
-    return _build(SweepFile.of(content), "sweep", "custom", None, read_overrides(overrides))
-
-
-def find_sweeps(
-    names: Sequence[str], profile: str, overrides: Sequence[str] = ()
-) -> tuple[Sweep, ...]:
-    """Load the sweeps of a profile, from ``./sweeps`` or those that come with the package.
-
-    The name ``all`` stands for every sweep of the profile, in the paper's order, but those whose
-    file says ``in_all: false``, as those beyond the paper do.
-
-    Raises:
-        InputError: There is no such sweep, or as :func:`load_sweep`.
-    """
-    files: dict[str, Path] = {}
-    for folder in reversed(folders()):
-        found = sorted((folder / profile).glob("*.yaml"))
-        files |= {file.stem: file for file in found if not file.stem.startswith("_")}
-    if not files:
-        raise InputError(
-            f"profile {profile!r} has no sweeps in {' or '.join(map(str, folders()))}; "
-            f"known profiles: {', '.join(_PROFILES)}"
-        )
-    wanted: dict[str, SweepFile] = {}
-    for name in names:
-        if name != "all" and name not in files:
-            near = hint(name, sorted(files))
-            if name.endswith((".yaml", ".yml")):
-                near = f"for a sweep file of your own: trishul sweep {name}"
-            raise InputError(f"profile {profile!r} has no sweep {name!r}; {near}")
-        for each in sorted(files) if name == "all" else [name]:
-            file = read_file(files[each])
-            if file.in_all or name != "all":
-                wanted.setdefault(each, file)
-    sweeps = [_load(files[name], file, overrides) for name, file in wanted.items()]
-    return tuple(sorted(sweeps, key=_position) if "all" in names else sweeps)
-
-
-def _position(sweep: Sweep) -> int:
-    """Return the position of a sweep's first table in the paper."""
-    keys = table_keys()
-    return min(
-        (keys.index(table.paper) for table in sweep.tables if table.paper), default=len(keys)
-    )
-
-
 def distinct(sweeps: Sequence[Sweep]) -> dict[str, Experiment]:
     """Return the experiments of all cells by id, in order, each once.
 
@@ -250,69 +146,7 @@ def vary(cell: Cell, values: Mapping[str, Any]) -> Cell:
     return replace(cell, experiment=_resolve(fields), labels=labels, fields=fields)
 
 
-def _build(
-    file: SweepFile, name: str, profile: Profile, path: Path | None, overrides: Fields
-) -> Sweep:
-    seeds = overrides.get("seed")
-    if seeds is not None and "seed" in file.axes and (isinstance(seeds, Items) or ".." in seeds):
-        # `seed=0..4` on the command line replaces the sweep's axis of seeds.
-        file = file.with_axis("seed", read_axis("seed", seeds))
-        overrides = {field: value for field, value in overrides.items() if field != "seed"}
-    cells = _expand(file, overrides)
-    title = file.title or name
-    search = file.search
-    _check_metrics(file)
-    if search is not None:
-        _check_search(file, search, cells)
-        for field in overrides.keys() & search.space.keys():
-            fail(
-                overrides[field],
-                f"`search` samples {field}, so it reaches no run; leave it out",
-            )
-    search = None if search is not None and search.kind == "grid" else search
-    varies_rate = RATE in file.axes or (search is not None and RATE in search.space)
-    if varies_rate and any(cell.fields.get("optimizer.rates") for cell in cells):
-        file.fail(
-            f"optimizer.rates replaces the learning rates that {RATE} varies; remove one of them",
-            "axes",
-        )
-    stopping = file.early_stopping and _checked_stopping(file, search, cells)
-    tables = _checked_tables(file, name, title, cells)
-    if len(tables) == 1 and "title" not in tables[0].model_fields_set:
-        tables = [tables[0].model_copy(update={"title": title})]
-    if stopping is not None and stopping.on == "test":
-        tables = [
-            table.model_copy(update={"title": f"{table.title}, {CHOSEN_ON_TEST}"})
-            for table in tables
-        ]
-    _check_figures(file, cells)
-    return Sweep(
-        name=name,
-        title=title,
-        profile=profile,
-        file=path,
-        description=file.description,
-        axes=file.labels,
-        shown={
-            name: {label: value.shown for label, value in axis.items() if value.shown}
-            for name, axis in file.axes.items()
-        },
-        cells=cells,
-        tables=tuple(tables),
-        figures=file.figures,
-        search=search,
-        early_stopping=stopping,
-        overrides=tuple(
-            f"{field}={plain(value)}"
-            for field, value in overrides.items()
-            if may_identify(Experiment, field)
-            and any(_in_id(field, cell.experiment) for cell in cells)
-        ),
-        search_place=file.place("search", "kind"),
-    )
-
-
-def _expand(file: SweepFile, overrides: Fields) -> tuple[Cell, ...]:
+def expand(file: SweepFile, overrides: Fields) -> tuple[Cell, ...]:
     """Return the cells of all combinations but the excluded ones; the last axis varies fastest."""
     place = file.place("axes")
     for number, excluded in enumerate(file.excluded):
@@ -331,10 +165,10 @@ def _expand(file: SweepFile, overrides: Fields) -> tuple[Cell, ...]:
     used: set[int] = set()
     cells = []
     for labels, fields, metric in _combinations(file):
-        if any(_chosen(labels, each) for each in file.excluded):
+        if any(is_chosen(labels, each) for each in file.excluded):
             continue
         for number, adjustment in enumerate(file.adjust):
-            if _chosen(labels, adjustment.where):
+            if is_chosen(labels, adjustment.where):
                 fields |= adjustment.fields
                 used.add(number)
         for name in overrides.keys() & fields.keys():
@@ -381,7 +215,8 @@ def _combinations(file: SweepFile) -> Iterator[tuple[dict[str, str], Fields, str
         yield labels, fields, metric
 
 
-def _chosen(labels: Mapping[str, str], choice: Labels) -> bool:
+def is_chosen(labels: Mapping[str, str], choice: Labels) -> bool:
+    """Return whether a cell has one of the chosen labels on each axis."""
     return all(labels[axis] in some for axis, some in choice.items())
 
 
@@ -415,172 +250,3 @@ def _blame(message: str, fields: Fields) -> str | None:
 
 def _name(labels: Mapping[str, str]) -> str:
     return ", ".join(f"{axis}={label}" for axis, label in labels.items())
-
-
-def _check_search(file: SweepFile, search: Search, cells: Sequence[Cell]) -> None:
-    """Check what a search samples: the ends of every range must be valid in each cell."""
-    varied = {name for axis in file.axes.values() for v in axis.values() for name in v.fields}
-    varied |= {name for adjustment in file.adjust for name in adjustment.fields}
-    for name, domain in search.space.items():
-        loc = "search", "space", name
-        if wrong := unknown_field(name):
-            file.fail(f"search: {wrong}", *loc)
-        if name in varied:
-            file.fail(f"search: an axis or `adjust` sets {name}, too; remove one of the two", *loc)
-        for cell, corner in itertools.product(cells, domain.values):
-            try:
-                vary(cell, {name: corner})
-            except InputError as error:
-                file.fail(f"search: {error}", *loc)
-    if search.kind == "grid":
-        if search.model_fields_set - {"kind"}:
-            file.fail(
-                "search: a grid is made by `axes`; remove the other keys, or set kind to random",
-                "search",
-            )
-        return
-    if not search.space:
-        example = "{optimizer.lr: {log: [1e-4, 1e-1]}}"
-        file.fail(f"search: {search.kind} needs a space: {example}", "search")
-    _check_rows(file, "search", search.on, cells)
-
-
-def _check_metrics(file: SweepFile) -> None:
-    """Check that the metrics that labels and a search name are some task's."""
-    named = [(v.metric, v.place) for axis in file.axes.values() for v in axis.values() if v.metric]
-    if file.search is not None and file.search.metric is not None:
-        named.append((file.search.metric, file.place("search", "metric")))
-    if not named:
-        return
-    from trishul_ray.tasks.base import is_metric, metric_names  # they compute with tensors
-
-    for name, place in named:
-        if not is_metric(name.removeprefix(score_name("", "validation"))):
-            raise InputError(
-                f"{place}: metric={name}: no task has it; {hint(name, metric_names())}"
-            )
-
-
-def _check_rows(file: SweepFile, section: str, on: ScoredSplit, cells: Sequence[Cell]) -> None:
-    """Check that the rows exist that a section chooses on."""
-    if on == "validation" and any(not cell.experiment.data.validation_share for cell in cells):
-        file.fail(
-            f"{section}: without data.validation_share it would choose on the test rows, whose "
-            f"scores then say too much: set data.validation_share, such as 0.1, or `on: test` in "
-            f"`{section}`, which every table then says",
-            section,
-        )
-
-
-def _checked_stopping(
-    file: SweepFile, search: Search | None, cells: Sequence[Cell]
-) -> EarlyStopping | None:
-    """Return how runs are stopped early, which compares by the search if there is one."""
-    stopping = file.early_stopping
-    if stopping is None:
-        return None
-    if not all(cell.experiment.evaluation.every for cell in cells):
-        file.fail(
-            "early_stopping: it compares scores between the first round and the last, and "
-            "evaluation.every=0 makes none; set evaluation.every, such as 1",
-            "early_stopping",
-        )
-    if any(table.paper for table in file.tables or ()):
-        file.fail(
-            "early_stopping: a table with `paper` shows finished runs only; remove one of them",
-            "early_stopping",
-        )
-    if search is None:
-        _check_rows(file, "early_stopping", stopping.on, cells)
-        return stopping
-    if "on" in stopping.model_fields_set:
-        why = "early_stopping: it compares by the search; write `on` there"
-        file.fail(why, "early_stopping", "on")
-    return stopping.model_copy(update={"on": search.on})
-
-
-def _checked_tables(
-    file: SweepFile, name: str, title: str, cells: Sequence[Cell]
-) -> Sequence[TableLayout]:
-    """Return how the cells form tables; by default, one table of all axes."""
-    axes = tuple(file.axes)
-    if file.tables is None and axes:
-        shown = tuple(axis for axis in axes if axis != "seed") or axes
-        split = len(shown) - (len(shown) > 1)
-        return [TableLayout(name=name, title=title, rows=shown[:split], columns=shown[split:])]
-    for number, table in enumerate(file.tables or ()):
-        what, loc = f"table {table.name}", ("tables", number)
-        for key, names in (("rows", table.rows), ("columns", table.columns)):
-            for item, axis in enumerate(names):
-                if axis not in axes:
-                    why = f"{what}: {key}: unknown axis {axis!r}; {hint(axis, axes)}"
-                    file.fail(why, *loc, key, item)
-                if axis in names[:item]:
-                    why = f"{what}: {key}: {axis!r} appears twice; remove one"
-                    file.fail(why, *loc, key, item)
-        if both := set(table.rows) & set(table.columns):
-            file.fail(f"{what}: {min(both)!r} is in rows and in columns; remove one", *loc)
-        if not table.rows and not table.columns:
-            example = f"`rows: [{next(iter(axes), '')}]`"
-            file.fail(f"{what} needs rows or columns, such as {example}", *loc)
-        if table.average and not table.columns:
-            file.fail(f"{what}: average needs columns", *loc, "average")
-        _check_shown(file, "table", number, table, table_keys(), cells)
-        if table.column is not None:
-            key = table.column.key
-            file.check_labels(table.column.needs, f"{what}: {key}", *loc, key)
-            for axis, labels in table.column.needs.items():
-                if left_out := set(labels) - {*table.where.get(axis, labels)}:
-                    why = f"where leaves out {min(left_out)!r}, which {key} needs"
-                    file.fail(f"{what}: {why}", *loc, key)
-    return file.tables or ()
-
-
-def _check_figures(file: SweepFile, cells: Sequence[Cell]) -> None:
-    for number, figure in enumerate(file.figures):
-        _check_shown(file, "figure", number, figure, figure_keys(), cells)
-        try:
-            check_figure(figure, tuple(file.axes))
-        except InputError as error:
-            key = "options" if "options" in figure.model_fields_set else "kind"
-            file.fail(str(error), "figures", number, key)
-
-
-def _check_shown(
-    file: SweepFile,
-    kind: str,
-    number: int,
-    shown: TableLayout | FigureLayout,
-    paper: Sequence[str],
-    cells: Sequence[Cell],
-) -> None:
-    """Check what tables and figures have in common: name, cells, and their key in the paper."""
-    what, loc = f"{kind} {shown.name}", (f"{kind}s", number)
-    others = (file.tables if kind == "table" else file.figures) or ()
-    if any(other.name == shown.name for other in others[:number]):
-        file.fail(f"two {kind}s with one name, {shown.name!r}; rename one", *loc, "name")
-    if shown.paper is not None and shown.paper not in paper:
-        near = hint(shown.paper, paper)
-        file.fail(f"{what}: paper has no {shown.paper!r}; {near}", *loc, "paper")
-    file.check_labels(shown.where, f"{what}: where", *loc, "where")
-    if not any(_chosen(cell.labels, shown.where) for cell in cells):
-        why = f"{what}: where leaves no cell; add labels, or shorten `except`"
-        file.fail(why, *loc, "where")
-
-
-def _in_id(field: str, experiment: Experiment) -> bool:
-    """Return whether a field is part of an experiment's id, with the value that is set."""
-    fields: Any = experiment
-    found: Any = experiment.identity()
-    first, _, inner = field.partition(".")
-    if first in experiment.stages:
-        fields, found, field = experiment.stages[first], found.get(first), inner
-    for name in field.split("."):
-        if not isinstance(found, dict) or name not in found:
-            return False
-        info = type(fields).model_fields.get(name)
-        extra = info.json_schema_extra if info is not None else None
-        if isinstance(extra, dict) and extra.get("identity") == "default":
-            return False
-        found, fields = found[name], getattr(fields, name, None)
-    return True

@@ -21,6 +21,9 @@ from trishul_ray.files import write_file
 from trishul_ray.report.outcomes import SEED, CellOutcome, SweepOutcome, is_loss
 from trishul_ray.sweeps.cells import RATE, Sweep
 
+#: The sweep of a profile that chooses learning rates.
+RATES = "rates"
+
 
 def check_rates(sweep: Sweep) -> None:
     """Raise an InputError unless the sweep compares rates on validation rows."""
