@@ -22,9 +22,11 @@ FOUNDATION = {
     "files",
     "lazy",
     "network",
+    "places",
     "plugins",
     "redaction",
     "rng",
+    "section",
     "shares",
     "version",
 }

@@ -7,11 +7,12 @@ import huggingface_hub
 import pytest
 from huggingface_hub import close_session
 
-from trishul_ray.config import ModelConfig, Places
+from trishul_ray.config import ModelConfig
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.lookup import ModelFiles, read_normalization
 from trishul_ray.network import hub_fault, try_within
+from trishul_ray.places import Places
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

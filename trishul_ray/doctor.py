@@ -26,7 +26,6 @@ from packaging.version import Version
 from rich.console import Console
 from rich.text import Text
 
-from trishul_ray.config import Places
 from trishul_ray.cpu import usable_cores
 from trishul_ray.errors import InputError, RunError, join_limited
 from trishul_ray.files import (
@@ -37,6 +36,7 @@ from trishul_ray.files import (
 )
 from trishul_ray.gpu import driver_version, why_unusable
 from trishul_ray.network import try_within
+from trishul_ray.places import Places
 from trishul_ray.redaction import redact
 from trishul_ray.storage import Store, remove_unused_copies
 from trishul_ray.tracking.mlflow_store import sqlite_file, tracking_uri

@@ -17,7 +17,7 @@ from huggingface_hub import close_session
 from PIL import Image
 
 from trishul_ray.checksums import sealed_folder
-from trishul_ray.config import DataConfig, ModelConfig, Places, TaskConfig
+from trishul_ray.config import DataConfig, ModelConfig, TaskConfig
 from trishul_ray.data.cleaning import question_labels
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.images import resize_images
@@ -31,6 +31,7 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.experiment.rows import partition_rows
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
+from trishul_ray.places import Places
 from trishul_ray.runs.prediction import input_columns
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.sequence_classification import SequenceClassification

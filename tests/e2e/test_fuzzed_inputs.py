@@ -24,7 +24,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from trishul_ray import plugins
 from trishul_ray.checksums import to_checked_json
-from trishul_ray.config import DataConfig, ModelConfig, Places
+from trishul_ray.config import DataConfig, ModelConfig
 from trishul_ray.data.images import decode_and_resize
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError
@@ -35,6 +35,7 @@ from trishul_ray.federation.records import RoundRecord
 from trishul_ray.lab.clock.devices import read_devices, read_windows
 from trishul_ray.methods.messages import State
 from trishul_ray.models.backbone import Backbone
+from trishul_ray.places import Places
 from trishul_ray.report.summary import RunSummary, table_of_runs
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.loading import load_sweep

@@ -24,10 +24,11 @@ from transformers import (
 from trishul_ray.adapters.export import export_merged
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import classifier_parameters
-from trishul_ray.config import ModelConfig, Places
+from trishul_ray.config import ModelConfig
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.tokenizers import byte_tokenizer
+from trishul_ray.places import Places
 from trishul_ray.rng import torch_rng
 
 ENCODER = {

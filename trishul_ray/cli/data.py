@@ -40,9 +40,9 @@ def pretrain(
     - `trishul pretrain llama-tiny` — a small LLaMA, on the raw texts of 20 Newsgroups
     - `trishul pretrain t5-tiny --dataset mrqa` — on other texts; use it as `model=FOLDER`
     """
-    from trishul_ray.config import Places
     from trishul_ray.federation.on_ray.session import ray_session
     from trishul_ray.models import pretraining
+    from trishul_ray.places import Places
 
     builtin = pretraining.get_builtin(name, dataset)
     with show_progress() as progress, ray_session():

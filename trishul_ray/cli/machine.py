@@ -29,7 +29,7 @@ def doctor(
 ) -> None:
     """Check versions, devices, Ray, storage and the hub: what would fail, and how to fix it."""
     from trishul_ray import doctor as checks
-    from trishul_ray.config import Places
+    from trishul_ray.places import Places
 
     if clean:
         removed = checks.clean(Places.at().cache, runs)

@@ -32,11 +32,9 @@ from trishul_ray.config import (
     OptimizerConfig,
     PartitionConfig,
     ResourcesConfig,
-    Section,
     StorageConfig,
     TaskConfig,
     TrackingConfig,
-    not_in_id,
 )
 from trishul_ray.errors import did_you_mean
 from trishul_ray.experiment.checks import (
@@ -57,6 +55,7 @@ from trishul_ray.methods.base import (
 )
 from trishul_ray.plugins import Plugin, find_noted, find_plugin
 from trishul_ray.redaction import redact_fields
+from trishul_ray.section import Section, not_in_id
 from trishul_ray.stages import STAGES, Stages, noted_hashes, stage_names
 from trishul_ray.version import EDGE_NUMERICS
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trishul_ray import plugins
-from trishul_ray.config import Noted
 from trishul_ray.errors import InputError
+from trishul_ray.section import Noted
 from trishul_ray.stages import STAGES, Stages, noted_hashes
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from trishul_ray import plugins
-from trishul_ray.config import SHORT_MODEL_NAMES, value_types
+from trishul_ray.config import SHORT_MODEL_NAMES
 from trishul_ray.errors import InputError, one_line
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.identity import note_content, note_plugins
@@ -33,6 +33,7 @@ from trishul_ray.experiment.yaml_files import (
     read_yaml,
 )
 from trishul_ray.methods.base import MethodConfig, method_class, method_names
+from trishul_ray.section import value_types
 from trishul_ray.stages import STAGES, Stages, stage_names
 
 #: Fields that have a short name.

@@ -20,7 +20,6 @@ from trishul_ray import plugins
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import BlockScores
-from trishul_ray.config import Section
 from trishul_ray.errors import InputError
 from trishul_ray.files import Json
 from trishul_ray.lazy import torch
@@ -33,6 +32,7 @@ from trishul_ray.methods.messages import (
     Tensors,
     count_numbers,
 )
+from trishul_ray.section import Section
 
 if TYPE_CHECKING:
     from torch import Tensor

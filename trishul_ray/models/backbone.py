@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from trishul_ray.checksums import stamp
-from trishul_ray.config import ModelConfig, Places
+from trishul_ray.config import ModelConfig
 from trishul_ray.errors import InputError
 from trishul_ray.models import shared_weights, weights
 from trishul_ray.models.builtin import BUILTINS
@@ -27,6 +27,7 @@ from trishul_ray.models.lookup import (
 )
 from trishul_ray.models.shared_weights import Resident
 from trishul_ray.models.tokenizers import load_tokenizer, tokenizer_key
+from trishul_ray.places import Places
 
 #: Number of backbones to remember.
 RECENT = 8

@@ -38,7 +38,8 @@ from trishul_ray.network import check_depth, hub_fault, hub_or_cache
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from trishul_ray.config import ModelConfig, Places
+    from trishul_ray.config import ModelConfig
+    from trishul_ray.places import Places
 
 #: The auto class of transformers that a model is built with.
 ModelKind = Literal["image-classification", "sequence-classification", "seq2seq-lm", "causal-lm"]

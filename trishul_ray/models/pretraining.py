@@ -28,7 +28,6 @@ from transformers import (
 )
 
 from trishul_ray.checksums import sealed_folder
-from trishul_ray.config import Places
 from trishul_ray.data.dataset import DatasetInfo, ProgressCallback, Split
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError, RunError
@@ -51,6 +50,7 @@ from trishul_ray.models.builtin import (
 from trishul_ray.models.lookup import quiet_transformers
 from trishul_ray.models.tokenizers import byte_tokenizer
 from trishul_ray.models.weights import draw_weights
+from trishul_ray.places import Places
 from trishul_ray.rng import numpy_rng
 
 # The auto class of transformers for each objective; they have no types.

@@ -23,10 +23,10 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from trishul_ray.checksums import from_checked_json
-from trishul_ray.config import Section
 from trishul_ray.errors import CorruptFileError
 from trishul_ray.plugins import Registry
 from trishul_ray.report.summary import RunSummary, read_metrics
+from trishul_ray.section import Section
 from trishul_ray.storage import Store
 
 #: The axis whose labels are repetitions.

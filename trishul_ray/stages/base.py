@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 import numpy as np
 
 from trishul_ray import plugins
-from trishul_ray.config import OptimizerConfig, Section
+from trishul_ray.config import OptimizerConfig
 from trishul_ray.files import Json
 from trishul_ray.methods.base import Method, MethodConfig, Settings
+from trishul_ray.section import Section
 from trishul_ray.stages.messages import (
     ArrayState,
     Change,

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from trishul_ray.config import Noted
 from trishul_ray.files import Json
+from trishul_ray.section import Noted
 from trishul_ray.stages.base import STAGES, Stage, StageSettings
 from trishul_ray.stages.messages import (
     ArrayState,

@@ -18,12 +18,13 @@ from typing import Any
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.targets import classifier_module
-from trishul_ray.config import ModelConfig, Places
+from trishul_ray.config import ModelConfig
 from trishul_ray.cpu import usable_cores
 from trishul_ray.data.prepare import choose_rows, official_rows, prepare
 from trishul_ray.experiment import Experiment
 from trishul_ray.lazy import torch
 from trishul_ray.methods.base import Method, build_method
+from trishul_ray.places import Places
 from trishul_ray.stages import Stages
 
 #: Share of a device's peak that a run's matrix products reach, by precision. At 0.6 in fp32, a

@@ -37,7 +37,6 @@ from pydantic import ValidationError as Invalid
 from pydantic_core import ErrorDetails
 
 from trishul_ray import plugins
-from trishul_ray.config import Section
 from trishul_ray.errors import InputError, did_you_mean
 from trishul_ray.experiment.loading import (
     SHORT_FIELDS,
@@ -57,6 +56,7 @@ from trishul_ray.report.outcomes import (
     TableLayout,
     Text,
 )
+from trishul_ray.section import Section
 from trishul_ray.sweeps.placed_yaml import (
     KINDS,
     Items,

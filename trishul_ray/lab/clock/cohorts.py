@@ -20,8 +20,8 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from trishul_ray import plugins
-from trishul_ray.config import Section
 from trishul_ray.errors import did_you_mean
+from trishul_ray.section import Section
 
 
 @dataclass(frozen=True)

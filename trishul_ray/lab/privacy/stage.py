@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from trishul_ray.config import Section
 from trishul_ray.draws import uniform_cohort
 from trishul_ray.errors import InputError
 from trishul_ray.files import Json
@@ -26,6 +25,7 @@ from trishul_ray.lab.server_optimizer import ServerConfig
 from trishul_ray.methods.base import Method
 from trishul_ray.methods.messages import State
 from trishul_ray.rng import numpy_rng
+from trishul_ray.section import Section
 from trishul_ray.stages import (
     ArrayState,
     Change,

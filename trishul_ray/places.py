@@ -1,0 +1,20 @@
+"""The folders of this machine that are no part of an experiment: the cache and the hub's mirror."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Places:
+    """Folder of prepared data and backbones, and a mirror of the hub, if any."""
+
+    cache: Path
+    hub: Path | None
+
+    @classmethod
+    def at(cls, cache: str | Path | None = None, hub: str | Path | None = None) -> "Places":
+        """Return these places; defaults: ``TRISHUL_CACHE`` or ~/.cache/trishul, ``TRISHUL_HUB``."""
+        cache = cache or os.environ.get("TRISHUL_CACHE") or "~/.cache/trishul"
+        hub = hub or os.environ.get("TRISHUL_HUB")
+        return cls(Path(cache).expanduser(), Path(hub).expanduser() if hub else None)
