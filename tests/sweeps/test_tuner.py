@@ -6,9 +6,10 @@ import pytest
 from ray.tune.experiment import Trial
 
 from trishul_ray.errors import InputError
-from trishul_ray.sweeps import tuner
+from trishul_ray.sweeps import monitor, tuner
 from trishul_ray.sweeps.cells import TuneOptions
-from trishul_ray.sweeps.tuner import WAITING_NOTICE_SECONDS, Monitor, check_stores, group_cells
+from trishul_ray.sweeps.monitor import WAITING_NOTICE_SECONDS, Monitor
+from trishul_ray.sweeps.tuner import check_stores, group_cells
 
 TWO_CORES = [{"CPU": 2.0}]
 #: Id of a node that no cluster has.
@@ -82,12 +83,12 @@ def notes_after(monkeypatch):
         progress = SimpleNamespace(note=notes.append)
         watched = Monitor(lambda config: None, TuneOptions(), progress, None)
         for seconds, statuses in moments:
-            monkeypatch.setattr(tuner.time, "monotonic", lambda seconds=seconds: seconds)
+            monkeypatch.setattr(monitor.time, "monotonic", lambda seconds=seconds: seconds)
             watched.on_step_end(0, [SimpleNamespace(status=status) for status in statuses])
         return notes
 
     reasons = ["cannot start gpu: InsufficientInstanceCapacity"]
-    monkeypatch.setattr(tuner, "launch_failures", lambda: reasons)
+    monkeypatch.setattr(monitor, "launch_failures", lambda: reasons)
     return look
 
 
