@@ -4,10 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from newcomers import unloaded_after
+from torch.nn.functional import linear
 
 from trishul_ray.adapters.base import LayerSpec
-from trishul_ray.adapters.check import Trial, check_kinds
+from trishul_ray.adapters.check import TOLERANCE, Trial, check_kinds
 from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.errors import InputError
@@ -37,7 +39,10 @@ FAULTS = {
 )
 def test_the_kinds_of_the_package_agree(adapter):
     trial = Trial.of(adapter, SPEC)
-    trial.starts_at_the_frozen_layer()
+    untrained = adapter.forward(trial.rows, trial.frozen, adapter.initial(SPEC, 0))
+    torch.testing.assert_close(
+        untrained, linear(trial.rows, trial.frozen.weight), rtol=0, atol=TOLERANCE
+    )
     trial.forward_is_the_merged_weight()
     trial.factors_are_the_update()
 

@@ -14,11 +14,10 @@ from trishul_ray.spectral.thresholds import (
     NOISE_MEDIAN,
     client_noise,
     denoise,
-    divergence,
+    divergences,
     hard_threshold,
     next_level,
     noise_level,
-    sure,
     sure_threshold,
 )
 
@@ -27,6 +26,18 @@ ROUTES = pytest.mark.parametrize("route", [svt, svt_by_iteration])
 
 def gaussian(*shape, seed=0):
     return torch.randn(*shape, generator=torch_rng(seed, "test"), dtype=torch.float64)
+
+
+def divergence(values, tau):
+    above = (values > tau[:, None]).sum(dim=-1, keepdim=True)
+    constant, slope = (each.gather(-1, above).squeeze(-1) for each in divergences(values))
+    return constant - slope * tau
+
+
+def sure(values, sigma, tau):
+    """Stein's unbiased estimate of the squared error of thresholding at tau, [n]."""
+    removed = torch.minimum(values, tau[:, None]).square().sum(dim=-1)
+    return removed + sigma.double() ** 2 * (2 * divergence(values, tau) - values.shape[-1] ** 2)
 
 
 def planted(rank, size, r, seed=0):

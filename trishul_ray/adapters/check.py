@@ -29,7 +29,6 @@ class Trial:
         adapter: The adapter.
         spec: The layer.
         frozen: Its random weight, and the adapter's constants.
-        start: The trainables before the first step, by suffix.
         params: Random trainables.
         rows: [2, d_in].
     """
@@ -37,7 +36,6 @@ class Trial:
     adapter: LayerAdapter
     spec: LayerSpec
     frozen: FrozenLinear
-    start: dict[str, Tensor]
     params: dict[str, Tensor]
     rows: Tensor
 
@@ -56,12 +54,7 @@ class Trial:
             raise InputError("initial() does not return the tensors that shapes() names")
         params = {name: value + 0.1 * draw(*value.shape) for name, value in start.items()}
         frozen = FrozenLinear(weight, None, adapter.constants(spec, 0))
-        return cls(adapter, spec, frozen, start, params, draw(2, spec.d_in))
-
-    def starts_at_the_frozen_layer(self) -> None:
-        """Check that the initial trainables change nothing."""
-        found = self.adapter.forward(self.rows, self.frozen, self.start)
-        _equal(found, linear(self.rows, self.frozen.weight), "initial() changes the layer")
+        return cls(adapter, spec, frozen, params, draw(2, spec.d_in))
 
     def forward_is_the_merged_weight(self) -> None:
         """Check that the forward is a product with the merged weight."""

@@ -172,11 +172,14 @@ def client_matrices(
     }
 
 
-def aggregation_variance(uploads: Tensor, weights: Tensor, active: Tensor | None = None) -> Tensor:
-    """Return ``sum_c w_c ||Z_c - sum_c w_c Z_c||_F^2`` per head, the variance of the uploads.
+def variance_and_signal(
+    uploads: Tensor, weights: Tensor, active: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the variance of the uploads and the squared norm of their mean, by head.
 
-    This is the empirical variance of one upload; for equal weights, the variance of the mean of m
-    independent clients is 1/m of it (TRISHUL, eq. variance_bound).
+    ``sum_c w_c ||Z_c - sum_c w_c Z_c||_F^2`` is the empirical variance of one upload; for equal
+    weights, the variance of the mean of m independent clients is 1/m of it (TRISHUL, eq.
+    variance_bound). The other is ``||sum_c w_c Z_c||_F^2``.
 
     Args:
         uploads: Z, [m, n, r, r].
@@ -184,33 +187,11 @@ def aggregation_variance(uploads: Tensor, weights: Tensor, active: Tensor | None
         active: [m, n] bool, which heads each client trained; None means all.
 
     Returns:
-        [n] float64; 0 for a head of total weight 0.
+        Float64 [n] each; 0 for a head of total weight 0.
 
     Raises:
         InputError: shapes disagree, or a weight is negative or not finite.
     """
-    return _variance_and_signal(uploads, weights, active)[0]
-
-
-def relative_variance(uploads: Tensor, weights: Tensor, active: Tensor | None = None) -> float:
-    """Return the aggregation variance over ``||sum_c w_c Z_c||_F^2``, each summed over heads.
-
-    This is noise over signal: 0 where all uploads are equal, NaN where their mean is zero. For
-    changes since the broadcast it does not depend on the scale of the learning rate. Arguments and
-    errors are those of :func:`aggregation_variance`.
-    """
-    return _share(*_variance_and_signal(uploads, weights, active))
-
-
-def _share(variance: Tensor, signal: Tensor) -> float:
-    total = float(signal.sum())
-    return float(variance.sum()) / total if total > 0 else math.nan
-
-
-def _variance_and_signal(
-    uploads: Tensor, weights: Tensor, active: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the variance and the squared norm of the mean of each head, float64 [n] each."""
     _check(uploads, weights, active)
     z = uploads.detach().double().flatten(2)  # [m, n, r*r]
     w = weights.to(z).unsqueeze(1).expand(z.shape[:2])
@@ -244,7 +225,9 @@ def diagnose(
     Returns:
         ``spectral_entropy``, ``effective_rank``, ``top_singular_value``, ``zeroed`` (share of
         singular values at or below rounding), ``aggregation_variance`` (mean over heads), all
-        finite; ``relative_variance`` where the mean is not zero; and, only where two clients have
+        finite; ``relative_variance``, variance over signal (:func:`variance_and_signal`) of all
+        heads, where the mean is not zero: for changes since the broadcast it does not depend on the
+        scale of the learning rate; and, only where two clients have
         nonzero cores of the same head, ``principal_angle_similarity``, ``inconsistency_index``,
         ``dominant_similarity`` and ``client_cosine`` (mean cosine between the cores of two
         clients). Empty if there is no active core.
@@ -266,7 +249,7 @@ def diagnose(
         return {}
     vectors, values = spectrum or left_spectrum(uploads)
     trained = values[active]  # [cores, r]
-    variance, signal = _variance_and_signal(uploads, weights, active)
+    variance, signal = variance_and_signal(uploads, weights, active)
     result = {
         "spectral_entropy": float(spectral_entropy(trained).mean()),
         "effective_rank": float(effective_rank(trained).mean()),
@@ -274,7 +257,7 @@ def diagnose(
         "zeroed": 1.0 - float(significant(trained).double().mean()),
         "aggregation_variance": float(variance[active.any(dim=0)].mean()),
     }
-    relative = _share(variance, signal)
+    relative = float(variance.sum() / signal.sum())
     if math.isfinite(relative):
         result["relative_variance"] = relative
     return result | _compare_pairs(uploads, vectors, values, top_k)

@@ -96,11 +96,11 @@ def svt(
     Raises:
         InputError: the shape or dtype is wrong, or the threshold is negative or not finite.
     """
+    if cores.device.type != "cpu":
+        return svt_by_iteration(cores, threshold, relative=relative, hard=hard)
     _check(cores, threshold)
     if cores.numel() == 0 or (not isinstance(threshold, torch.Tensor) and threshold == 0.0):
         return cores.detach().clone()
-    if cores.device.type != "cpu":
-        return _svt_by_iteration(cores, threshold, torch.float64, relative, hard)
     with torch.no_grad():
         return _svt_by_gram(cores, threshold, relative, hard)
 
@@ -181,12 +181,8 @@ def svt_by_iteration(
     _check(cores, threshold)
     if cores.numel() == 0 or (not isinstance(threshold, torch.Tensor) and threshold == 0.0):
         return cores.detach().clone()
-    return _svt_by_iteration(cores, threshold, dtype or torch.float64, relative, hard)
+    dtype = dtype or torch.float64
 
-
-def _svt_by_iteration(
-    cores: Tensor, threshold: float | Tensor, dtype: torch.dtype, relative: bool, hard: bool
-) -> Tensor:
     def shrink(cores: Tensor, threshold: Tensor) -> tuple[Tensor, ...]:
         return (_iterate(cores, threshold[:, None, None], dtype, relative, hard),)
 

@@ -79,35 +79,15 @@ def client_noise(uploads: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return sigma, sigma * squares.sqrt()
 
 
-def divergence(values: Tensor, threshold: Tensor) -> Tensor:
-    """Return the sum of the derivatives of the thresholded entries by their own entries, [n].
-
-    For singular values x [n, r], k of them above tau [n], it is
-    ``k + 2 sum_{i<j<=k} (1 - tau/(x_i + x_j)) + 2 sum_{i<=k<j} x_i (x_i - tau)/(x_i^2 - x_j^2)``.
-    """
-    above = (values > threshold[:, None]).sum(dim=-1, keepdim=True)
-    constant, slope = (each.gather(-1, above).squeeze(-1) for each in _divergences(values))
-    return constant - slope * threshold
-
-
-def sure(values: Tensor, sigma: Tensor, threshold: Tensor) -> Tensor:
-    """Return Stein's unbiased estimate of the squared error of thresholding at tau, [n].
-
-    ``-r^2 sigma^2 + sum_i min(tau, x_i)^2 + 2 sigma^2 divergence``.
-    """
-    removed = torch.minimum(values, threshold[:, None]).square().sum(dim=-1)
-    variance = sigma.double().square()
-    return removed + variance * (2 * divergence(values, threshold) - values.shape[-1] ** 2)
-
-
 def sure_threshold(values: Tensor, sigma: Tensor) -> Tensor:
-    """Return the threshold [n] of the least :func:`sure`, which is exact.
+    """Return the threshold tau [n] of the least estimate of the squared error, which is exact.
 
+    The estimate is ``-r^2 sigma^2 + sum_i min(tau, x_i)^2 + 2 sigma^2 divergence``.
     While k values are above tau, the estimate is a parabola of tau: its vertex, or the end of the
     interval next to it, is a candidate for every k, and so is the removal of everything.
     """
     variance = sigma.double().square()[:, None]  # [n, 1]
-    constant, slope = _divergences(values)  # [n, r + 1], by k
+    constant, slope = divergences(values)  # [n, r + 1], by k
     none = torch.zeros_like(values[:, :1])
     upper, lower = torch.cat([values[:, :1], values], -1), torch.cat([values, none], -1)
     count = torch.arange(values.shape[-1] + 1, dtype=torch.float64)
@@ -123,9 +103,11 @@ def sure_threshold(values: Tensor, sigma: Tensor) -> Tensor:
     return tau.gather(-1, best).squeeze(-1)
 
 
-def _divergences(values: Tensor) -> tuple[Tensor, Tensor]:
+def divergences(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return c and d [n, r + 1] such that the divergence with k values above tau is c_k - d_k tau.
 
+    The divergence is the sum of the derivatives of the thresholded entries by their own entries,
+    ``k + 2 sum_{i<j<=k} (1 - tau/(x_i + x_j)) + 2 sum_{i<=k<j} x_i (x_i - tau)/(x_i^2 - x_j^2)``.
     Where k divides equal values, there is no such tau, and they mean nothing.
     """
     high, low = values[:, :, None], values[:, None, :]  # x_i, x_j
