@@ -75,7 +75,7 @@ def download_fault(folder: Path, files: Iterable[Path], made: Iterable[Path] = (
     """
     for file in files:
         noted = _hub_hash(folder, file)
-        if noted and noted != (digest if len(noted) == 64 else _git_digest)(file):
+        if noted and noted != _remembered(_digest if len(noted) == 64 else _git_digest, file):
             remove = shlex.join(["rm", "-r", *map(str, [file.resolve(), *made])])
             return (
                 f"{file} is damaged: its hash is not that of the hub ({noted[:12]}...); {remove}, "
@@ -97,11 +97,7 @@ def _hub_hash(folder: Path, file: Path) -> str:
     return hash if _HUB_HASH.fullmatch(hash) else ""
 
 
-def _git_digest(file: Path) -> str:
-    return _remembered(_blob_digest, file)
-
-
-def _blob_digest(path: Path) -> str:
+def _git_digest(path: Path) -> str:
     header = f"blob {path.stat().st_size}\0".encode()
     return hashlib.sha1(header + path.read_bytes(), usedforsecurity=False).hexdigest()
 

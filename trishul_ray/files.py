@@ -293,9 +293,6 @@ def remove_unused(paths: Iterable[Path]) -> list[Path]:
     for path in paths:
         with suppress(OSError):  # another process may be faster
             if path.stat().st_mtime < oldest:
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
+                _remove(path)
                 removed.append(path)
     return removed

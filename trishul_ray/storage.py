@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,20 +166,20 @@ class Store:
 
     def names(self) -> list[str]:
         """Return the sorted names directly inside this folder, without hidden files."""
-        inside = fs.FileSelector(self.root, allow_not_found=True)
-        infos = self._retry("list", "", lambda: self.filesystem.get_file_info(inside))
-        return sorted(info.base_name for info in infos if not info.base_name.startswith("."))
+        return sorted(info.base_name for info in self._list() if not info.base_name.startswith("."))
+
+    def _list(self, *, below: bool = False) -> list[fs.FileInfo]:
+        inside = fs.FileSelector(self.root, allow_not_found=True, recursive=below)
+        return self._retry("list", "", lambda: list(self.filesystem.get_file_info(inside)))
 
     def modified(self) -> dict[str, float]:
         """Return when each file directly inside this folder was written, without hidden files.
 
         Times are in seconds since the epoch, by the clock of the storage.
         """
-        inside = fs.FileSelector(self.root, allow_not_found=True)
-        infos = self._retry("list", "", lambda: self.filesystem.get_file_info(inside))
         return {
             info.base_name: info.mtime_ns / 1e9
-            for info in infos
+            for info in self._list()
             if info.type == fs.FileType.File and not info.base_name.startswith(".")
         }
 
@@ -199,9 +199,7 @@ class Store:
         if self.is_local:
             remove_unfinished(Path(self.root), below=True)
             return
-        inside = fs.FileSelector(self.root, allow_not_found=True, recursive=True)
-        infos = self._retry("list", "", lambda: self.filesystem.get_file_info(inside))
-        for info in infos:
+        for info in self._list(below=True):
             if info.base_name.startswith(".") and info.base_name.endswith(".tmp"):
                 self.remove(info.path.removeprefix(f"{self.root}/"))
 
@@ -210,13 +208,12 @@ class Store:
         if self.exists():
             self._retry("delete", "", lambda: self.filesystem.delete_dir(self.root))
 
-    def upload_folder(self, folder: Path) -> None:
-        """Copy every file below a local folder into this one."""
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                parent = path.relative_to(folder).parent.as_posix()
-                target = self if parent == "." else self.child(parent)
-                target.write(path.name, path.read_bytes())
+    def upload_folder(self, folder: Path, names: Iterable[str] | None = None) -> None:
+        """Copy files of a local folder into this one, by their paths in it; None: all below it."""
+        paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+        for name in names or (path.relative_to(folder).as_posix() for path in paths):
+            parent, _, file = name.rpartition("/")
+            (self.child(parent) if parent else self).write(file, (folder / name).read_bytes())
 
     def _retry(
         self, verb: str, name: str, action: Callable[[], T], *, may_be_missing: bool = False

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trishul_ray.cli.data import pretrain
-from trishul_ray.cli.output import Plugins, UsageError, err, print_field, print_line
+from trishul_ray.cli.output import Plugins, UsageError, err, print_field, print_line, typed
 from trishul_ray.cli.run import load_arguments, run
 from trishul_ray.cli.sweeps import load_sweeps, report, split_arguments, sweep, table
 from trishul_ray.errors import InputError, RunError, StorageError, join_limited
@@ -116,7 +116,7 @@ def submit(
             job = there.follow(job.id, _write)
         except KeyboardInterrupt:
             print_line(
-                f"the job goes on; to see it again: {_typed()}; "
+                f"the job goes on; to see it again: {typed()}; "
                 f"to end it: trishul stop{where} {job.id}",
                 err,
             )
@@ -334,28 +334,24 @@ def _end(job: "Job") -> None:
     if job.status == "SUCCEEDED":
         return
     if job.status == "STOPPED":
-        print_line(f"{job.id}: was stopped. {_KEPT}: {_typed()}", err)
+        print_line(f"{job.id}: was stopped. {_KEPT}: {typed()}", err)
         raise typer.Exit(130)
     if job.fault:
         raise RunError(
             f"{job.id}: {job.fault}: install it in the environment that `ray start` was called in, "
-            f"with that environment's bin folder on PATH; then {_typed()}"
+            f"with that environment's bin folder on PATH; then {typed()}"
         )
     code = job.details.driver_exit_code
     if code == 2:
         raise InputError(f"{job.id}: its input is wrong; see above")
     why = "see above" if code is not None else " ".join((job.details.message or "").split())[:500]
-    raise RunError(f"{job.id} failed: {why}. {_KEPT}: {_typed()}")
+    raise RunError(f"{job.id} failed: {why}. {_KEPT}: {typed()}")
 
 
 def _where(file: Path | None, address: str | None) -> str:
     if file is not None:
         return f" --cluster {shlex.quote(str(file))}"
     return f" --address {shlex.quote(address)}" if address else ""
-
-
-def _typed() -> str:
-    return shlex.join(["trishul", *sys.argv[1:]])
 
 
 def _write(text: str) -> None:

@@ -15,6 +15,7 @@ from trishul_ray.cli.output import (
     print_line,
     print_table,
     resumable,
+    show_progress,
     typed,
 )
 from trishul_ray.errors import InputError, RunError
@@ -23,7 +24,7 @@ from trishul_ray.files import check_writable, scratch_folder
 if TYPE_CHECKING:
     from trishul_ray.report.outcomes import SweepOutcome
     from trishul_ray.report.tables import SweepTable
-    from trishul_ray.sweeps.cells import Sweep
+    from trishul_ray.sweeps.cells import Sweep, TuneOptions
     from trishul_ray.sweeps.reproduce import Reproduced
 
 Profile = Annotated[
@@ -93,13 +94,14 @@ def table(
     Repeat the command to continue: finished cells are never run again. The command `plan` shows
     what would run.
     """
+    from trishul_ray.sweeps.cells import TuneOptions
     from trishul_ray.sweeps.loading import find_sweeps
 
     names, overrides = split_arguments(arguments)
     if not names:
         raise InputError("name at least one table, or all")
     sweeps = find_sweeps(names, profile, overrides)
-    run_sweeps(sweeps, retries, stall_minutes, concurrency, report)
+    run_sweeps(sweeps, TuneOptions(retries, stall_minutes, concurrency), report)
 
 
 def sweep(
@@ -128,13 +130,14 @@ def sweep(
 
     Repeat the command to continue: finished cells are never run again.
     """
+    from trishul_ray.sweeps.cells import TuneOptions
     from trishul_ray.sweeps.loading import load_sweep, sweep_from_axes
 
     file, overrides = _split_file(arguments or [])
     if bool(file) == bool(axis):
         raise InputError("give either a sweep file, or at least one --axis field=value,value")
     made = load_sweep(file, overrides) if file else sweep_from_axes(axis or [], overrides)
-    run_sweeps([made], retries, stall_minutes, concurrency, report)
+    run_sweeps([made], TuneOptions(retries, stall_minutes, concurrency), report)
 
 
 def rates(
@@ -166,6 +169,7 @@ def rates(
     Without such a file, tables take published rates. Repeat the command to continue; `trishul plan
     rates` shows what it costs.
     """
+    from trishul_ray.sweeps.cells import TuneOptions
     from trishul_ray.sweeps.loading import find_sweeps, load_sweep
     from trishul_ray.sweeps.rates import RATES, check_rates, choose_rates, rates_table, write_rates
 
@@ -177,7 +181,7 @@ def rates(
     check_rates(sweep)
     written = output or Path(f"rates-{sweep.profile}.yaml")
     check_writable(written.absolute().parent, "--output")
-    result = _reproduce([sweep], retries, stall_minutes, concurrency)
+    result = _reproduce([sweep], TuneOptions(retries, stall_minutes, concurrency))
     chosen = choose_rates(result.outcomes[0])
     write_rates(chosen, sweep.profile, written)
     print_table(rates_table(chosen))
@@ -217,11 +221,10 @@ def plan(
     from trishul_ray.sweeps.plan import make_plan, plan_notes, plan_table, usual_device
     from trishul_ray.sweeps.reproduce import cell_name, check_adapters
     from trishul_ray.sweeps.status import examine, other_results
-    from trishul_ray.tracking.progress import RunProgress
 
     sweeps = load_sweeps(arguments, profile, runs)
     experiments = distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
-    with RunProgress(1, err) as progress:
+    with show_progress() as progress:
         report = progress.task_progress("reading results")
         states = examine(experiments, report)
         measured = other_results(experiments, report)
@@ -275,9 +278,8 @@ def read_outcomes(sweeps: "Sequence[Sweep]") -> "tuple[SweepOutcome, ...]":
     """Return what the store has of sweeps; nothing is run."""
     from trishul_ray.sweeps.cells import distinct
     from trishul_ray.sweeps.status import collect, examine
-    from trishul_ray.tracking.progress import RunProgress
 
-    with RunProgress(1, err) as progress:
+    with show_progress() as progress:
         report = progress.task_progress("reading results")
         return collect(sweeps, examine(distinct(sweeps), report))
 
@@ -319,13 +321,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return [a for a in arguments if "=" not in a], [a for a in arguments if "=" in a]
 
 
-def run_sweeps(
-    sweeps: "Sequence[Sweep]",
-    retries: int,
-    stall_minutes: float,
-    concurrency: int | None,
-    report: str,
-) -> None:
+def run_sweeps(sweeps: "Sequence[Sweep]", options: "TuneOptions", report: str) -> None:
     """Run what is missing, print the tables, and write the report.
 
     Raises:
@@ -333,7 +329,7 @@ def run_sweeps(
         typer.Exit: Interrupted.
     """
     _check_report(report)  # before hours of runs, not after
-    result = _reproduce(sweeps, retries, stall_minutes, concurrency)
+    result = _reproduce(sweeps, options)
     _show(result.outcomes, report)
     if result.mlflow_command:
         print_field("MLflow", as_typed(result.mlflow_command))
@@ -341,17 +337,10 @@ def run_sweeps(
         raise RunError(_describe_failures(result))
 
 
-def _reproduce(
-    sweeps: "Sequence[Sweep]",
-    retries: int,
-    stall_minutes: float,
-    concurrency: int | None,
-) -> "Reproduced":
-    from trishul_ray.sweeps.cells import TuneOptions
+def _reproduce(sweeps: "Sequence[Sweep]", options: "TuneOptions") -> "Reproduced":
     from trishul_ray.sweeps.reproduce import reproduce
     from trishul_ray.tracking.progress import SweepProgress
 
-    options = TuneOptions(retries, stall_minutes, concurrency)
     progress = SweepProgress(err)
     with resumable(progress, lambda _: _how_to("continue")):
         return reproduce(sweeps, options, progress)
@@ -385,9 +374,8 @@ def _write_report(
     """Write a report into a folder or to a URI, and return the address of its page."""
     from trishul_ray.report.page import write_report
     from trishul_ray.storage import Store
-    from trishul_ray.tracking.progress import RunProgress
 
-    with RunProgress(1, err) as progress:
+    with show_progress() as progress:
         progress.phase("writing the page")
         if "://" not in place:
             return str(write_report(outcomes, Path(place), tables))

@@ -225,7 +225,7 @@ def aggregation_error(
     ``before`` is the broadcast that they started from, ``after`` the next one. The threads of
     ``pool`` take a layer each.
     """
-    weights = np.array([reducer.configured_weight(upload) for upload in uploads])
+    weights = np.array([configured_weight(reducer.weighting, upload) for upload in uploads])
     weights /= weights.sum()
     layout, alpha = reducer.layout, reducer.method.lora_alpha
 

@@ -43,15 +43,11 @@ class Reducer:
     weighting: str
     expected: Expected | None
 
-    def configured_weight(self, upload: Upload) -> float:
-        """Return the weight of an upload by ``federation.weighting``."""
-        return configured_weight(self.weighting, upload)
-
     def weight(self, upload: Upload) -> float:
         """Return w_c, the method's weight of an upload."""
         if self.expected is None:
             return 1.0
-        weight = self.configured_weight(upload)
+        weight = configured_weight(self.weighting, upload)
         return self.method.weight(upload.arrays.map(as_tensor), self.layout, weight)
 
     def unit_weight(self, upload: Upload, weight: float) -> np.ndarray | float:
@@ -62,7 +58,7 @@ class Reducer:
             return weight if upload.active is None else weight * upload.active
         units = self.layout.units(self.method.wire(self.layout))
         in_classifier = np.array([unit.kind == "classifier" for unit in units], dtype=bool)
-        weights = np.where(in_classifier, self.configured_weight(upload), weight)
+        weights = np.where(in_classifier, configured_weight(self.weighting, upload), weight)
         return weights if upload.active is None else weights * upload.active
 
     def contribution(self, upload: Upload) -> ArrayState:

@@ -1,6 +1,6 @@
 """Earlier runs of a call: a finished run is read and mended, a shorter one extended."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -112,7 +112,7 @@ def restore_files(
             hashes = file_hashes(folder)
             if adds:
                 wanted += [name for name in hashes if name not in listed]
-            _upload(folder, wanted, home)
+            home.upload_folder(folder, wanted)
             written = {name: hashes[name] for name in wanted}
             if adds or written.items() - summary.sha256.items():
                 summary = replace(
@@ -129,12 +129,6 @@ def restore_files(
     else:
         progress.note(f"{faults} in {home.uri}, restored from the last checkpoint: {names}")
     return summary
-
-
-def _upload(folder: Path, names: Sequence[str], home: Store) -> None:
-    for name in names:
-        parent, _, file = name.rpartition("/")
-        (home.child(parent) if parent else home).write(file, (folder / name).read_bytes())
 
 
 def _last_result(

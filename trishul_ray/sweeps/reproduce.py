@@ -63,7 +63,7 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
     work = _Work([with_random_samples(sweep) for sweep in sweeps], progress)
     work.examine()
     missing = work.unfinished()
-    check_cells({id: work.experiment(id) for id in missing}, work.name)
+    check_cells({id: work.experiments[id] for id in missing}, work.name)
     for id in missing:
         if (state := work.states[id]).status in ("stale", "corrupt"):
             goes_on = "runs again" if state.fresh else "goes on from its last whole checkpoint"
@@ -197,7 +197,7 @@ class _Work:
         self._index()
 
     def _index(self) -> None:
-        self._experiments = distinct([part.sweep for part in self.parts if part.cells])
+        self.experiments = distinct([part.sweep for part in self.parts if part.cells])
         self.holders: dict[str, list[_Part]] = {}
         for part in self.parts:
             for id in part.cells:
@@ -209,9 +209,6 @@ class _Work:
         """Set the cells that a search has run."""
         part.set_sweep(replace(with_samples(part.sweep, samples), search=None))
         self._index()
-
-    def experiment(self, id: str) -> Experiment:
-        return self._experiments[id]
 
     def name(self, id: str) -> str:
         part = self.holders[id][0]
@@ -230,7 +227,7 @@ class _Work:
             if id not in self.states or self.states[id].status != "finished"
         ]  # fmt: skip
         report = self.progress.task_progress("examining results")
-        self.states |= examine({id: self.experiment(id) for id in unknown}, report)
+        self.states |= examine({id: self.experiments[id] for id in unknown}, report)
 
     def unfinished(self) -> list[str]:
         """Return the cells that have no result that can be used, and that some sweep needs."""
@@ -246,7 +243,7 @@ class _Work:
 
     def run_of(self, id: str) -> CellRun:
         """Return what the trial of a cell runs."""
-        experiment = self.experiment(id)
+        experiment = self.experiments[id]
         return CellRun(
             with_parent(experiment, self.holders[id][0].parent_id),
             self.name(id),
@@ -291,7 +288,7 @@ class _Work:
 
     def _log_of(self, id: str, tags: Mapping[str, str]) -> CellLog:
         """Return a cell as the MLflow run of a sweep shows it."""
-        state, home = self.states[id], RunFolder.of(self.experiment(id)).home
+        state, home = self.states[id], RunFolder.of(self.experiments[id]).home
         if state.summary is not None:
 
             def rounds() -> list[dict[str, float]]:
