@@ -7,6 +7,11 @@ import uuid
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
 
 
+def options_at(address):
+    """Return the options of a URI for pyarrow, by which it finds the server at an address."""
+    return f"endpoint_override={address}&scheme=http&region=us-east-1"
+
+
 class S3Server:
     """A server that can be stopped and started again: it keeps its port and its data."""
 
@@ -45,5 +50,4 @@ class S3Server:
 
     def uri(self, bucket, path):
         """Return the URI of a path in a bucket, for ``storage.runs``."""
-        options = f"endpoint_override=127.0.0.1:{self.port}&scheme=http&region=us-east-1"
-        return f"s3://{bucket}/{path}?{options}"
+        return f"s3://{bucket}/{path}?{options_at(f'127.0.0.1:{self.port}')}"

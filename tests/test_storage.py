@@ -11,6 +11,7 @@ import textwrap
 import pyarrow as pa
 import pytest
 from pyarrow import fs
+from s3_server import options_at
 
 from trishul_ray import storage
 from trishul_ray.errors import InputError, StorageError, StorageRefusedError
@@ -334,9 +335,8 @@ def test_a_missing_bucket_is_reported_plainly(s3_bucket):
 def test_an_object_store_that_does_not_answer_is_reported(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    options = "endpoint_override=127.0.0.1:1&scheme=http&region=us-east-1"
     with pytest.raises(StorageError, match=r"cannot access s3://bucket/runs.*tried once"):
-        Store.open(f"s3://bucket/runs?{options}").check_bucket("runs")
+        Store.open(f"s3://bucket/runs?{options_at('127.0.0.1:1')}").check_bucket("runs")
 
 
 def test_a_full_disk_keeps_the_earlier_file(tmp_path):

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from moto.server import ThreadedMotoServer
 from ports import free_port
+from s3_server import options_at
 from tiny_run import TINY
 
 from trishul_ray.sweeps.loading import find_sweeps
@@ -195,4 +196,4 @@ def check_firewall(instance):
 def boto_place(uri):
     """Return a URI of the mocked S3 for pyarrow, which would look for the region elsewhere."""
     address = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://")
-    return f"{uri}?endpoint_override={address}&scheme=http&region=us-east-1"
+    return f"{uri}?{options_at(address)}"

@@ -7,7 +7,9 @@ comparison with the padding id, which in many tokenizers is the end token.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -43,10 +45,11 @@ MULTIPLE = 8
 
 
 @register("instruction")
+@dataclass(eq=False)
 class Instruction(Task):
     """Train a decoder on answers, and score the tokens of theirs that it predicts.
 
-    Args:
+    Attributes:
         tokens: The backbone's tokenizer.
         template: Text of the template; see :mod:`~trishul_ray.tasks.prompts`.
         max_length: Most tokens of a row.
@@ -64,22 +67,15 @@ class Instruction(Task):
     )
     row_metrics = ("token_accuracy",)
     targets = ("positions", "labels", "counts", "start", "group", "client")
-    tokens: TokenizerRef
 
-    def __init__(
-        self,
-        tokens: TokenizerRef,
-        *,
-        template: str | None,
-        max_length: int,
-        target_length: int,
-        every_turn: bool = True,
-        by_row: bool = False,
-        groups: Sequence[str] = (),
-    ) -> None:
-        self.tokens, self.template = tokens, template
-        self.max_length, self.target_length = max_length, target_length
-        self.every_turn, self.by_row, self.groups = every_turn, by_row, tuple(groups)
+    tokens: TokenizerRef
+    _: KW_ONLY
+    template: str | None
+    max_length: int
+    target_length: int
+    every_turn: bool = True
+    by_row: bool = False
+    groups: tuple[str, ...] = ()
 
     @classmethod
     def build(cls, config: TaskConfig, info: DatasetInfo, backbone: Backbone) -> Instruction:
@@ -126,7 +122,9 @@ class Instruction(Task):
     @property
     def key(self) -> str:
         """Text that identifies everything that determines the encoded columns."""
-        return prompts.key_of(self.prompt, every_turn=self.every_turn)
+        prompt = [self.prompt.text, prompts.DATE, self.max_length, self.target_length]
+        rest = {"every_turn": self.every_turn}
+        return json.dumps(["instruction", 1, self.tokens.key, *prompt, rest])
 
     def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
         """Return rows with the ranges of their answers.

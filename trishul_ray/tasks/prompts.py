@@ -7,7 +7,6 @@ generated from follows the same ids as in training.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,10 +54,11 @@ class Encoded:
     cut: int = 0
 
 
+@dataclass(eq=False)
 class Prompt(ABC):
     """Turns conversations into token ids.
 
-    Args:
+    Attributes:
         tokens: The backbone's tokenizer.
         text: Text of the template.
         max_length: Most tokens of a row, its answers included.
@@ -66,11 +66,10 @@ class Prompt(ABC):
             must not teach to stop.
     """
 
-    def __init__(
-        self, tokens: TokenizerRef, text: str, max_length: int, target_length: int
-    ) -> None:
-        self.tokens, self.text = tokens, text
-        self.max_length, self.target_length = max_length, target_length
+    tokens: TokenizerRef
+    text: str
+    max_length: int
+    target_length: int
 
     @abstractmethod
     def encode(self, rows: Sequence[Row], where: str) -> list[Encoded]:
@@ -98,6 +97,7 @@ class Prompt(ABC):
             )
 
 
+@dataclass(eq=False)
 class TextPrompt(Prompt):
     """A prompt with braces: one form for rows with an input and one for those without, or one text.
 
@@ -105,11 +105,8 @@ class TextPrompt(Prompt):
         InputError: A form names an unknown field.
     """
 
-    def __init__(
-        self, tokens: TokenizerRef, text: str, max_length: int, target_length: int
-    ) -> None:
-        super().__init__(tokens, text, max_length, target_length)
-        forms = _forms(text)
+    def __post_init__(self) -> None:
+        forms = _forms(self.text)
         self._whole = Template(forms["with_input"], FIELDS, "instructions")
         self._short = self._whole
         if "without_input" in forms:
@@ -150,25 +147,15 @@ class TextPrompt(Prompt):
         return {self.tokens.eos_id}
 
 
+@dataclass(eq=False)
 class ChatPrompt(Prompt):
     """A chat template.
 
-    Args:
-        tokens, text, max_length, target_length: See :class:`Prompt`.
+    Attributes:
         every_turn: Whether the answers of all turns are labels, not the last one alone.
     """
 
-    def __init__(
-        self,
-        tokens: TokenizerRef,
-        text: str,
-        max_length: int,
-        target_length: int,
-        *,
-        every_turn: bool = True,
-    ) -> None:
-        super().__init__(tokens, text, max_length, target_length)
-        self.every_turn = every_turn
+    every_turn: bool
 
     def encode(self, rows: Sequence[Row], where: str) -> list[Encoded]:
         """Return rows as the template renders them, the oldest turns dropped where it is too long.
@@ -344,14 +331,8 @@ def build_prompt(
             text = "{{- bos_token -}}" + text
     prompt: Prompt
     if "{%" in text:
-        prompt = ChatPrompt(tokens, text, *lengths, every_turn=every_turn)
+        prompt = ChatPrompt(tokens, text, *lengths, every_turn)
     else:
         prompt = TextPrompt(tokens, text, *lengths)
     prompt.check_ends()
     return prompt
-
-
-def key_of(prompt: Prompt, **rest: Any) -> str:
-    """Return what determines the ids of :meth:`Prompt.encode`."""
-    parts = [prompt.text, DATE, prompt.max_length, prompt.target_length]
-    return json.dumps(["instruction", 1, prompt.tokens.key, *parts, rest])

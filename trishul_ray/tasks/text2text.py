@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -53,10 +53,11 @@ class Generated:
     texts: Sequence[str]
 
 
+@dataclass(eq=False)
 class Text2Text(Task):
     """Base of the text-to-text tasks.
 
-    Args:
+    Attributes:
         tokens: The backbone's tokenizer.
         template: Template of the input text.
         max_length: Maximum tokens of the input.
@@ -67,24 +68,17 @@ class Text2Text(Task):
 
     families = ("seq2seq-lm",)
     model_kind = "seq2seq-lm"
-    tokens: TokenizerRef
     targets = ("labels", "classes", "references", "group", "client")
     #: Beginning of :attr:`key`.
     encoding: ClassVar[str]
 
-    def __init__(
-        self,
-        tokens: TokenizerRef,
-        *,
-        template: Template,
-        max_length: int,
-        target_length: int,
-        start_id: int,
-        groups: Sequence[str] = (),
-    ) -> None:
-        self.tokens, self.template = tokens, template
-        self.max_length, self.target_length = max_length, target_length
-        self.start_id, self.groups = start_id, tuple(groups)
+    tokens: TokenizerRef
+    _: KW_ONLY
+    template: Template
+    max_length: int
+    target_length: int
+    start_id: int
+    groups: tuple[str, ...] = ()
 
     @classmethod
     def build(cls, config: TaskConfig, info: DatasetInfo, backbone: Backbone) -> Text2Text:
@@ -228,6 +222,7 @@ def _decoder_start_id(backbone: Backbone) -> int:
 
 
 @register("text2text")
+@dataclass(eq=False)
 class TextToClass(Text2Text):
     """Classify by generating the text of a class, one of ``class_texts``, in order.
 
@@ -238,11 +233,12 @@ class TextToClass(Text2Text):
     reads = "text"
     encoding = "ClassTextEncoder"
 
-    def __init__(self, tokens: TokenizerRef, *, class_texts: Sequence[str], **rest: Any) -> None:
-        super().__init__(tokens, **rest)
-        self.class_texts = tuple(class_texts)
+    _: KW_ONLY
+    class_texts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
         seen: dict[str, str] = {}
-        for text in class_texts:
+        for text in self.class_texts:
             normalized = normalize(text)
             if not normalized or normalized in seen:
                 fault = f"is the same as {seen[normalized]!r}" if normalized else "is empty"

@@ -157,36 +157,3 @@ class PrivacyConfig(Section):
         if self.delta != "auto":
             return self.delta
         return min(1e-5, math.pow(population, -1.1))
-
-
-def refusal(
-    options: PrivacyConfig,
-    *,
-    clients: int,
-    cohort: int,
-    weighting: str,
-) -> str | None:
-    """Return why an experiment cannot be private; None if it can.
-
-    Args:
-        options: Its section ``privacy``, which is on.
-        clients: Number of clients that may take part.
-        cohort: ``federation.clients_per_round``.
-        weighting: ``federation.weighting``.
-    """
-    if weighting != "uniform":
-        return (
-            f"privacy: federation.weighting={weighting!r} lets a client of many rows exceed the "
-            "clip norm; allowed: uniform"
-        )
-    if options.population is not None and options.population < clients:
-        return (
-            f"privacy.population={options.population} is below the {clients} clients that may take "
-            "part: it is the population of a deployment, at least the simulated one"
-        )
-    if options.cohort is not None and options.cohort < cohort:
-        return (
-            f"privacy.cohort={options.cohort} is below federation.clients_per_round={cohort}: it "
-            "is the cohort of a deployment, at least the simulated one"
-        )
-    return None

@@ -18,7 +18,7 @@ from trishul_ray.lab.privacy.clipping import (
     clip,
     rounding_room,
 )
-from trishul_ray.lab.privacy.config import PrivacyConfig, refusal
+from trishul_ray.lab.privacy.config import PrivacyConfig
 from trishul_ray.lab.privacy.mechanism import HIGH, LOW, SURVEY_NORM, Mechanism, reported
 from trishul_ray.lab.ring import Ring
 from trishul_ray.lab.server_optimizer import ServerConfig
@@ -73,15 +73,24 @@ class Privacy(Stage):
 
     def check(self, method: Method) -> None:
         """Refuse what the accounting does not cover."""
-        federation = self.settings.federation
-        refused = refusal(
-            self.config,
-            clients=federation.participants,
-            cohort=federation.clients_per_round,
-            weighting=federation.weighting,
-        )
-        if refused is not None:
-            raise ValueError(refused)
+        options, fed = self.config, self.settings.federation
+        if fed.weighting != "uniform":
+            raise ValueError(
+                f"privacy: federation.weighting={fed.weighting!r} lets a client of many rows "
+                "exceed the clip norm; allowed: uniform"
+            )
+        if options.population is not None and options.population < fed.participants:
+            raise ValueError(
+                f"privacy.population={options.population} is below the {fed.participants} clients "
+                "that may take part: it is the population of a deployment, at least the simulated "
+                "one"
+            )
+        if options.cohort is not None and options.cohort < fed.clients_per_round:
+            raise ValueError(
+                f"privacy.cohort={options.cohort} is below federation.clients_per_round="
+                f"{fed.clients_per_round}: it is the cohort of a deployment, at least the "
+                "simulated one"
+            )
         if setting := method.units_by_data:
             raise ValueError(
                 f"privacy: {setting} sends which units a client's data favour, in clear; let them "
