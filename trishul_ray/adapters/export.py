@@ -67,7 +67,7 @@ def export_peft(
     base_model_name: str,
     *,
     revision: str | None = None,
-    beside: Beside | None = None,
+    beside: Beside = lambda _: None,
 ) -> AdapterExport:
     """Write a new or empty folder that ``peft.PeftModel.from_pretrained(base, folder)`` loads.
 
@@ -106,8 +106,7 @@ def export_peft(
     with _exported(Path(directory)) as folder:
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        if beside is not None:
-            beside(folder)
+        beside(folder)
     return AdapterExport(ranks, bool(trained.base), error)
 
 
@@ -171,7 +170,7 @@ def export_merged(
     trained: Trained,
     directory: Path | str,
     *,
-    beside: Beside | None = None,
+    beside: Beside = lambda _: None,
 ) -> Path:
     """Write :func:`merge_trained` by :func:`save_module` into a new or empty folder; return it.
 
@@ -181,8 +180,7 @@ def export_merged(
     merged = merge_trained(adapted, trained)
     with _exported(Path(directory)) as folder:
         save_module(merged, folder)
-        if beside is not None:
-            beside(folder)
+        beside(folder)
     return Path(directory)
 
 

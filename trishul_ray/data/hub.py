@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import shlex
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from trishul_ray.checksums import download_fault
+from trishul_ray.data.columns import nfc
 from trishul_ray.errors import CorruptFileError, InputError, one_line
 from trishul_ray.lazy import datasets
 from trishul_ray.network import check_depth, hub_fault, hub_or_cache
@@ -205,7 +205,7 @@ def class_names(table: pa.Table, column: str) -> tuple[str, ...] | None:
     """
     try:
         features = json.loads((table.schema.metadata or {})[b"huggingface"])["info"]["features"]
-        composed = {unicodedata.normalize("NFC", key): value for key, value in features.items()}
-        return tuple(unicodedata.normalize("NFC", str(n)) for n in composed[column]["names"])
+        composed = {nfc(key): value for key, value in features.items()}
+        return tuple(nfc(str(name)) for name in composed[column]["names"])
     except (KeyError, TypeError, ValueError, AttributeError):
         return None

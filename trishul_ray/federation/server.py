@@ -327,7 +327,7 @@ class Server:
         record, clients = self.transfers.record(
             number, sent, cohort, outcome.reports, total, now.records[-1]
         )
-        record.stages = over_clients(outcome.reports, self.stages.summed)
+        record.stages = over_clients(outcome.reports, {n for s in self.stages for n in s.summed})
         record.stages |= {**total.metrics, **mean.metrics}
         record.stages |= self.stages.end(number, now.state, clients)
         if compared is not None:
@@ -349,7 +349,8 @@ class Server:
         now, found = self.checkpoint, compared.diagnostics
         reported = reported_diagnostics(reports)
         record.diagnostics = reported.metrics | found.metrics
-        if len(compared.uploads) == len(reports) and not self.stages.move_beyond_mean:
+        moved = any(stage.moves_beyond_mean for stage in self.stages)
+        if len(compared.uploads) == len(reports) and not moved:
             error = comparison.aggregation_error(compared.uploads, self.reducer, self.broadcast)
             if error is not None:
                 record.diagnostics["aggregation_error"] = error

@@ -51,11 +51,6 @@ class Stages:
         return any(stage.acts_on_changes for stage in self)
 
     @property
-    def move_beyond_mean(self) -> bool:
-        """Whether the next state is another one than the mean of what clients have."""
-        return any(stage.moves_beyond_mean for stage in self)
-
-    @property
     def read_changes(self) -> bool:
         """Whether a stage needs the change of each client."""
         return any(stage.reads_changes for stage in self)
@@ -69,11 +64,6 @@ class Stages:
     def needs(self) -> frozenset[str]:
         """Facts of :class:`RunPlan` that a worker measures."""
         return frozenset().union(*(stage.needs for stage in self))
-
-    @property
-    def summed(self) -> frozenset[str]:
-        """Metrics of changes that add up over clients."""
-        return frozenset().union(*(stage.summed for stage in self))
 
     @property
     def quorum(self) -> dict[str, int]:
