@@ -8,7 +8,7 @@ from ports import free_port
 from ray.job_submission import JobDetails, JobStatus, JobType
 
 from trishul_ray.cli.cluster import _describe_cells
-from trishul_ray.jobs import Job
+from trishul_ray.jobs.cluster import Job
 from trishul_ray.plugins import load_plugin
 
 CLUSTER = Path(__file__).parents[2] / "cluster"

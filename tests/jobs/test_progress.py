@@ -5,7 +5,7 @@ import os
 import pytest
 
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.jobs import QUIET_SECONDS, read_progress
+from trishul_ray.jobs.progress import QUIET_SECONDS, read_progress
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.status import record_failure
 

@@ -6,7 +6,7 @@ import pytest
 from ray._private.runtime_env.packaging import create_package
 
 from trishul_ray.errors import InputError
-from trishul_ray.jobs import NOT_SHIPPED, _exactly, find_secrets
+from trishul_ray.jobs.shipping import find_secrets, not_shipped
 
 SECRET = (
     *(".env", ".ENV.local", "prod.env", ".envrc", ".netrc", ".git-credentials", ".npmrc"),
@@ -34,7 +34,7 @@ def project(tmp_path):
 def shipped(project, left_out, tmp_path):
     """Return the names in the package that Ray makes."""
     package = tmp_path / "package.zip"
-    excludes = [*NOT_SHIPPED, *map(_exactly, left_out)]
+    excludes = not_shipped(left_out)
     create_package(str(project), package, include_gitignore=True, excludes=excludes)
     with zipfile.ZipFile(package) as file:
         return {name for name in file.namelist() if not name.endswith("/")}

@@ -9,9 +9,9 @@ import pytest
 from ray.autoscaler.v2.schema import ClusterStatus, LaunchRequest
 from ray.autoscaler.v2.utils import ClusterStatusFormatter
 
-from trishul_ray import jobs
 from trishul_ray.errors import InputError, RunError
-from trishul_ray.jobs import open_tunnel, read_shortages, results_of
+from trishul_ray.jobs import ray_up
+from trishul_ray.jobs.ray_up import open_tunnel, read_shortages, results_of
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 
@@ -67,7 +67,7 @@ def test_what_could_not_be_started_is_said():
 def fake_ray(monkeypatch, tmp_path, body):
     script = tmp_path / "ray.py"
     script.write_text(textwrap.dedent(body))
-    monkeypatch.setattr(jobs, "_ray", lambda: [sys.executable, str(script)])
+    monkeypatch.setattr(ray_up, "_ray", lambda: [sys.executable, str(script)])
 
 
 def test_a_tunnel_is_open_as_long_as_it_is_used(monkeypatch, tmp_path):
@@ -84,8 +84,8 @@ def test_a_tunnel_is_open_as_long_as_it_is_used(monkeypatch, tmp_path):
     )
     with open_tunnel(Path("a.yaml")) as address:
         port = int(address.rpartition(":")[2])
-        assert jobs._answers(port)
-    assert not jobs._answers(port)
+        assert ray_up._answers(port)
+    assert not ray_up._answers(port)
 
 
 def test_a_head_that_is_not_there_is_one_line(monkeypatch, tmp_path):

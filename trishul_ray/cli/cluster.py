@@ -19,7 +19,7 @@ from trishul_ray.plugins import none_run
 
 if TYPE_CHECKING:
     from trishul_ray.experiment.experiment import Experiment
-    from trishul_ray.jobs import Cluster, Job, Node
+    from trishul_ray.jobs.cluster import Cluster, Job, Node
 
 #: Commands that make sense as a job.
 SUBMITTED: dict[str, Callable[..., None]] = {
@@ -85,7 +85,7 @@ def submit(
     running, or continues one that has ended: finished runs are never repeated. Files that may hold
     secrets (`.env`, `.aws`, keys, tokens) are not shipped, and are named.
     """
-    from trishul_ray.jobs import check_directory, check_no_secret, find_secrets
+    from trishul_ray.jobs.shipping import check_directory, check_no_secret, find_secrets
 
     place = _place_of_runs(words, runs, cluster)
     check_no_secret([*words, place])
@@ -144,7 +144,7 @@ def status(
     only files in this folder are read. With
     `--cluster`, also show what the autoscaler waits for, and why machines could not be started.
     """
-    from trishul_ray.jobs import shortages
+    from trishul_ray.jobs.ray_up import shortages
 
     with _connect(cluster, address) as there:
         jobs, nodes = there.jobs(), there.nodes()
@@ -192,7 +192,8 @@ def stop(
 @contextmanager
 def _connect(file: Path | None, address: str | None) -> "Iterator[Cluster]":
     """Yield the cluster of a file or at an address."""
-    from trishul_ray.jobs import Cluster, open_tunnel, results_of
+    from trishul_ray.jobs.cluster import Cluster
+    from trishul_ray.jobs.ray_up import open_tunnel, results_of
 
     if file is not None and address is not None:
         raise InputError("give either --cluster or --address")
@@ -206,7 +207,7 @@ def _connect(file: Path | None, address: str | None) -> "Iterator[Cluster]":
 
 def _place_of_runs(words: Sequence[str], runs: str | None, file: Path | None) -> str:
     """Return where a command on the cluster stores its runs; an InputError if that is not clear."""
-    from trishul_ray.jobs import results_of
+    from trishul_ray.jobs.ray_up import results_of
 
     named = [word.partition("=")[2] for word in words if word.startswith("storage.runs=")]
     place = named[-1] if named else runs
@@ -290,7 +291,7 @@ def _show(job: "Job") -> None:
 
 
 def _describe_cells(job: "Job") -> str:
-    from trishul_ray.jobs import read_progress
+    from trishul_ray.jobs.progress import read_progress
     from trishul_ray.tracking.progress import format_duration
 
     try:

@@ -1,0 +1,1 @@
+"""Commands of ``trishul`` as Ray jobs on a cluster."""
