@@ -18,10 +18,12 @@ FILES = sorted(ROOT.rglob("*.py"))
 FOUNDATION = {
     "checksums",
     "cuda_graphs",
+    "entry_points",
     "errors",
     "files",
     "lazy",
     "network",
+    "older_fields",
     "places",
     "plugins",
     "redaction",

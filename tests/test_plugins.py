@@ -15,7 +15,7 @@ from rich.console import Console
 from tiny_run import TINY
 
 import trishul_ray
-from trishul_ray import plugins
+from trishul_ray import entry_points, plugins
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import build_experiment, load_experiment
 from trishul_ray.federation.inline import InlineExecutor
@@ -277,7 +277,7 @@ def installed(monkeypatch):
     """``installed(entry, ...)`` -> these are the entry points of all packages."""
 
     def set_to(*entries):
-        monkeypatch.setattr(plugins, "_installed", lambda: EntryPoints(entries))
+        monkeypatch.setattr(entry_points, "installed", lambda: EntryPoints(entries))
         monkeypatch.setattr(plugins, "_faults", None)
 
     return set_to
@@ -290,8 +290,8 @@ def test_installed_packages_are_found(installed, monkeypatch, tmp_path):
     (package / "__init__.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     installed(
-        EntryPoint("theirs", "their_methods", plugins.GROUP),
-        EntryPoint("broken", "nowhere_to_be_found", plugins.GROUP),
+        EntryPoint("theirs", "their_methods", entry_points.GROUP),
+        EntryPoint("broken", "nowhere_to_be_found", entry_points.GROUP),
     )
     made = load_experiment(None, ["method=theirs"])
     (noted,) = made.plugins
@@ -313,7 +313,7 @@ def test_an_entry_point_by_name_is_loaded_when_it_is_named(installed, monkeypatc
     (tmp_path / "named_package" / "one.py").write_text(text.replace("fedmedian", "one"))
     (tmp_path / "named_package" / "other.py").write_text("raise OSError('no disk')")
     monkeypatch.syspath_prepend(tmp_path)
-    group = f"{plugins.GROUP}.method"
+    group = f"{entry_points.GROUP}.method"
     installed(
         EntryPoint("one", "named_package.one", group),
         EntryPoint("other", "named_package.other", group),

@@ -7,10 +7,9 @@ of its id. The text of a file travels with the experiment to its workers, but is
 run: a run's folder names a plug-in, and never runs one. A YAML file of an experiment or sweep may
 name plug-ins (``plugins: [mine.py]``): who loads it runs them.
 
-Entry points of the group ``trishul_ray.plugins`` are loaded whenever something is looked up. The
-group ``trishul_ray.plugins.<field>``, such as ``trishul_ray.plugins.method``, has entry points with
-the names that they register; they are loaded when they are named. This package has some, too. Their
-content is versioned with it: in place of a hash, ids have the number ``NUMERICS`` of the folder.
+What installed packages add is loaded where it is looked up (:mod:`trishul_ray.entry_points`). This
+package has such plug-ins, too. Their content is versioned with it: in place of a hash, ids have the
+number ``NUMERICS`` of the folder.
 """
 
 import hashlib
@@ -20,30 +19,24 @@ import inspect
 import linecache
 import pkgutil
 import sys
-import tomllib
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
+from trishul_ray import entry_points
 from trishul_ray.errors import InputError, RunError, first_line
-
-#: Entry points of installed packages that are plug-ins.
-GROUP = "trishul_ray.plugins"
 
 #: Content of a class whose source cannot be read: it must not be run.
 UNKNOWN = "unknown"
 
 #: Beginning of the names of the modules that files become.
 _PREFIX = "trishul_plugin_"
-
-#: File of a checkout of this package that declares its entry points.
-_SOURCE = Path(__file__).parents[1] / "pyproject.toml"
 
 _T = TypeVar("_T")
 _C = TypeVar("_C", bound=type)
@@ -161,12 +154,12 @@ def load_installed() -> None:
     if _faults is not None:
         return
     _faults = []
-    for entry in _installed():
+    for entry in entry_points.installed():
         try:
             package = entry.module.partition(".")[0]
             if not _is_ours(entry.module):
                 _owners[package] = _of_package(entry, package)
-            if entry.group == GROUP:
+            if entry.group == entry_points.GROUP:
                 entry.load()
         except Exception as error:
             _faults.append(_fault(entry, error))
@@ -178,7 +171,7 @@ def commands(taken: Iterable[str]) -> dict[str, Callable[..., Any]]:
     One that is faulty or has a taken name is left out (:func:`faults`).
     """
     found, taken = {}, frozenset(taken)
-    for name, entry in _named("command").items():
+    for name, entry in entry_points.named_by("command").items():
         try:
             if name in taken:
                 raise ValueError(f"the command {name!r} is taken")
@@ -188,34 +181,10 @@ def commands(taken: Iterable[str]) -> dict[str, Callable[..., Any]]:
     return found
 
 
-@cache
-def objects(kind: str) -> dict[str, Any]:
-    """Return what the entry points of ``trishul_ray.plugins.<kind>`` name, by their names.
-
-    They are ``check`` (the checks of what a field names: a function of the name), ``group`` (the
-    names of numbers in records that MLflow shows together) and ``older`` (:class:`Older`).
-    """
-    return {name: entry.load() for name, entry in _named(kind).items()}
-
-
 def faults() -> list[str]:
     """Return why installed plug-ins could not be loaded, or cannot be known, one line each."""
-    outdated = _outdated()
+    outdated = entry_points.outdated()
     return [*(_faults or ()), *_command_faults.values(), *([outdated] if outdated else [])]
-
-
-@cache
-def _installed() -> EntryPoints:
-    """Return the entry points of all installed packages that are plug-ins, by group and name."""
-    every = entry_points()
-    ours = [group for group in every.groups if f"{group}.".startswith(f"{GROUP}.")]
-    found = (each for group in ours for each in every.select(group=group))
-    return EntryPoints(sorted(found, key=lambda each: (each.group, each.name)))
-
-
-def _named(field: str) -> dict[str, EntryPoint]:
-    """Return the entry points that register what a field may name, by that name."""
-    return {entry.name: entry for entry in _installed().select(group=f"{GROUP}.{field}")}
 
 
 def _fault(entry: EntryPoint, error: Exception) -> str:
@@ -224,65 +193,6 @@ def _fault(entry: EntryPoint, error: Exception) -> str:
 
 def _is_ours(module: str) -> bool:
     return module.startswith("trishul_ray.")
-
-
-def _outdated() -> str | None:
-    """Say how to install a checkout again whose entry points are not those it is installed with.
-
-    Installing writes them down; pulling newer source does not.
-    """
-    try:
-        project = tomllib.loads(_SOURCE.read_text(encoding="utf-8"))["project"]
-    except (OSError, KeyError, tomllib.TOMLDecodeError):
-        return None  # no checkout
-    if project.get("name") != "trishul-ray":
-        return None
-    declared = {
-        (group, name, value)
-        for group, entries in project.get("entry-points", {}).items()
-        for name, value in entries.items()
-    }
-    known = {(each.group, each.name, each.value) for each in _installed()}
-    if not (unknown := sorted(declared - known)):
-        return None
-    names = ", ".join(name for _, name, _ in unknown[:3]) + ", ..." * (len(unknown) > 3)
-    return (
-        f"trishul-ray was installed before its source changed, without {names}: run "
-        f"`{sys.executable} -m pip install --no-deps --editable {_SOURCE.parent}`"
-    )
-
-
-@dataclass(frozen=True)
-class Older:
-    """Form of a section of an experiment in older versions.
-
-    It is an entry point of the group ``trishul_ray.plugins.older`` with the name of the section.
-
-    Attributes:
-        fields: Names of fields that the section does not have any more.
-        of_today: Return the fields of the section without those that are gone where they have no
-            effect. Raise a ValueError for the others, which names what to write in their place.
-    """
-
-    fields: frozenset[str]
-    of_today: Callable[[Mapping[str, Any]], dict[str, Any]]
-
-
-def of_today(section: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section of an experiment in today's fields, given one of an older version.
-
-    Raises:
-        ValueError: A field is gone; names what to write in its place.
-    """
-    found = dict(fields)
-    older: Older | None = objects("older").get(section)
-    return found if older is None else older.of_today(found)
-
-
-def older_fields() -> list[str]:
-    """Return the dotted names of fields that older versions had."""
-    found: dict[str, Older] = objects("older")
-    return [f"{name}.{field}" for name, older in found.items() for field in sorted(older.fields)]
 
 
 def numerics(cls: type) -> dict[str, int]:
@@ -382,7 +292,7 @@ class Registry(Generic[_T]):
         if name in self._taken:
             raise ValueError(f"{title} is taken")
         if not _is_ours(cls.__module__) and name not in self.classes:
-            entry = _named(self._field).get(name)
+            entry = entry_points.named_by(self._field).get(name)
             if entry is not None and entry.module.split(".")[0] != cls.__module__.split(".")[0]:
                 raise ValueError(f"{title} is taken by {entry.value}")
         claim(f"{self._field}={name}", cls, self.classes.get(name), title)
@@ -409,7 +319,7 @@ class Registry(Generic[_T]):
     def names(self) -> list[str]:
         """Return all names, sorted; plug-ins that are loaded when they are named stay unloaded."""
         self._load()
-        return sorted({*self.classes, *_named(self._field)})
+        return sorted({*self.classes, *entry_points.named_by(self._field)})
 
     def all(self) -> dict[str, type[_T]]:
         """Return all classes by name, sorted, without those of faulty plug-ins (:func:`faults`)."""
@@ -434,7 +344,7 @@ class Registry(Generic[_T]):
             InputError: The plug-in that should register it cannot be loaded, or does not.
         """
         self._load()
-        entry = None if name in self.classes else _named(self._field).get(name)
+        entry = None if name in self.classes else entry_points.named_by(self._field).get(name)
         if entry is not None:
             try:
                 entry.load()

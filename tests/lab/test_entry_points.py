@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import trishul_ray.lab
-from trishul_ray import plugins
+from trishul_ray import entry_points, plugins
 from trishul_ray.methods.base import METHODS, method_class
 
 ROOT = Path(trishul_ray.__file__).parent
@@ -18,7 +18,7 @@ ROOT = Path(trishul_ray.__file__).parent
 
 def test_entry_points_name_what_the_lab_registers():
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
-    declared = project["entry-points"][f"{plugins.GROUP}.method"]
+    declared = project["entry-points"][f"{entry_points.GROUP}.method"]
     for name, where in declared.items():
         assert importlib.import_module(where) and method_class(name).__module__ == where
     for module in pkgutil.walk_packages(trishul_ray.lab.__path__, "trishul_ray.lab."):

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from trishul_ray import plugins
+from trishul_ray import entry_points, plugins
 from trishul_ray.contract import datasets, methods, stages, tasks
 from trishul_ray.contract.checks import BrokenPromiseError, Check
 from trishul_ray.data.prepare import dataset_names
@@ -45,7 +45,7 @@ def check_plugin(plugin: Plugin) -> Iterator[Outcome]:
     """
     found = subjects_of(plugin)
     if not found:
-        more = (f"{kind}s" for kind in plugins.objects("check"))
+        more = (f"{kind}s" for kind in entry_points.objects("check"))
         kinds = ", ".join(["methods", "stages", "adapters", "datasets", "tasks", *more])
         raise InputError(
             f"plug-in {plugin.name} defines nothing that has checks ({kinds}): register a class, "
@@ -80,7 +80,7 @@ def run_check(subject: str, check: Check) -> Outcome:
 def subjects_of(plugin: Plugin) -> list[tuple[str, list[Check]]]:
     """Return what a plug-in defines, such as ``method=mine``, and the checks of each."""
     method_names(), stage_names(), task_kinds(), dataset_names()  # all are registered
-    checks = _CHECKS | plugins.objects("check")
+    checks = _CHECKS | entry_points.objects("check")
     found = []
     for field in plugins.provided_by(plugin):
         kind, _, name = field.partition("=")

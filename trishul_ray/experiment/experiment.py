@@ -53,6 +53,7 @@ from trishul_ray.methods.base import (
     method_classes,
     method_names,
 )
+from trishul_ray.older_fields import of_today
 from trishul_ray.plugins import Plugin, find_noted, find_plugin
 from trishul_ray.redaction import redact_fields
 from trishul_ray.section import Section, not_in_id
@@ -87,7 +88,7 @@ def _validated_method(value: Any) -> Any:
     try:
         return config.model_validate(fields)
     except ValidationError:
-        if (today := plugins.of_today("method", fields)) == fields:
+        if (today := of_today("method", fields)) == fields:
             raise
         return config.model_validate(today)
 

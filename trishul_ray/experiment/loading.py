@@ -33,6 +33,7 @@ from trishul_ray.experiment.yaml_files import (
     read_yaml,
 )
 from trishul_ray.methods.base import MethodConfig, method_class, method_names
+from trishul_ray.older_fields import older_fields
 from trishul_ray.section import value_types
 from trishul_ray.stages import STAGES, Stages, stage_names
 
@@ -133,7 +134,7 @@ def full_name(key: str, known: Sequence[str]) -> str:
         return [name for name in names if name.rpartition(".")[2] == key]
 
     meant = [name for name in ending(known) if name.partition(".")[0] not in stage_names()]
-    meant = meant or ending(_stage_names()) or ending(plugins.older_fields())
+    meant = meant or ending(_stage_names()) or ending(older_fields())
     if len(meant) == 1:
         return meant[0]
     if not meant:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from trishul_ray import plugins
 from trishul_ray.errors import InputError
 from trishul_ray.files import Json
 from trishul_ray.lazy import torch
 from trishul_ray.methods.base import build_method, method_class, method_names
+from trishul_ray.older_fields import of_today
 from trishul_ray.paper.stand_in import (
     Array,
     Course,
@@ -321,7 +321,7 @@ def _reads_uploads(method: Json) -> bool:
     if method["name"] not in method_names():
         return False
     try:
-        fields = plugins.of_today("method", method)
+        fields = of_today("method", method)
         return build_method(
             method_class(method["name"]).Config.model_validate(fields)
         ).needs_uploads

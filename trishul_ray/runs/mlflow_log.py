@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from trishul_ray import plugins
+from trishul_ray import entry_points
 from trishul_ray.config import RateSource
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.errors import InputError, StorageError
@@ -138,7 +138,7 @@ def _grouped(name: str) -> str:
     if name in DIAGNOSTICS or name == "aggregation_error":
         return f"cores/{name}"
     # The prox; the clients' changes of their cores; the rows held out; groups of stages.
-    groups = {"svt": (), "delta": (), "validation": ()} | plugins.objects("group")
+    groups = {"svt": (), "delta": (), "validation": ()} | entry_points.objects("group")
     for group, names in groups.items():
         if name in names or name.startswith(f"{group}_"):
             return f"{group}/{name.removeprefix(f'{group}_')}"

@@ -36,7 +36,6 @@ from pydantic import BaseModel, BeforeValidator, Field, PlainValidator
 from pydantic import ValidationError as Invalid
 from pydantic_core import ErrorDetails
 
-from trishul_ray import plugins
 from trishul_ray.errors import InputError, did_you_mean
 from trishul_ray.experiment.loading import (
     SHORT_FIELDS,
@@ -46,6 +45,7 @@ from trishul_ray.experiment.loading import (
     split_override,
 )
 from trishul_ray.methods.base import method_names
+from trishul_ray.older_fields import older_fields
 from trishul_ray.report.outcomes import (
     COLUMNS,
     FigureLayout,
@@ -97,7 +97,7 @@ def known_fields() -> frozenset[str]:
     experiment is made.
     """
     names = itertools.chain.from_iterable(field_names(method) for method in method_names())
-    return frozenset([*names, *plugins.older_fields()]) | SHORT_FIELDS.keys()
+    return frozenset([*names, *older_fields()]) | SHORT_FIELDS.keys()
 
 
 def field_of(name: str) -> str:
