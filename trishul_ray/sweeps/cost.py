@@ -166,10 +166,7 @@ def work_of(experiment: Experiment) -> Work:
             if layer.name in adapters
         )
 
-    compared = (
-        fed.participants - fed.clients_per_round if options.diagnostics_cohort == "all" else 0
-    )
-    steps = (fed.rounds * fed.clients_per_round + compared) * fed.local_steps
+    steps = _local_steps(experiment)
     forward, attention = shape.products(n, m), shape.attention(n, m)
     # The gradient of a product's input costs as much as the product; an attention has two inputs.
     step = 2 * forward + 3 * attention
@@ -182,17 +179,25 @@ def work_of(experiment: Experiment) -> Work:
     )
     evaluations = _evaluations(experiment, method)
     scored = evaluated_rows(experiment)
-    rows = sum(scored)
     batches = evaluations * sum(-(-each // options.batch_size) for each in scored)
     # A target is scored at once, and then a text is generated, token by token.
     generated = shape.products(n, m, generated=True) + shape.attention(0, m)
     decoder = [name for name in shape.widths if name.startswith(DECODER)]
     evaluation = Phase(
-        backbone=evaluations * rows * (forward + attention + (generated if decoder else 0)),
+        backbone=evaluations * sum(scored) * (forward + attention + (generated if decoder else 0)),
         adapters=batches * extra(options.batch_size, training=False),
         layers=batches * (len(shape.widths) + m * len(decoder)),
     )
     return Work(training, evaluation, _prox_operations(method, adapters.values()) * steps)
+
+
+def _local_steps(experiment: Experiment) -> int:
+    """Return the local steps of all clients, with those that are trained to be compared alone."""
+    fed = experiment.federation
+    compared = 0
+    if experiment.evaluation.diagnostics_cohort == "all":
+        compared = fed.participants - fed.clients_per_round
+    return (fed.rounds * fed.clients_per_round + compared) * fed.local_steps
 
 
 def _evaluations(experiment: Experiment, method: Method) -> float:
