@@ -237,30 +237,25 @@ def aggregation_error(
     if any(layout.entry(name).kind in ("adapter", "core") for name in kept):
         return None
 
-    def of_layer(layer: str) -> tuple[float, float]:
-        """Return the squared norms of the difference and of the mean."""
-        mean, moved = (
-            _product(clients[0], layer, alpha).mul_(weights[0]),
-            _product(new, layer, alpha),
-        )
-        for weight, client in zip(weights[1:], clients[1:], strict=True):
-            mean += _product(client, layer, alpha).mul_(weight)
-        if layer in after.base:
-            moved += torch.from_numpy(after.base[layer])
-        if layer in before.base:
-            moved -= torch.from_numpy(before.base[layer])
-        return float(moved.sub_(mean).square_().sum()), float(mean.square_().sum())
+    def update(tensors: dict[str, Tensor], name: str) -> Tensor:
+        return _product(tensors, name, alpha) if layers else tensors[name].clone()
 
-    def of_tensor(key: str) -> tuple[float, float]:
-        mean = sum(w * c[key] for w, c in zip(weights, clients, strict=True))
-        return float((new[key] - mean).square().sum()), float(mean.square().sum())
+    def norms(name: str) -> tuple[float, float]:
+        """Return the squared norms of the difference and of the mean."""
+        mean, moved = update(clients[0], name).mul_(weights[0]), update(new, name)
+        for weight, client in zip(weights[1:], clients[1:], strict=True):
+            mean += update(client, name).mul_(weight)
+        if name in after.base:
+            moved += torch.from_numpy(after.base[name])
+        if name in before.base:
+            moved -= torch.from_numpy(before.base[name])
+        return float(moved.sub_(mean).square_().sum()), float(mean.square_().sum())
 
     layers = sorted(layer for layer, _, _ in lora_pairs(new))  # float sums depend on the order
     # The classification head is no update, except in full fine-tuning.
     keys = [key for key in new if layout.entry(key).kind != "classifier"] or list(new)
-    found = pool.map(of_layer, layers) if layers else pool.map(of_tensor, keys)
     error = exact = 0.0
-    for difference, size in found:
+    for difference, size in pool.map(norms, layers or keys):
         error += difference
         exact += size
     return (error / exact) ** 0.5 if exact else 0.0
