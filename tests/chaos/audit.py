@@ -2,10 +2,19 @@
 
 from contract.digests import differences, outcome
 
-from trishul_ray.federation.checkpoint import open_checkpoints, run_folder, state_digest
+from trishul_ray.federation.checkpoint import open_checkpoints, round_of, run_folder, state_digest
 from trishul_ray.report.summary import RunSummary, read_metrics
 from trishul_ray.runs.mlflow_log import grouped_metrics
 from trishul_ray.tracking.mlflow_store import is_server, open_client
+
+
+def rounds_saved(runs):
+    """Return the newest round that each run in a folder has saved, by id."""
+    saved = {}
+    for file in runs.glob("*/checkpoints/round-*"):
+        id = file.parent.parent.name
+        saved[id] = max(saved.get(id, 0), round_of(file.name))
+    return saved
 
 
 def audit(experiment, reference, paths, database):

@@ -5,6 +5,7 @@ import re
 import time
 
 import pytest
+from chaos.audit import rounds_saved
 from ray_nodes import LONG_WAIT, RayNodes
 
 from trishul_ray.experiment.loading import load_experiment
@@ -28,15 +29,6 @@ def nodes(start, tmp_path):
 def own_cache(home):
     """Each node prepares its own data and weights, in its own home; so does the driver."""
     return {"TRISHUL_CACHE": "~/cache", "HOME": str(home)}
-
-
-def rounds_saved(runs):
-    """The newest round that each run has saved, by id."""
-    saved = {}
-    for file in runs.glob("*/checkpoints/round-*"):
-        id = file.parent.parent.name
-        saved[id] = max(saved.get(id, 0), int(file.name.split("-")[1]))
-    return saved
 
 
 def wait_until(met, command):

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from chaos.audit import rounds_saved
 from ray_nodes import LONG_WAIT, RayNodes
 
 from trishul_ray.experiment.loading import load_experiment
@@ -65,7 +66,7 @@ class Night(threading.Thread):
         while not self.over.wait(0.02):
             for place in range(MACHINES):
                 if self.cluster.nodes[1 + place].processes(TRAINS):
-                    self.saved_before_crash = self.checkpoints.newest()
+                    self.saved_before_crash = rounds_saved(self.checkpoints.runs)
                     self.replace(place)
                     return
 
@@ -89,13 +90,6 @@ class Saved(threading.Thread):
                 round_ = int(file.name.split("-")[1])
                 self.names.setdefault((file.parts[-3], round_), set()).add(file.name)
             time.sleep(0.2)
-
-    def newest(self):
-        """The newest round of each run."""
-        newest = {}
-        for id, round_ in list(self.names):
-            newest[id] = max(newest.get(id, 0), round_)
-        return newest
 
     def repeated(self):
         """The rounds that were trained again after they had been saved; the last is saved twice."""
