@@ -76,17 +76,13 @@ test: setup
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "(slow or chaos) and not gpu" $(ARGS)
 
-# Other kernels sum in another order: what passes on both rests on no processor's last bits.
-OTHER_KERNELS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
-
-test-kernels: setup
-	$(OTHER_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)" \
-	  $(addprefix tests/,spectral adapters methods models tasks) $(ARGS)
-
 # Extensions are plug-ins: without their files and entry points, the core and its tests are whole.
 # The finder of an editable installation would find them where they are not left out.
 EXTENSIONS := lab|paper
-CORE := contract methods federation test_experiment.py test_imports.py test_loading.py
+CORE := adapters contract federation methods models spectral tasks \
+  test_experiment.py test_imports.py test_loading.py
+# Other kernels sum in another order: what passes on both rests on no processor's last bits.
+OTHER_KERNELS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 
 test-core: setup
 	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
@@ -97,7 +93,7 @@ test-core: setup
 	echo 'import sys; sys.meta_path = [f for f in sys.meta_path if "editable" not in repr(f)]' > sitecustomize.py && \
 	export PYTHONPATH="$$folder" && \
 	"$$python" -c 'import setuptools; setuptools.setup()' --quiet egg_info && \
-	OMP_NUM_THREADS=1 "$$python" -m pytest $(PARALLEL) -m "$(QUICK)" $(addprefix tests/,$(CORE)) $(ARGS)
+	$(OTHER_KERNELS) OMP_NUM_THREADS=1 "$$python" -m pytest $(PARALLEL) -m "$(QUICK)" $(addprefix tests/,$(CORE)) $(ARGS)
 
 chaos: setup
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m chaos.kills $(if $(SEED),--seed $(SEED),--minutes $(MINUTES))

@@ -4,12 +4,15 @@ import copy
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
+from trishul_ray.adapters.export import export_peft
+from trishul_ray.adapters.model import Trained
 from trishul_ray.adapters.quantized import dequantize_layers
 from trishul_ray.contract.methods import untimed
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.local import train_client
-from trishul_ray.federation.messages import TrainJob, to_array
+from trishul_ray.federation.messages import TrainJob, to_array, to_tensor
 from trishul_ray.federation.reduce import Reducer, finish, partial_sum
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.workbench import global_model
@@ -131,3 +134,66 @@ def assert_that_of_the_dequantized_backbone(small, inline_result, tmp_path, kind
     assert untimed(ours.checkpoint.records) == untimed(theirs.checkpoint.records)
     for name, stored in resident(run).named_buffers():
         assert torch.equal(stored, before.get_buffer(name)), name
+
+
+def assert_alpha_scales_the_update(executor, tmp_path, name, *own):
+    """Exactness, folding and export hold at alpha = 3 r, where every factor of alpha / r counts."""
+    one = ["federation.clients=1", "federation.clients_per_round=1"]
+    recording = Recording(executor(f"method={name}", "adapter.alpha=24", "budget=8", *own, *one))
+    server = server_of(recording, tmp_path)
+    server.step()
+    bench = recording.inner.bench
+    if name != "ffalora":
+        assert {adapter.scale for adapter in bench.model.adapters.values()} == {3.0}
+    vector = bench.initial.clone()
+    shared = torch.from_numpy(recording.uploads[0].arrays.shared)
+    server.method.unpack(bench.model.layout, vector, shared)
+    clients = bench.model.deltas(Trained(vector))
+    found = weights_of(recording.inner, server.broadcast())
+    for layer, update in clients.items():
+        adapter = bench.model.adapters[layer]
+        factors = bench.model.layout.views(vector)
+        left = factors[f"{layer}.lora_B"].double()
+        right = factors.get(f"{layer}.lora_A", bench.model.constants(layer).get("lora_A"))
+        torch.testing.assert_close(update, 24 / adapter.rank * left @ right.double())
+        torch.testing.assert_close(found[layer], update, atol=1e-6, rtol=1e-5)
+    trained = global_model(bench, server.broadcast(), 1)
+    export_peft(bench.model, trained, tmp_path / "adapter", "base")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for layer, update in found.items():
+        path = f"base_model.model.{layer}"
+        left, right = (tensors[f"{path}.lora_{side}.weight"].double() for side in "BA")
+        torch.testing.assert_close(left @ right, update, atol=1e-6, rtol=1e-5)
+
+
+#: Answers of a small decoder, whose clients are weighed by label tokens.
+ANSWERS = [
+    "dataset=synthetic/instructions", "model.name=llama-tiny", "partition.by=group", "budget=8",
+]  # fmt: skip
+
+
+def errors_of_the_mean(executor, tmp_path, name, weighting, own=()):
+    """Compare the global update with the weighted mean of the clients' updates, in the second
+    round, when every factor has moved: the relative error of each layer."""
+    options = [f"method={name}", f"federation.weighting={weighting}", *own]
+    options += ANSWERS if weighting == "tokens" else []
+    # Free sizes, so that the two weightings differ.
+    recording = Recording(executor(*options, "partition.variant=per-label"))
+    server = server_of(recording, tmp_path)
+    server.step()
+    server.step()
+    bench = recording.inner.bench
+    by = {"size": lambda u: u.rows, "tokens": lambda u: u.tokens}.get(weighting, lambda u: 1.0)
+    weights = np.array([by(upload) for upload in recording.uploads], dtype=float)
+    sent = recording.broadcast.map(to_tensor)
+    clients = []
+    for upload in recording.uploads:
+        vector = bench.initial.clone()
+        shared = torch.from_numpy(upload.arrays.shared)
+        server.method.unpack(bench.model.layout, vector, shared)
+        clients.append(bench.model.deltas(Trained(vector, sent.base, sent.constants)))
+    errors = []
+    for layer, found in weights_of(recording.inner, server.broadcast()).items():
+        exact = sum(w * c[layer] for w, c in zip(weights / weights.sum(), clients, strict=True))
+        errors.append(float((found - exact).norm() / exact.norm()))
+    return errors

@@ -171,7 +171,7 @@ def test_invalid_hyperparameters_are_refused():
                         config(name=name, **{field: bad})
 
 
-@pytest.mark.parametrize("method", ["fedit", "flexlora", "flora", "florist"])
+@pytest.mark.parametrize("method", ["fedit", "flexlora", "flora"])
 def test_a_rank_may_exceed_the_width_of_a_matrix(method, executor, tmp_path):
     """The factors then have directions that stay zero."""
     inline = executor(f"method={method}", "adapter.rank=80", "federation.rounds=1")

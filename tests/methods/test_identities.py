@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from method_runs import Recording, initial_state, one_round, server_of, weights_of
+from method_runs import errors_of_the_mean, initial_state, one_round
 from torch.func import functional_call
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.draws import batch_order
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.local import train_client
-from trishul_ray.federation.messages import TrainJob, to_tensor
+from trishul_ray.federation.messages import TrainJob
 from trishul_ray.rng import numpy_rng
 
 AS_RAVAN = [
@@ -27,7 +27,6 @@ EXACT = {
     "ffalora": [],
     "fedsb": [],
     "flexlora": ["method.truncate=false"],
-    "florist": ["method.threshold=1", "adapter.rank=128"],  # which no matrix exceeds
     "ravan": [],
     "trishul": [],
 }
@@ -42,38 +41,10 @@ def test_trishul_without_its_prongs_is_ravan_byte_for_byte(executor):
     assert state_digest(shrunk[1]) != state_digest(first[1])
 
 
-#: Answers of a small decoder, whose clients are weighed by label tokens.
-ANSWERS = [
-    "dataset=synthetic/instructions", "model.name=llama-tiny", "partition.by=group", "budget=8",
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("weighting", ["uniform", "size", "tokens"])
 @pytest.mark.parametrize("name", [*EXACT, "fedit", "scaffold", "hetlora"])
 def test_exact_methods_average_updates_exactly(executor, tmp_path, name, weighting):
-    """Compare the global update with the weighted mean of the clients' updates, in the second
-    round, when every factor has moved."""
-    options = [f"method={name}", f"federation.weighting={weighting}", *EXACT.get(name, [])]
-    options += ANSWERS if weighting == "tokens" else []
-    # Free sizes, so that the two weightings differ.
-    recording = Recording(executor(*options, "partition.variant=per-label"))
-    server = server_of(recording, tmp_path)
-    server.step()
-    server.step()
-    bench = recording.inner.bench
-    by = {"size": lambda u: u.rows, "tokens": lambda u: u.tokens}.get(weighting, lambda u: 1.0)
-    weights = np.array([by(upload) for upload in recording.uploads], dtype=float)
-    sent = recording.broadcast.map(to_tensor)
-    clients = []
-    for upload in recording.uploads:
-        vector = bench.initial.clone()
-        shared = torch.from_numpy(upload.arrays.shared)
-        server.method.unpack(bench.model.layout, vector, shared)
-        clients.append(bench.model.deltas(Trained(vector, sent.base, sent.constants)))
-    errors = []
-    for layer, found in weights_of(recording.inner, server.broadcast()).items():
-        exact = sum(w * c[layer] for w, c in zip(weights / weights.sum(), clients, strict=True))
-        errors.append(float((found - exact).norm() / exact.norm()))
+    errors = errors_of_the_mean(executor, tmp_path, name, weighting, EXACT.get(name, []))
     if name in EXACT:
         assert max(errors) < 1e-6
     else:

@@ -5,7 +5,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from method_runs import Recording, run, server_of, weights_of
+from method_runs import (
+    Recording,
+    assert_alpha_scales_the_update,
+    errors_of_the_mean,
+    run,
+    server_of,
+    weights_of,
+)
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.draws import capacities
@@ -97,3 +104,18 @@ def test_a_rank_without_room_for_the_threshold_is_said(executor, tmp_path):
 def test_uploads_without_a_change_leave_a_model_that_can_be_trained(executor, tmp_path):
     server = run(executor("method=florist", "optimizer.lr=1e-45"), tmp_path)
     assert all(live.all() for live, _ in components(server, server.checkpoint.state.shared))
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "size", "tokens"])
+def test_the_whole_mean_is_kept_at_a_threshold_of_one(executor, tmp_path, weighting):
+    whole = ["method.threshold=1", "adapter.rank=128"]  # which no matrix exceeds
+    assert max(errors_of_the_mean(executor, tmp_path, "florist", weighting, whole)) < 1e-6
+
+
+def test_alpha_scales_the_update(executor, tmp_path):
+    assert_alpha_scales_the_update(executor, tmp_path, "florist", "method.threshold=1")
+
+
+def test_a_rank_may_exceed_the_width_of_a_matrix(executor, tmp_path):
+    server = run(executor("method=florist", "adapter.rank=80", "federation.rounds=1"), tmp_path)
+    assert np.isfinite(server.checkpoint.state.shared).all()
