@@ -81,17 +81,21 @@ def test_what_is_replaced_while_ray_starts_is_there_and_put_back():
     handler = signal.getsignal(signal.SIGTERM)
     install = utils.set_sigterm_handler
     starts = Node.start_api_server, utils.get_dashboard_dependency_error
+    kill = Node.kill_all_processes
     with (
+        ray_internals.without_grace(),
         ray_internals.without_monitors(),
         ray_internals.listening_on_localhost(),
         ray_internals.without_messages(),
         ray_internals.without_sigterm_handler(),
     ):
         assert (ray_constants.ENABLE_RAY_CLUSTER, worker._worker_logs_enabled) == (False, False)
+        assert Node.kill_all_processes is not kill
         utils.set_sigterm_handler(sys.exit)
         assert signal.getsignal(signal.SIGTERM) == handler
     assert before == (ray_constants.ENABLE_RAY_CLUSTER, worker._worker_logs_enabled)
     assert utils.set_sigterm_handler is install
+    assert Node.kill_all_processes is kill
     assert starts == (Node.start_api_server, utils.get_dashboard_dependency_error)
 
 

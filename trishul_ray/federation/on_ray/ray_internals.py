@@ -122,6 +122,8 @@ def started_here() -> bool:
 def own_processes() -> list[Any]:
     """Return the processes of Ray that this one has started and cannot be without."""
     node: Any = worker._global_node
+    if node is None:
+        return []
     kinds = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
     return [info.process for kind in kinds for info in node.all_processes.get(kind, ())]
 
@@ -187,6 +189,13 @@ def without_monitors() -> Iterator[None]:
 def without_sigterm_handler() -> AbstractContextManager[None]:
     """Keep Ray, if it starts in the block, from replacing the handler of SIGTERM."""
     return _replaced(utils, set_sigterm_handler=lambda handler: None)
+
+
+def without_grace() -> AbstractContextManager[None]:
+    """Let Ray kill its processes in the block without asking them to end first."""
+    kill: Any = Node.kill_all_processes
+    options = {"allow_graceful": False}
+    return _replaced(Node, kill_all_processes=lambda node, **given: kill(node, **given | options))
 
 
 def send_token() -> None:

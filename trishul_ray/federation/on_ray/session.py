@@ -39,6 +39,7 @@ from trishul_ray.federation.on_ray.ray_internals import (
     send_token,
     session_folder,
     started_here,
+    without_grace,
     without_messages,
     without_monitors,
     without_sigterm_handler,
@@ -211,7 +212,7 @@ def ray_session(
         if not joins and fork_server is None and forks_workers():
             fork_server = stack.enter_context(ForkServer())
         folder = "" if joins else stack.enter_context(_temporary_folder())
-        stack.callback(ray.shutdown)  # also after an interrupted start
+        stack.callback(_end_ray)  # also after an interrupted start
         try:
             with _held_signals():
                 if joins:
@@ -326,13 +327,40 @@ def _start(cpus: int | None, fork_server: ForkServer | None, folder: str) -> Non
     os.environ.setdefault("RAY_worker_niceness", "0")
     if fork_server is not None:  # forks do not replace workers that start before there is work
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    with listening_on_localhost(), without_monitors():
+    # A forked worker has the signals of the fork server.
+    deaf = _blocked_signals() if fork_server is not None else nullcontext()
+    with listening_on_localhost(), without_monitors(), deaf:
         _init_twice(
             address="local", num_cpus=cpus or usable_cores(), include_dashboard=False,
             logging_level=logging.ERROR, log_to_driver=False, _temp_dir=folder,
             runtime_env={"py_executable": fork_server.py_executable} if fork_server else None,
         )  # fmt: skip
     remove_abandoned()
+
+
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Let the processes that start in the block ignore requests to end, as Ray does for Ctrl-C.
+
+    Slurm and systemd send SIGTERM to all processes. A raylet that ends by it says so to the GCS,
+    and the GCS to this process, where Ray's client at once recovers the objects of the lost node,
+    finds no object store, and calls ``_Exit(1)`` before Python has seen the signal.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_ray() -> None:
+    """Leave Ray; the processes of one that was started here do not hear a request to end."""
+    own = own_processes()
+    agents = [agent for process in own for agent in _descendants(process.pid)]
+    with without_grace():
+        ray.shutdown()
+    if own:
+        _kill(agents)
 
 
 def _init_twice(**options: Any) -> None:
