@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from torchmetrics.functional.text.rouge import rouge_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trishul_ray
+from trishul_ray.checksums import from_checked_json, to_checked_json
 from trishul_ray.config import DataConfig
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import CorruptFileError, InputError
@@ -108,6 +110,17 @@ def test_answers_are_the_same_in_any_batch_and_their_scores_are_read_by_tables(t
     assert _read(home, {"id": tuned.id}) == whole
     (lost,) = Evaluated(score="loss").outcomes([cell])
     assert lost.value == scores["loss"] and lost.unit == "loss"
+
+    # A run that was asked for longer answers has no number beside those that were not.
+    other = Store.open(str(folder.parent)).child("other")
+    changed = {**from_checked_json(home.read("eval.json"), "eval.json"), "new_tokens": 41}
+    other.write("eval.json", to_checked_json({k: v for k, v in changed.items() if k != "checksum"}))
+    longer = replace(cell, home=other)
+    read = Evaluated(score="rouge_l").outcomes([cell, longer, cell, replace(cell, summary=None)])
+    assert [each.value for each in read] == [scores["rouge_l"], None, scores["rouge_l"], None]
+    assert [each.gap for each in read[1::2]] == ["asked otherwise", "not measured"]
+    (alone,) = Evaluated(score="rouge_l").outcomes([longer])
+    assert alone.value == scores["rouge_l"]
 
 
 def test_answers_are_limited_in_tokens(tuned):

@@ -6,8 +6,10 @@ those of the paper's records where a table reproduces one.
 
 import io
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
@@ -24,6 +26,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from trishul_ray.checksums import from_checked_json
 from trishul_ray.errors import CorruptFileError
+from trishul_ray.files import Json
 from trishul_ray.plugins import Registry
 from trishul_ray.report.summary import RunSummary, read_metrics
 from trishul_ray.section import Section
@@ -273,31 +276,60 @@ EvalShare = Literal["rouge_l", "exact_match", "ended", "token_accuracy", "acc", 
 EvalAmount = Literal["loss", "perplexity", "bits_per_byte"]
 
 
+#: What an evaluation is by: its rows, the limit of its answers, and what is compared of them.
+_QUESTION = ("split", "rows_sha256", "new_tokens", "answer_pattern")
+
+
 @dataclass(frozen=True)
 class EvaluatedOutcome(CellOutcome):
-    """A cell that is read by a score of its run's ``eval.json``."""
+    """A cell that is read by a score of its run's ``eval.json``; ``asked``: the question."""
 
     model: str = "tuned"
+    asked: Json = field(default_factory=dict)
 
     @cached_property
-    def value(self) -> float | None:
-        """The score; None if the run was not evaluated.
+    def evaluation(self) -> Json:
+        """The content of the file; empty if the run was not evaluated.
 
         Raises:
             CorruptFileError: The file is damaged.
         """
         if self.summary is None or not self.home.exists(EVALUATION):
-            return None
+            return {}
         place = self.home.place(EVALUATION)
         try:
             found = from_checked_json(self.home.read(EVALUATION), place)
         except CorruptFileError as error:
             again = f"trishul eval {self.home.uri} makes it again"
             raise CorruptFileError(f"{error}; {again}") from error
-        if found["state_sha256"] != self.summary.state_sha256:
-            return None  # of a run that has started over since
-        value = found.get(self.model, {}).get(self.metric)
-        return None if value is None else float(value)
+        # Otherwise the run has started over since.
+        return found if found["state_sha256"] == self.summary.state_sha256 else {}
+
+    @property
+    def rows(self) -> str:
+        """The hash of the data."""
+        return "" if self.summary is None else self.summary.sources.get("rows", "")
+
+    @property
+    def question(self) -> Json:
+        """What the answers are to; scores compare only where it is the same for the same data."""
+        return {name: self.evaluation.get(name) for name in _QUESTION}
+
+    @property
+    def value(self) -> float | None:
+        """The score; None if the run was not evaluated, or not as ``asked``.
+
+        Raises:
+            CorruptFileError: The file is damaged.
+        """
+        value = self.evaluation.get(self.model, {}).get(self.metric)
+        return None if value is None or self.question != self.asked else float(value)
+
+    @property
+    def gap(self) -> str:
+        """Reason why there is no value: also an evaluation of other rows, or by another limit."""
+        other = self.evaluation and self.question != self.asked
+        return "asked otherwise" if other else super().gap
 
     @property
     def unit(self) -> str:
@@ -313,13 +345,20 @@ class Evaluated(Column):
     model: Literal["tuned", "untuned"] = Field("tuned", description="whose: the run's, or before")
 
     def outcomes(self, cells: Sequence[CellOutcome]) -> tuple[EvaluatedOutcome, ...]:
-        """Return the cells, each read by the score."""
-        return tuple(
-            EvaluatedOutcome(
-                **{each.name: getattr(cell, each.name) for each in fields(CellOutcome)}
-                | {"metric": self.score, "model": self.model}
-            )
+        """Return the cells, each read by the score, if it was asked as most on the same data."""
+        own = {"metric": self.score, "model": self.model}
+        read = [
+            EvaluatedOutcome(**{f.name: getattr(cell, f.name) for f in fields(CellOutcome)} | own)
             for cell in cells
+        ]
+        asked: dict[str, list[Json]] = defaultdict(list)
+        for cell in read:
+            with suppress(CorruptFileError):  # its value says so
+                if cell.evaluation:
+                    asked[cell.rows].append(cell.question)
+        return tuple(
+            replace(cell, asked=max(asked[cell.rows] or [{}], key=asked[cell.rows].count))
+            for cell in read
         )
 
     def label(self, sweep: "SweepHead") -> str:
