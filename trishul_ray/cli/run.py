@@ -200,10 +200,7 @@ def evaluate(
         if unread := [option for option, value in given.items() if value]:
             raise InputError(f"{unread[0]}: --tasks runs the harness, which does not take it")
         how = {"limit": rows, "batch_size": batch, "num_fewshot": shots}
-        results = run_harness(run_id, tasks.split(","), task_files, runs=runs, **how)
-        for name, numbers in results.items():
-            scores = {k: v for k, v in numbers.items() if isinstance(v, float)}
-            print_field(name, ", ".join(f"{k} {v:.4g}" for k, v in scores.items()))
+        _print_harness(run_harness(run_id, tasks.split(","), task_files, runs=runs, **how))
         return
     with show_progress() as progress:
         found = evaluate_run(
@@ -212,6 +209,12 @@ def evaluate(
             progress=progress.task_progress("evaluating"),
         )  # fmt: skip
     _print_scores(found)
+
+
+def _print_harness(results: "Json") -> None:
+    for name, numbers in results.items():
+        scores = {k: v for k, v in numbers.items() if isinstance(v, float)}
+        print_field(name, ", ".join(f"{k} {v:.4g}" for k, v in scores.items()))
 
 
 def _print_scores(found: "Json") -> None:

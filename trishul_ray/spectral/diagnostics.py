@@ -227,18 +227,16 @@ def diagnose(
         singular values at or below rounding), ``aggregation_variance`` (mean over heads), all
         finite; ``relative_variance``, variance over signal (:func:`variance_and_signal`) of all
         heads, where the mean is not zero: for changes since the broadcast it does not depend on the
-        scale of the learning rate; and, only where two clients have
-        nonzero cores of the same head, ``principal_angle_similarity``, ``inconsistency_index``,
-        ``dominant_similarity`` and ``client_cosine`` (mean cosine between the cores of two
-        clients). Empty if there is no active core.
+        scale of the learning rate; and, only where two clients have nonzero cores of the same head,
+        ``principal_angle_similarity``, ``inconsistency_index``, ``dominant_similarity`` and
+        ``client_cosine`` (mean cosine between the cores of two clients). Empty if there is no
+        active core.
 
     Raises:
         InputError: shapes disagree, an entry is not finite, a weight is negative or ``top_k`` is
             below 1.
     """
-    _check(uploads, weights, active)
-    if top_k < 1:
-        raise InputError(f"top_k={top_k} must be at least 1")
+    _check(uploads, weights, active, top_k)
     uploads = uploads.detach().double()
     if active is None:
         active = torch.ones(uploads.shape[:2], dtype=torch.bool, device=uploads.device)
@@ -295,7 +293,7 @@ def _cosines(uploads: Tensor) -> Tensor:
     return z @ z.mT
 
 
-def _check(uploads: Tensor, weights: Tensor, active: Tensor | None) -> None:
+def _check(uploads: Tensor, weights: Tensor, active: Tensor | None, top_k: int = 1) -> None:
     if uploads.ndim != 4 or uploads.shape[2] != uploads.shape[3]:
         raise InputError(f"uploads of shape {tuple(uploads.shape)} must be [m, n, r, r]")
     m, n = uploads.shape[:2]
@@ -305,3 +303,5 @@ def _check(uploads: Tensor, weights: Tensor, active: Tensor | None) -> None:
         raise InputError(f"weights={weights.tolist()} must be finite and at least 0")
     if active is not None and active.shape != (m, n):
         raise InputError(f"active of shape {tuple(active.shape)} must be [{m}, {n}]")
+    if top_k < 1:
+        raise InputError(f"top_k={top_k} must be at least 1")
