@@ -166,7 +166,10 @@ def _fail(message: str, code: int) -> NoReturn:
 
 @contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, unless they are ignored (``nohup``)."""
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, unless they are ignored (``nohup``).
+
+    A process that was asked to end, and has said so, is not killed on its way by a second signal.
+    """
     last = -math.inf
 
     def interrupt(signum: int, _frame: FrameType | None) -> None:
@@ -183,4 +186,4 @@ def _signals_as_interrupts() -> Iterator[None]:
         yield
     finally:
         for signum in handled:
-            signal.signal(signum, signal.SIG_DFL)
+            signal.signal(signum, signal.SIG_IGN if stop_signals else signal.SIG_DFL)
