@@ -2,8 +2,8 @@
 #   make demo    set up, run one federated run on embedded data, say where to look
 #   make test    set up, run the tests
 #   make test-slow     those that start clusters, kill processes, or take long
-#   make test-kernels  those that compute, on other kernels
-#   make test-core     those of the core, in a copy without the extensions
+#   make test-core     those of the core, in a copy without the extensions, on other kernels
+#   make test-kernels  those of the extensions, on other kernels
 #   make chaos MINUTES=N    runs whose processes are killed at drawn moments
 # Set-up is done once; it is repeated only when pyproject.toml or constraints.txt changes.
 
@@ -25,7 +25,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-kernels test-core chaos check format clean
+.PHONY: help setup demo test test-slow test-core test-kernels chaos check format clean
 
 # Compiled modules are stored even where the environment says not to: hundreds of processes of the
 # tests import the same ones.
@@ -35,8 +35,8 @@ help:
 	@echo "make demo    set up, then one federated run on embedded data"
 	@echo "make test    set up, then the tests                 (ARGS=... goes to pytest)"
 	@echo "make test-slow     the tests that start clusters, kill processes, or take long"
-	@echo "make test-kernels  the tests of what computes, with the kernels of an old processor"
-	@echo "make test-core     the tests of the core, in a copy without the extensions"
+	@echo "make test-core     the tests of the core, without the extensions, with an old processor's kernels"
+	@echo "make test-kernels  the tests of the extensions, with an old processor's kernels"
 	@echo "make chaos MINUTES=30  kill processes of drawn runs; SEED=17 replays one"
 	@echo "make check   set up, then lint, format and types"
 	@echo "make format  rewrite the code in the house format"
@@ -94,6 +94,9 @@ test-core: setup
 	export PYTHONPATH="$$folder" && \
 	"$$python" -c 'import setuptools; setuptools.setup()' --quiet egg_info && \
 	$(OTHER_KERNELS) OMP_NUM_THREADS=1 "$$python" -m pytest $(PARALLEL) -m "$(QUICK)" $(addprefix tests/,$(CORE)) $(ARGS)
+
+test-kernels: setup
+	$(OTHER_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)" tests/lab tests/contract $(ARGS)
 
 chaos: setup
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m chaos.kills $(if $(SEED),--seed $(SEED),--minutes $(MINUTES))
