@@ -210,8 +210,10 @@ class Store:
 
     def upload_folder(self, folder: Path, names: Iterable[str] | None = None) -> None:
         """Copy files of a local folder into this one, by their paths in it; None: all below it."""
-        paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
-        for name in names or (path.relative_to(folder).as_posix() for path in paths):
+        if names is None:
+            files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+            names = [path.relative_to(folder).as_posix() for path in files]
+        for name in names:
             parent, _, file = name.rpartition("/")
             (self.child(parent) if parent else self).write(file, (folder / name).read_bytes())
 
