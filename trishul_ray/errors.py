@@ -5,6 +5,8 @@ run failed; one paragraph, exit code 1: what happened, what is kept, and how to 
 """
 
 import difflib
+import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -66,6 +68,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` with the nearest of the known names; empty if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning, unless this process has logged the same before."""
+    logging.getLogger("trishul_ray").warning(message)
 
 
 def how_to_install(extra: str, requirement: str) -> str:

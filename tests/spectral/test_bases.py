@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, warn_once
 from trishul_ray.rng import torch_rng
-from trishul_ray.spectral import bases
 from trishul_ray.spectral.bases import BasisInit, draw_bases, heads_that_fit
 
 INITS = get_args(BasisInit)
@@ -179,7 +178,7 @@ def test_overflow_of_one_side_leaves_the_other_orthonormal():
 
 
 def test_overflow_is_logged_once_per_shape(caplog):
-    bases._warn_once.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for seed in range(3):
             draw_bases(

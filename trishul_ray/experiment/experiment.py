@@ -6,7 +6,6 @@ its numbers. Fields that cannot (folders, tracking, number of actors) are left o
 """
 
 import math
-from collections.abc import Mapping
 from functools import cache, cached_property
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -16,7 +15,6 @@ from pydantic import (
     Field,
     PlainSerializer,
     SerializeAsAny,
-    ValidationError,
     create_model,
     field_validator,
     model_validator,
@@ -36,7 +34,6 @@ from trishul_ray.config import (
     TaskConfig,
     TrackingConfig,
 )
-from trishul_ray.errors import did_you_mean
 from trishul_ray.experiment.checks import (
     check_actors,
     check_cohort,
@@ -51,9 +48,8 @@ from trishul_ray.methods.base import (
     build_method,
     method_class,
     method_classes,
-    method_names,
+    read_method,
 )
-from trishul_ray.older_fields import of_today
 from trishul_ray.plugins import Plugin, find_noted, find_plugin
 from trishul_ray.redaction import redact_fields
 from trishul_ray.section import Section, not_in_id
@@ -67,30 +63,6 @@ _S = TypeVar("_S", bound=Section)
 
 #: Writes YAML; the one in C, which every wheel of PyYAML has, is four times faster.
 _YAML = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-
-
-def _validated_method(value: Any) -> Any:
-    if isinstance(value, MethodConfig):
-        return value
-    if not isinstance(value, str | Mapping):
-        # Only scalars are shown as they are: other objects may have addresses in their texts.
-        shown = repr(value) if isinstance(value, bool | int | float) else type(value).__name__
-        raise ValueError(
-            f"{shown}: it must be a method's name, or a section such as {{name: trishul}}"
-        )
-    fields = {"name": value} if isinstance(value, str) else dict(value)
-    name = fields.get("name", "trishul")
-    if name not in method_names():
-        hint = did_you_mean(str(name), method_names())
-        hint += "".join(f"; {fault}" for fault in plugins.faults())
-        raise ValueError(f"unknown method {name!r}; known: {', '.join(method_names())}{hint}")
-    fields, config = {**fields, "name": name}, method_class(name).Config
-    try:
-        return config.model_validate(fields)
-    except ValidationError:
-        if (today := of_today("method", fields)) == fields:
-            raise
-        return config.model_validate(today)
 
 
 @cache
@@ -121,7 +93,7 @@ class Experiment(Section):
     adapter: AdapterConfig = AdapterConfig()
     method: Annotated[
         SerializeAsAny[MethodConfig], PlainSerializer(lambda m: m.model_dump(mode="json"))
-    ] = Field(default_factory=lambda: _validated_method("trishul"), validate_default=True)
+    ] = Field(default_factory=lambda: read_method("trishul"), validate_default=True)
     optimizer: OptimizerConfig = OptimizerConfig()
     federation: FederationConfig = FederationConfig()
     stages: dict[str, SerializeAsAny[Section]] = not_in_id(
@@ -132,7 +104,7 @@ class Experiment(Section):
     tracking: TrackingConfig = TrackingConfig()
     storage: StorageConfig = StorageConfig()
 
-    _method = field_validator("method", mode="before")(_validated_method)
+    _method = field_validator("method", mode="before")(read_method)
 
     @model_validator(mode="before")
     @classmethod

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
-from pydantic import create_model
+from pydantic import ValidationError, create_model
 
 from trishul_ray import plugins
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import BlockScores
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, did_you_mean
 from trishul_ray.files import Json
 from trishul_ray.lazy import torch
 from trishul_ray.methods.messages import (
@@ -32,6 +32,7 @@ from trishul_ray.methods.messages import (
     Tensors,
     count_numbers,
 )
+from trishul_ray.older_fields import of_today
 from trishul_ray.section import Section
 
 if TYPE_CHECKING:
@@ -391,6 +392,35 @@ def register(name: str) -> Callable[[_M], _M]:
 
 #: The names of all methods, the class of a name, and all classes by name.
 method_names, method_class, method_classes = METHODS.names, METHODS.__getitem__, METHODS.all
+
+
+def read_method(value: Any) -> MethodConfig:
+    """Return the section ``method``, given a method's name, its fields, or the section.
+
+    Raises:
+        ValueError: There is no such method, or a field is wrong.
+    """
+    if isinstance(value, MethodConfig):
+        return value
+    if not isinstance(value, str | Mapping):
+        # Only scalars are shown as they are: other objects may have addresses in their texts.
+        shown = repr(value) if isinstance(value, bool | int | float) else type(value).__name__
+        raise ValueError(
+            f"{shown}: it must be a method's name, or a section such as {{name: trishul}}"
+        )
+    fields = {"name": value} if isinstance(value, str) else dict(value)
+    name = fields.get("name", "trishul")
+    if name not in method_names():
+        hint = did_you_mean(str(name), method_names())
+        hint += "".join(f"; {fault}" for fault in plugins.faults())
+        raise ValueError(f"unknown method {name!r}; known: {', '.join(method_names())}{hint}")
+    fields, config = {**fields, "name": name}, method_class(name).Config
+    try:
+        return config.model_validate(fields)
+    except ValidationError:
+        if (today := of_today("method", fields)) == fields:
+            raise
+        return config.model_validate(today)
 
 
 def build_method(config: MethodConfig, adapter: AdapterConfig | None = None) -> Method:

@@ -19,8 +19,6 @@ steps, meets Adam (as written: it follows the optimizer's step with threshold λ
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -29,6 +27,7 @@ import numpy as np
 from pydantic import Field
 
 from trishul_ray.adapters.targets import BlockScores
+from trishul_ray.errors import warn_once
 from trishul_ray.lazy import torch
 from trishul_ray.methods.base import register
 from trishul_ray.methods.messages import LocalRun, Site, State, SurveyPlan, Tensors
@@ -39,8 +38,6 @@ from trishul_ray.spectral.svt import SvtStats, svt, svt_stats, svt_summary
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_log = logging.getLogger(__name__)
 
 #: ε of eq. layer_capacity: keeps a score positive where a weight is all zero.
 SCORE_FLOOR = 1e-12
@@ -156,7 +153,7 @@ class Trishul(Ravan):
             if site.adapter.overflow == "auto" and limits is not None:
                 largest = max(round_to_total(water_fill(scores, total), total))
                 if largest > max(limits):
-                    _warn_once(
+                    warn_once(
                         f"method.allocation={self.config.allocation} would give one block "
                         f"{largest} of {total} heads; at most {max(limits)} fit "
                         "(adapter.overflow=independent removes the limit)"
@@ -284,8 +281,3 @@ def spectra(stats: Sequence[SvtStats]) -> dict[str, np.ndarray]:
         "after": stack_spectra([s.after for s in stats]).numpy(),
         "threshold": torch.cat([s.threshold for s in stats]).numpy(),
     }
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    _log.warning(message)

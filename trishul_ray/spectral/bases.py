@@ -25,12 +25,10 @@ Legend: d width of one side, h heads, r rank.
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from typing import TYPE_CHECKING, Literal, get_args
 
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, warn_once
 from trishul_ray.lazy import torch
 
 if TYPE_CHECKING:
@@ -44,8 +42,6 @@ BasisInit = Literal[
 ]
 #: Treatment of heads that do not fit orthogonally; see :func:`draw_bases`.
 Overflow = Literal["error", "independent"]
-
-_log = logging.getLogger(__name__)
 
 
 def heads_that_fit(rank: int, d_out: int, d_in: int) -> int:
@@ -172,12 +168,7 @@ def _handle_overflow(overflow: Overflow, heads: int, rank: int, d_out: int, d_in
     )
     if overflow == "error":
         raise InputError(f"{problem}; use fewer heads, a lower rank or overflow=independent")
-    _warn_once(f"{problem}; the other heads get independent orthonormal bases")
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    _log.warning(message)
+    warn_once(f"{problem}; the other heads get independent orthonormal bases")
 
 
 def _gaussian(rows: int, columns: int, generator: torch.Generator) -> Tensor:
