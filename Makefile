@@ -3,7 +3,7 @@
 #   make test    set up, run the tests
 #   make test-slow     those that start clusters, kill processes, or take long
 #   make test-core     those of the core, in a copy without the extensions, on other kernels
-#   make test-kernels  those of the extensions, on other kernels
+#   make test-kernels  those of extensions and of all methods, on other kernels
 #   make chaos MINUTES=N    runs whose processes are killed at drawn moments
 # Set-up is done once; it is repeated only when pyproject.toml or constraints.txt changes.
 
@@ -36,7 +36,7 @@ help:
 	@echo "make test    set up, then the tests                 (ARGS=... goes to pytest)"
 	@echo "make test-slow     the tests that start clusters, kill processes, or take long"
 	@echo "make test-core     the tests of the core, without the extensions, with an old processor's kernels"
-	@echo "make test-kernels  the tests of the extensions, with an old processor's kernels"
+	@echo "make test-kernels  the tests of extensions and of all methods, with those kernels"
 	@echo "make chaos MINUTES=30  kill processes of drawn runs; SEED=17 replays one"
 	@echo "make check   set up, then lint, format and types"
 	@echo "make format  rewrite the code in the house format"
@@ -96,7 +96,8 @@ test-core: setup
 	$(OTHER_KERNELS) OMP_NUM_THREADS=1 "$$python" -m pytest $(PARALLEL) -m "$(QUICK)" $(addprefix tests/,$(CORE)) $(ARGS)
 
 test-kernels: setup
-	$(OTHER_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)" tests/lab tests/contract $(ARGS)
+	$(OTHER_KERNELS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)" \
+	  tests/lab tests/contract tests/methods $(ARGS)
 
 chaos: setup
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m chaos.kills $(if $(SEED),--seed $(SEED),--minutes $(MINUTES))

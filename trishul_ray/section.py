@@ -1,4 +1,4 @@
-"""What a section of an experiment is: frozen fields, and whether each is part of a run's id."""
+"""Sections of an experiment: frozen fields, each of which is part of a run's id or not."""
 
 from collections.abc import Iterable
 from functools import cache

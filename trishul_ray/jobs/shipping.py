@@ -1,4 +1,4 @@
-"""What is shipped to a cluster with a command: a directory without secrets that hides no module."""
+"""Shipping of a working directory to a cluster: no secrets, no file that hides a module."""
 
 import re
 import sys

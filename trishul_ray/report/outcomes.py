@@ -8,7 +8,6 @@ import io
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias, get_args
@@ -276,65 +275,55 @@ EvalShare = Literal["rouge_l", "exact_match", "ended", "token_accuracy", "acc", 
 EvalAmount = Literal["loss", "perplexity", "bits_per_byte"]
 
 
-#: What an evaluation is by: its rows, the limit of its answers, and what is compared of them.
-_QUESTION = ("split", "rows_sha256", "new_tokens", "answer_pattern")
+#: Fields of an evaluation that decide its scores, beside the model: its rows, the limit of its
+#: answers, and the pattern by which they are compared.
+_ASKED = ("split", "rows_sha256", "new_tokens", "answer_pattern")
 
 
 @dataclass(frozen=True)
 class EvaluatedOutcome(CellOutcome):
-    """A cell that is read by a score of its run's ``eval.json``; ``asked``: the question."""
+    """A cell that is read by a score of its run's ``eval.json``.
+
+    Attributes:
+        evaluation: The content of the file; empty if the run was not evaluated.
+        other: Whether it is of other rows, or by another limit, than most of its table.
+        fault: Error of a damaged file.
+    """
 
     model: str = "tuned"
-    asked: Json = field(default_factory=dict)
-
-    @cached_property
-    def evaluation(self) -> Json:
-        """The content of the file; empty if the run was not evaluated.
-
-        Raises:
-            CorruptFileError: The file is damaged.
-        """
-        if self.summary is None or not self.home.exists(EVALUATION):
-            return {}
-        place = self.home.place(EVALUATION)
-        try:
-            found = from_checked_json(self.home.read(EVALUATION), place)
-        except CorruptFileError as error:
-            again = f"trishul eval {self.home.uri} makes it again"
-            raise CorruptFileError(f"{error}; {again}") from error
-        # Otherwise the run has started over since.
-        return found if found["state_sha256"] == self.summary.state_sha256 else {}
-
-    @property
-    def rows(self) -> str:
-        """The hash of the data."""
-        return "" if self.summary is None else self.summary.sources.get("rows", "")
-
-    @property
-    def question(self) -> Json:
-        """What the answers are to; scores compare only where it is the same for the same data."""
-        return {name: self.evaluation.get(name) for name in _QUESTION}
+    evaluation: Json = field(default_factory=dict)
+    other: bool = False
+    fault: CorruptFileError | None = None
 
     @property
     def value(self) -> float | None:
-        """The score; None if the run was not evaluated, or not as ``asked``.
+        """The score; None if the run was not evaluated, or not as most of its table.
 
         Raises:
             CorruptFileError: The file is damaged.
         """
+        if self.fault is not None:
+            raise self.fault
         value = self.evaluation.get(self.model, {}).get(self.metric)
-        return None if value is None or self.question != self.asked else float(value)
+        return None if value is None or self.other else float(value)
 
     @property
     def gap(self) -> str:
         """Reason why there is no value: also an evaluation of other rows, or by another limit."""
-        other = self.evaluation and self.question != self.asked
-        return "asked otherwise" if other else super().gap
+        return "asked otherwise" if self.other else super().gap
 
     @property
     def unit(self) -> str:
         """``%``, or an amount, which is better if lower."""
         return "%" if self.metric in get_args(EvalShare) else self.metric
+
+
+def _data(cell: EvaluatedOutcome) -> str:
+    return str(cell.evaluation.get("sources"))  # hashes of rows and tokens
+
+
+def _question(cell: EvaluatedOutcome) -> Json:
+    return {name: cell.evaluation.get(name) for name in _ASKED}
 
 
 @COLUMNS.register("eval")
@@ -346,20 +335,30 @@ class Evaluated(Column):
 
     def outcomes(self, cells: Sequence[CellOutcome]) -> tuple[EvaluatedOutcome, ...]:
         """Return the cells, each read by the score, if it was asked as most on the same data."""
-        own = {"metric": self.score, "model": self.model}
-        read = [
-            EvaluatedOutcome(**{f.name: getattr(cell, f.name) for f in fields(CellOutcome)} | own)
-            for cell in cells
-        ]
+        read = [self._read(cell) for cell in cells]
         asked: dict[str, list[Json]] = defaultdict(list)
         for cell in read:
-            with suppress(CorruptFileError):  # its value says so
-                if cell.evaluation:
-                    asked[cell.rows].append(cell.question)
+            if cell.evaluation:
+                asked[_data(cell)].append(_question(cell))
+        usual = {data: max(asks, key=asks.count) for data, asks in asked.items()}
         return tuple(
-            replace(cell, asked=max(asked[cell.rows] or [{}], key=asked[cell.rows].count))
+            replace(cell, other=_question(cell) != usual[_data(cell)]) if cell.evaluation else cell
             for cell in read
         )
+
+    def _read(self, cell: CellOutcome) -> EvaluatedOutcome:
+        known: dict[str, Any] = {f.name: getattr(cell, f.name) for f in fields(CellOutcome)}
+        known |= {"metric": self.score, "model": self.model}
+        if cell.summary is None or not cell.home.exists(EVALUATION):
+            return EvaluatedOutcome(**known)
+        try:
+            found = from_checked_json(cell.home.read(EVALUATION), cell.home.place(EVALUATION))
+        except CorruptFileError as error:
+            again = f"trishul eval {cell.home.uri} makes it again"
+            return EvaluatedOutcome(**known, fault=CorruptFileError(f"{error}; {again}"))
+        if found["state_sha256"] != cell.summary.state_sha256:
+            return EvaluatedOutcome(**known)  # of a run that has started over since
+        return EvaluatedOutcome(**known, evaluation=found)
 
     def label(self, sweep: "SweepHead") -> str:
         """Return the score, and whose it is."""

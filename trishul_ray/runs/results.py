@@ -98,6 +98,7 @@ def summarize(
     """Return the summary of a result, without what is known once its files are written."""
     records, blueprint = result.checkpoint.records, result.blueprint
     headline = blueprint.metrics.headline
+    rows = [record.row() for record in records]
     measured = [record for record in records if record.scored]
     chosen_on: ScoredSplit = "validation" if "validation" in blueprint.scored else "test"
     best = max(measured[1:], key=lambda r: r.scores[score_name(headline, chosen_on)])
@@ -105,7 +106,7 @@ def summarize(
     last = measured[-1]
 
     def total(name: str) -> int:
-        return int(sum(record.row().get(name, 0) for record in records))
+        return int(sum(row.get(name, 0) for row in rows))
 
     return RunSummary(
         id=experiment.id,

@@ -1,4 +1,4 @@
-"""What becomes of the trials of a sweep: progress, failures, moves, and the samples of a search."""
+"""Monitor of the trials of a sweep: progress, failures, moves, and the samples of a search."""
 
 import math
 import time
