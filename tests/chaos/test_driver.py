@@ -53,7 +53,6 @@ def test_a_driver_killed_twice_gives_the_same_bytes_and_one_mlflow_run(
     # Before there is any checkpoint.
     first = trishul("run", *words)
     first.wait_for("starting clients")
-    time.sleep(random.Random().uniform(0, 2))
     first.kill()
     # At a random round.
     number = random.Random().randint(1, ROUNDS - 1)
@@ -255,6 +254,24 @@ SIGNALLED_IN_A_FORK = """
 """
 
 
+SIGNALLED_WHILE_ENDING = """
+    import os, signal
+    from ray._private.node import Node
+    from trishul_ray.federation.on_ray.session import ray_session
+
+    end = Node.kill_all_processes
+
+    def end_with_a_signal(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        end(*args, **kwargs)
+
+    Node.kill_all_processes = end_with_a_signal
+    signal.signal(signal.SIGTERM, lambda signum, frame: print("stopped"))
+    with ray_session(1):
+        pass
+"""
+
+
 @pytest.mark.timeout(600)
 def test_ctrl_c_between_a_fork_and_its_child_is_not_lost(start):
     command = start(sys.executable, "-c", textwrap.dedent(SIGNALLED_IN_A_FORK))
@@ -264,8 +281,9 @@ def test_ctrl_c_between_a_fork_and_its_child_is_not_lost(start):
 
 
 @pytest.mark.timeout(600)
-def test_a_signal_while_ray_connects_is_delivered_afterwards(start):
-    command = start(sys.executable, "-c", textwrap.dedent(SIGNALLED_WHILE_CONNECTING))
+@pytest.mark.parametrize("script", [SIGNALLED_WHILE_CONNECTING, SIGNALLED_WHILE_ENDING])
+def test_a_signal_while_ray_starts_or_ends_is_delivered(start, script):
+    command = start(sys.executable, "-c", textwrap.dedent(script))
     exit_code, out, errors = command.end(LONG_WAIT)
     assert (exit_code, out) == (0, "stopped\n"), errors
     assert command.left_behind(60) == []

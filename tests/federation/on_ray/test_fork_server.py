@@ -100,6 +100,19 @@ def test_a_worker_ends_with_its_raylet(fork_server, tmp_path, before):
     raylet.wait()
 
 
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_worker_without_a_server_starts_if_its_raylet_lives(tmp_path, lives):
+    with ForkServer() as ended:
+        pass
+    script = tmp_path / "prints.py"
+    script.write_text("print('a worker')")
+    raylet = os.getpid() if lives else 2**22 + 1
+    words = [*shlex.split(ended.py_executable), str(script)]
+    environment = os.environ | {"RAY_RAYLET_PID": str(raylet)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == ("a worker\n" if lives else "")
+
+
 def test_a_worker_that_hangs_after_its_last_line_of_python_ends(fork_server, tmp_path):
     script = tmp_path / "hangs.py"
     script.write_text(

@@ -83,7 +83,7 @@ def test_what_is_replaced_while_ray_starts_is_there_and_put_back():
     starts = Node.start_api_server, utils.get_dashboard_dependency_error
     kill = Node.kill_all_processes
     with (
-        ray_internals.without_grace(),
+        ray_internals.without_grace(before=list),
         ray_internals.without_monitors(),
         ray_internals.listening_on_localhost(),
         ray_internals.without_messages(),

@@ -6,7 +6,7 @@ and every worker is a fork of it that shares the memory of the libraries: 0.3 CP
 MiB. Ray's own preloading starts workers earlier, but each of them imports by itself
 (benchmarks/starting.py compares both). Ray starts its workers with the command of
 ``runtime_env.py_executable``, here this file as a script, which asks the fork server for a fork and
-ends, or becomes the worker itself if there is no answer.
+ends, or becomes the worker itself if there is no answer and its raylet still lives.
 
     driver -- starts --> fork server             raylet -- starts --> this file as a script
                               |  <-- arguments, environment, streams --  |
@@ -131,9 +131,13 @@ def _become(
 
 def _end_with(raylet: str) -> None:
     """End this process soon after its raylet: Ray may notice only after half a minute."""
-    while os.path.exists(f"/proc/{raylet}"):
+    while _lives(raylet):
         time.sleep(LOOK_SECONDS)
     os._exit(1)
+
+
+def _lives(pid: str) -> bool:
+    return os.path.exists(f"/proc/{pid}")
 
 
 def _same_user(connection: socket.socket) -> bool:
@@ -166,5 +170,5 @@ if __name__ == "__main__":
             import_module(module)
         sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
         runpy.run_path(sys.argv[0], run_name="__main__")
-    elif not _ask(sys.argv[1], sys.argv[2:]):
+    elif not _ask(sys.argv[1], sys.argv[2:]) and _lives(os.environ.get("RAY_RAYLET_PID", "self")):
         os.execv(sys.executable, [sys.executable, *sys.argv[2:]])

@@ -4,6 +4,7 @@ tests/federation/on_ray/test_ray_internals.py calls every function on a real Ray
 version, where a name is gone.
 """
 
+import ctypes
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -191,11 +192,26 @@ def without_sigterm_handler() -> AbstractContextManager[None]:
     return _replaced(utils, set_sigterm_handler=lambda handler: None)
 
 
-def without_grace() -> AbstractContextManager[None]:
-    """Let Ray kill its processes in the block without asking them to end first."""
+def uninstall_failure_handlers() -> None:
+    """Undo the handlers of SIGTERM and of crashes that Ray's C++ has set; others are to be set.
+
+    Ray does so itself when it ends, also to handlers that were set after its own.
+    """
+    ctypes.CDLL(_raylet.__file__)._ZN3ray6RayLog21UninstallSignalActionEv()
+
+
+def without_grace(before: Callable[[], None]) -> AbstractContextManager[None]:
+    """Let Ray kill its processes in the block without asking them to end first.
+
+    ``before`` is called when this process has left Ray, and Ray's processes still live.
+    """
     kill: Any = Node.kill_all_processes
-    options = {"allow_graceful": False}
-    return _replaced(Node, kill_all_processes=lambda node, **given: kill(node, **given | options))
+
+    def kill_at_once(node: Node, **options: Any) -> None:
+        before()
+        kill(node, **options | {"allow_graceful": False})
+
+    return _replaced(Node, kill_all_processes=kill_at_once)
 
 
 def send_token() -> None:

@@ -39,6 +39,7 @@ from trishul_ray.federation.on_ray.ray_internals import (
     send_token,
     session_folder,
     started_here,
+    uninstall_failure_handlers,
     without_grace,
     without_messages,
     without_monitors,
@@ -105,6 +106,7 @@ class _Watch:
     def _run(self) -> None:
         while not self._closed.wait(LOOK_SECONDS if self._own else WATCH_SECONDS):
             if (why := self._loss()) is not None:
+                _suspend(self._own)
                 workers = self._workers()  # while their parents are known
                 # A GCS that says that the node is lost ends this process: Ray's client then
                 # recovers the node's objects without an object store, and calls ``_Exit(1)``.
@@ -152,6 +154,13 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.Error):
             process.kill()
+
+
+def _suspend(processes: Iterable[psutil.Process]) -> None:
+    """Stop processes, so that they start no further ones."""
+    for process in processes:
+        with suppress(OSError):
+            process.send_signal(signal.SIGSTOP)
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
@@ -298,7 +307,8 @@ def _held_signals() -> Iterator[None]:
 
     An exception of a handler in there would leave a connection that nothing can shut down, or would
     be lost in a hook around a fork. Ray's own handlers of SIGTERM are undone: one in Python, which
-    exits at once, and one in C++, which prints a stack trace and aborts after three seconds.
+    exits at once, and one in C++, which prints a stack trace and aborts after three seconds, and
+    whose removal at Ray's end would leave a second signal to kill this process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -312,6 +322,8 @@ def _held_signals() -> Iterator[None]:
         with without_sigterm_handler() if signal.SIGTERM in own else nullcontext():
             yield
     finally:
+        if signal.SIGTERM in own:
+            uninstall_failure_handlers()
         for signum, handler in own.items():
             signal.signal(signum, handler)
         if held:
@@ -354,13 +366,17 @@ def _blocked_signals() -> Iterator[None]:
 
 
 def _end_ray() -> None:
-    """Leave Ray; the processes of one that was started here do not hear a request to end."""
-    own = own_processes()
-    agents = [agent for process in own for agent in _descendants(process.pid)]
-    with without_grace():
+    """Leave Ray; kill the processes of one that was started here, which do not hear a request."""
+    started: list[psutil.Process] = []
+
+    def find() -> None:
+        own = own_processes()
+        _suspend(own)
+        started.extend(child for process in own for child in _descendants(process.pid))
+
+    with without_grace(before=find):
         ray.shutdown()
-    if own:
-        _kill(agents)
+    _kill(started)
 
 
 def _init_twice(**options: Any) -> None:
