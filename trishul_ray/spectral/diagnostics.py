@@ -233,8 +233,7 @@ def diagnose(
         active core.
 
     Raises:
-        InputError: shapes disagree, an entry is not finite, a weight is negative or ``top_k`` is
-            below 1.
+        InputError: shapes disagree, an entry is not finite, a weight is below 0, ``top_k`` below 1.
     """
     _check(uploads, weights, active, top_k)
     uploads = uploads.detach().double()
