@@ -98,6 +98,13 @@ def uneven_heads(specs: list[LayerSpec]) -> dict[str, LayerAdapter]:
     }
 
 
+def heads(specs: list[LayerSpec]) -> dict[str, LayerAdapter]:
+    """Multi-head adapters of one rank whose heads differ by layer; the first has no heads."""
+    return {
+        s.name: MultiHead(heads=i % 4, rank=3, init="random_normal") for i, s in enumerate(specs)
+    }
+
+
 def lora(specs: list[LayerSpec]) -> dict[str, LayerAdapter]:
     return {spec.name: LoRA(rank=2, scale=0.5) for spec in specs}
 
@@ -115,6 +122,7 @@ def mixed(specs: list[LayerSpec]) -> dict[str, LayerAdapter]:
 
 ADAPTERS: dict[str, Callable[[list[LayerSpec]], dict[str, LayerAdapter]]] = {
     "uneven-heads": uneven_heads,
+    "heads": heads,
     "lora": lora,
     "mixed": mixed,
 }

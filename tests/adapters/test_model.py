@@ -38,7 +38,7 @@ def assert_same(model, before):
         assert torch.equal(now_value, value)
 
 
-@pytest.mark.parametrize("adapters", ["uneven-heads", "lora", "mixed"])
+@pytest.mark.parametrize("adapters", ["uneven-heads", "heads", "lora", "mixed"])
 def test_the_start_is_the_pretrained_model(make, family, adapters):
     bench = make(family, adapters)
     bench.twin.requires_grad_(False)  # a frozen model may use another attention kernel
@@ -54,7 +54,7 @@ def test_the_start_is_the_pretrained_model(make, family, adapters):
     assert torch.equal(logits(bench.adapted.forward(**bench.inputs)), expected)
 
 
-@pytest.mark.parametrize("adapters", ["uneven-heads", "lora", "mixed"])
+@pytest.mark.parametrize("adapters", ["uneven-heads", "heads", "lora", "mixed"])
 def test_detach_restores_the_original_model(make, backbone, family, adapters):
     model = backbone(family).train()
     model.get_submodule(find_layers(model)[0].name).weight.requires_grad_(False)
@@ -78,7 +78,7 @@ def test_detach_restores_the_original_model(make, backbone, family, adapters):
         adapted.bind(Trained(vector))
 
 
-@pytest.mark.parametrize("adapters", ["uneven-heads", "lora", "mixed"])
+@pytest.mark.parametrize("adapters", ["uneven-heads", "heads", "lora", "mixed"])
 def test_merge_writes_the_bound_model_into_plain_weights(make, family, adapters):
     bench = make(family, adapters)
     state = bench.random_state()
@@ -105,7 +105,7 @@ def test_merge_writes_the_bound_model_into_plain_weights(make, family, adapters)
         assert torch.equal(plain.get_parameter(name), parameter), name
 
 
-@pytest.mark.parametrize("adapters", ["uneven-heads", "lora", "mixed"])
+@pytest.mark.parametrize("adapters", ["uneven-heads", "heads", "lora", "mixed"])
 @pytest.mark.parametrize("path", ["auto", "merged", "factored"])
 def test_gradients_are_those_of_a_plain_model_in_float64(make, family, adapters, path):
     """Against autograd through `W + delta(params)` written into a plain copy of the model."""
@@ -230,6 +230,29 @@ def test_bfloat16_backbones_train_float32_vectors(make):
     low, high = gradients
     assert low.dtype == torch.float32
     assert (low - high).norm() < 0.1 * high.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("clients", [None, 2])
+@pytest.mark.parametrize("adapters", ["heads", "lora"])
+def test_what_is_computed_for_all_layers_at_once_has_the_bits_of_each(
+    make, adapters, clients, dtype
+):
+    adapted = make("vit", adapters, dtype=dtype).adapted
+    bench = make("vit", adapters, dtype=dtype)
+    assert (adapted._joint is None) == (adapters == "lora" and dtype == torch.float32)
+    adapted._joint, alone = None, adapted
+    state = torch.stack([bench.random_state(seed) for seed in range(clients or 1)])
+    state = state if clients else state[0]
+    found = []
+    for each in (alone, bench.adapted):
+        grad = torch.zeros_like(state)
+        each.bind(Trained(state), grad)
+        for _ in range(2):
+            each.forward(**bench.inputs).logits.float().square().sum().backward()
+        found.append(grad)
+    assert found[0].abs().sum() > 0
+    assert torch.equal(*found)
 
 
 def test_layouts_and_vectors_depend_on_the_seed_alone(make):

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 ComputePath = Literal["auto", "merged", "factored"]
 
 
+#: What a forward reads: the trainables (float32), their casts to the layer's dtype, or the products
+#: of scalars and cores in that dtype. Casts and products are computed for all layers at once.
+Reads = Literal["trainables", "casts", "products"]
+
+
 def is_low_precision(dtype: torch.dtype) -> bool:
     """Return whether adding an update to weights of this dtype would round it away."""
     return dtype in (torch.bfloat16, torch.float16)
@@ -81,6 +86,11 @@ class FrozenLinear:
 class LayerAdapter(ABC):
     """Adapter of one linear layer. Subclasses are frozen dataclasses of hyper-parameters."""
 
+    @property
+    def reads(self) -> Reads:
+        """What :meth:`forward` is given as ``params`` while the layer is trained."""
+        return "trainables"
+
     @abstractmethod
     def shapes(self, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the trainables by suffix (``core``, ``scale``, ...).
@@ -124,7 +134,8 @@ class LayerAdapter(ABC):
     ) -> Tensor:
         """Compute the adapted layer, [..., d_in] -> [..., d_out] in the weight's dtype.
 
-        ``params`` are the trainables by suffix, to which gradients flow, as to ``x``.
+        ``params`` are the trainables by suffix, or what :attr:`reads` says, to which gradients
+        flow, as to ``x``.
         """
 
     def forward_stacked(

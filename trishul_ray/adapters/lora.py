@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trishul_ray.adapters.base import ComputePath, FrozenLinear, LayerAdapter, LayerSpec
+from trishul_ray.adapters.base import ComputePath, FrozenLinear, LayerAdapter, LayerSpec, Reads
 from trishul_ray.adapters.linear import split_linear
 from trishul_ray.adapters.stacked import own_linear
 from trishul_ray.errors import InputError
@@ -79,6 +79,11 @@ class LoRA(LayerAdapter):
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise InputError(f"rank={self.rank}: must be at least 1")
+
+    @property
+    def reads(self) -> Reads:
+        """The factors in the weight's dtype."""
+        return "casts"
 
     def shapes(self, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
         """Return ``lora_A`` [r, d_in] if trained, and ``lora_B`` [d_out, r]."""

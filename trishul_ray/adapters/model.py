@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from trishul_ray.adapters.base import ComputePath, LayerAdapter, LayerSpec
+from trishul_ray.adapters.joint import JointTrainables
 from trishul_ray.adapters.layout import HEAD_PREFIX, Layout
 from trishul_ray.adapters.linear import AdaptedLinear
 from trishul_ray.adapters.quantized import dequantize_layers
@@ -136,6 +137,8 @@ class AdaptedModel:
         for name, layer_constants in constants.items():
             self._adapt(name, layer_constants, path)
         self._overrides = ParameterOverrides(model, self._direct)
+        self._joint = JointTrainables.of(self.layout, self._layers)
+        self._leaf: Tensor | None = None  # of the joint trainables, while they are trained
         self._stack: Stack | None = None
         #: Arguments of the last call of :meth:`bind`; None while unbound.
         self.bound: tuple[Trained, Tensor | None] | None = None
@@ -205,11 +208,16 @@ class AdaptedModel:
                     f"{vector.device}"
                 )
         leaves = self.layout.views(vector.detach())
+        self._leaf = None
         if grad is not None:
-            for name, view in self.layout.views(grad.detach()).items():
+            if self._joint is not None:
+                self._leaf = self._joint.leaf(vector, grad)
+            direct = [HEAD_PREFIX + name for name in self._direct]
+            views = self.layout.views(grad.detach())
+            for name in leaves if self._leaf is None else direct:
                 # Autograd adds in place to an existing .grad, so the sums land in ``grad``.
                 leaves[name].requires_grad_()
-                leaves[name].grad = view
+                leaves[name].grad = views[name]
         self._overrides.unbind()
         self._stack = Stack(len(vector)) if vector.dim() == 2 else None
         for name, _, params in self._iter_layers(leaves):
@@ -225,7 +233,7 @@ class AdaptedModel:
         for layer in self._layers.values():
             layer.bind(None)
         self._overrides.unbind()
-        self._stack = self.bound = None
+        self._leaf = self._stack = self.bound = None
 
     def check_stackable(self) -> None:
         """Check that several clients can train together.
@@ -241,6 +249,9 @@ class AdaptedModel:
         return self.model(**inputs)
 
     def _before_forward(self, inputs: Mapping[str, Any]) -> None:
+        if self._joint is not None and self._leaf is not None:
+            for name, params in self._joint.read(self._leaf).items():
+                self._layers[name].params = params
         if self._stack is None:
             self._overrides.refresh()
         else:

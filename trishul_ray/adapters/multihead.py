@@ -24,8 +24,10 @@ from trishul_ray.adapters.base import (
     FrozenLinear,
     LayerAdapter,
     LayerSpec,
+    Reads,
     is_low_precision,
 )
+from trishul_ray.adapters.joint import PRODUCT
 from trishul_ray.adapters.linear import split_linear
 from trishul_ray.adapters.stacked import own_linear
 from trishul_ray.errors import InputError
@@ -72,6 +74,11 @@ class MultiHead(LayerAdapter):
             raise InputError(f"heads={self.heads}: must be 0 (not adapted) or more")
         if self.rank < 1:
             raise InputError(f"rank={self.rank}: must be at least 1")
+
+    @property
+    def reads(self) -> Reads:
+        """The products, unless a subclass computes others."""
+        return "products" if type(self).product is MultiHead.product else "trainables"
 
     def shapes(self, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
         """Return ``core`` [h, r, r] and, if trained, ``scale`` [h]; nothing for h = 0."""
@@ -120,6 +127,8 @@ class MultiHead(LayerAdapter):
 
     def product(self, params: Mapping[str, Tensor]) -> Tensor:
         """Return P_i = s_i H_i, [h, r, r]; of several clients [k, h, r, r]."""
+        if PRODUCT in params:
+            return params[PRODUCT]
         scale = params.get("scale")
         return params["core"] if scale is None else scale[..., None, None] * params["core"]
 
