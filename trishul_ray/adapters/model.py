@@ -100,9 +100,8 @@ class AdaptedModel:
         order = {name: i for i, (name, _) in enumerate(model.named_modules())}
         self.model = model
         self.adapters = dict(adapters)
-        self.specs = tuple(
-            sorted((spec_of(model, name) for name in adapters), key=lambda s: order[s.name])
-        )
+        specs = (spec_of(model, name) for name in adapters)
+        self.specs = tuple(sorted(specs, key=lambda spec: order[spec.name]))
         self._seed = seed
         classifier = classifier_parameters(model)
         # Parameters trained directly, without an adapter.
@@ -117,8 +116,8 @@ class AdaptedModel:
             for suffix, shape in self.adapters[spec.name].shapes(spec).items()
         ]
         direct = {name: model.get_parameter(name) for name in self._direct}
-        direct_shapes = [(HEAD_PREFIX + name, tuple(p.shape)) for name, p in direct.items()]
-        self.layout = Layout.of([*shapes, *direct_shapes])
+        shapes += [(HEAD_PREFIX + name, tuple(p.shape)) for name, p in direct.items()]
+        self.layout = Layout.of(shapes)
         self.classifier_size = sum(p.numel() for n, p in direct.items() if n in classifier)
         self.backbone_size = sum(p.numel() for n, p in direct.items() if n not in classifier)
 
@@ -212,9 +211,11 @@ class AdaptedModel:
         if grad is not None:
             if self._joint is not None:
                 self._leaf = self._joint.leaf(vector, grad)
-            direct = [HEAD_PREFIX + name for name in self._direct]
+            own = list(leaves)
+            if self._leaf is not None:
+                own = [HEAD_PREFIX + name for name in self._direct]
             views = self.layout.views(grad.detach())
-            for name in leaves if self._leaf is None else direct:
+            for name in own:
                 # Autograd adds in place to an existing .grad, so the sums land in ``grad``.
                 leaves[name].requires_grad_()
                 leaves[name].grad = views[name]

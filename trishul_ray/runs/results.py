@@ -89,12 +89,9 @@ def kernels() -> Json:
 
 
 def summarize(
-    experiment: Experiment,
-    result: RunResult,
-    coverage: Coverage,
-    wall_seconds: float,
+    experiment: Experiment, result: RunResult, coverage: Coverage, wall_seconds: float,
     run_id: str | None,
-) -> RunSummary:
+) -> RunSummary:  # fmt: skip
     """Return the summary of a result, without what is known once its files are written."""
     records, blueprint = result.checkpoint.records, result.blueprint
     headline = blueprint.metrics.headline
