@@ -388,7 +388,7 @@ def _init_twice(**options: Any) -> None:
     except Exception as error:  # as Ray raises it
         if "timed out" not in str(error):
             raise
-    ray.shutdown()
+    _end_ray()
     _kill(set(psutil.Process().children()) - before)
     ray.init(**options)
 
