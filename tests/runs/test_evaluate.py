@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trishul_ray
 from trishul_ray.checksums import from_checked_json, to_checked_json
+from trishul_ray.cli.run import _print_scores
 from trishul_ray.config import DataConfig
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import CorruptFileError, InputError
@@ -29,6 +30,7 @@ from trishul_ray.runs.evaluate import (
     draw_rows,
     evaluate_run,
     exact_match,
+    repeated_share,
     rouge_l,
 )
 from trishul_ray.runs.harness import run_harness
@@ -146,6 +148,25 @@ def test_rows_are_drawn_in_equal_shares_of_groups(cache):
     shares = np.bincount(test.column("group")[few]) / np.bincount(test.column("group"))
     assert np.ptp(shares) < 1 / np.bincount(test.column("group")).min()
     assert len(draw_rows(test, 10**6)) == len(test)
+
+
+def test_repetition_is_the_share_of_runs_of_tokens_that_were_there_before():
+    assert repeated_share([7] * 10) == pytest.approx(6 / 7)  # one of seven runs is new
+    assert repeated_share([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
+    assert repeated_share(range(50)) == repeated_share([1, 1, 1]) == repeated_share([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("ended", "repeated", "said"),
+    [(0.6, 0.9, ""), (0.4, 0.1, "hardly learned to stop"), (0.4, 0.6, "60% of their text repeats")],
+)
+def test_answers_that_do_not_end_are_warned_of_with_the_likely_reason(
+    capsys, ended, repeated, said
+):
+    scores = {"rows": 80, "ended": ended, "repeated": repeated}
+    _print_scores({"rows": 80, "of": 80, "split": "test", "tuned": scores})
+    warned = capsys.readouterr().err
+    assert (said in warned) and bool(warned) == bool(said)
 
 
 def test_rouge_is_that_of_another_implementation():

@@ -221,7 +221,7 @@ def _print_scores(found: "Json") -> None:
     """Print the scores of answers, by group too, and warn where hardly any answer ends."""
     from rich.table import Table
 
-    from trishul_ray.runs.evaluate import FEW_END
+    from trishul_ray.runs.evaluate import FEW_END, MUCH_REPEATED
 
     models = [name for name in ("tuned", "untuned") if name in found]
     table = Table(
@@ -233,12 +233,12 @@ def _print_scores(found: "Json") -> None:
         each = [found[model]["groups"][group].get("rouge_l", math.nan) for model in models]
         table.add_row(f"rouge_l, {scores['rows']:,} rows of {group}", *(f"{x:.4g}" for x in each))
     print_table(table)
-    if found["tuned"]["ended"] < FEW_END:
-        print_line(
-            f"warning: {found['tuned']['ended']:.0%} of the answers end: the model has hardly "
-            "learned to stop, or the template has no end that is generated; look at the answers",
-            err,
-        )
+    ended, repeated = found["tuned"]["ended"], found["tuned"].get("repeated", 0.0)
+    if ended < FEW_END:
+        why = "the model has hardly learned to stop, or the template has no end that is generated"
+        if repeated > MUCH_REPEATED:
+            why = f"{repeated:.0%} of their text repeats itself, as greedy ones of small models do"
+        print_line(f"warning: {ended:.0%} of the answers end: {why}; look at the answers", err)
 
 
 def compare(

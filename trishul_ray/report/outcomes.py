@@ -272,7 +272,7 @@ class CellOutcome:
 
 #: Scores of generated answers that are shares, and those that are better if lower.
 EvalShare = Literal["rouge_l", "exact_match", "ended", "token_accuracy", "acc", "acc_norm"]
-EvalAmount = Literal["loss", "perplexity", "bits_per_byte"]
+EvalAmount = Literal["loss", "perplexity", "bits_per_byte", "repeated"]
 
 
 #: Fields of an evaluation that decide its scores, beside the model: its rows, the limit of its

@@ -3,10 +3,10 @@
 Nothing is generated in a round: 500 answers of 256 tokens cost more than the round. Scores of an
 answer are means over rows: ``exact_match`` by SQuAD's normalisation and ``rouge_l`` without
 stemming (Lin 2004), each the best over a row's right answers, ``ended``, whether an end token
-stopped it, and ``answer_tokens``, its length. Beside them are those of the reference under the
-model, as in a round: ``loss``, its exponential ``perplexity``, ``bits_per_byte``, which compares
-models of different tokenizers, and ``token_accuracy``; and for rows with choices ``acc`` and
-``acc_norm``.
+stopped it, ``answer_tokens``, its length, and ``repeated``, how much of it repeats itself. Beside
+them are those of the reference under the model, as in a round: ``loss``, its exponential
+``perplexity``, ``bits_per_byte``, which compares models of different tokenizers, and
+``token_accuracy``; and for rows with choices ``acc`` and ``acc_norm``.
 
 Legend: N evaluated rows.
 """
@@ -49,6 +49,8 @@ from trishul_ray.version import versions
 ANSWERS = "answers.jsonl"
 #: Share of answers that end below which the template is suspected.
 FEW_END = 0.5
+#: Share of repeated runs of tokens above which they are why answers do not end.
+MUCH_REPEATED = 0.3
 
 
 def evaluate_run(
@@ -251,13 +253,18 @@ def _answer(
         ids = task.generate(bench.model, batch, new_tokens).cpu()
         stopped = torch.isin(ids, stops)
         ended = stopped.any(dim=1)
+        lengths = (stopped.cumsum(dim=1) == 0).sum(dim=1) + ended.long()
         found = {
             "loss": scored.loss,
             "terms": batch["counts"],
             "bytes": [len(text.encode()) for text in labels],
             "token_accuracy": scored.scores["token_accuracy"],
             "ended": ended,
-            "answer_tokens": (stopped.cumsum(dim=1) == 0).sum(dim=1) + ended.long(),
+            "answer_tokens": lengths,
+            "repeated": [
+                repeated_share(answer[:length])
+                for answer, length in zip(ids.tolist(), lengths.tolist(), strict=True)
+            ],
         }
         for name, values in found.items():
             columns[name][at] = torch.as_tensor(values).double().cpu().numpy()
@@ -325,6 +332,15 @@ def rouge_l(answer: str, reference: str) -> float:
             same = before + 1 if word == other else max(longest[place], longest[place - 1])
             before, longest[place] = longest[place], same
     return 2 * longest[-1] / (len(first) + len(second))
+
+
+def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
+    """Return the share of n-grams that are there before in the same text; 0 if there are none.
+
+    That is seq-rep-n of Welleck et al. (arXiv 1908.04319).
+    """
+    grams = [tuple(tokens[first : first + n]) for first in range(len(tokens) - n + 1)]
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def _scores_by_group(
