@@ -1,6 +1,7 @@
 """Attaching, binding, merging and detaching adapters of a whole model."""
 
 import pickle
+from dataclasses import fields
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from tolerances import forward
 from torch import nn
 
 from trishul_ray.adapters.linear import AdaptedLinear
+from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.model import AdaptedModel, ParameterOverrides, Trained
 from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.adapters.targets import find_layers
@@ -232,6 +234,7 @@ def test_bfloat16_backbones_train_float32_vectors(make):
     assert (low - high).norm() < 0.1 * high.norm()
 
 
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("clients", [None, 2])
 @pytest.mark.parametrize("adapters", ["heads", "lora"])
@@ -253,6 +256,25 @@ def test_what_is_computed_for_all_layers_at_once_has_the_bits_of_each(
         found.append(grad)
     assert found[0].abs().sum() > 0
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("parent", [LoRA(rank=2), MultiHead(heads=2, rank=3)])
+def test_a_subclass_with_a_forward_of_its_own_is_given_the_trainables(backbone, parent):
+    seen = []
+
+    class Own(type(parent)):
+        def forward(self, x, frozen, params, path="auto"):
+            seen.append((set(params), {param.dtype for param in params.values()}))
+            return super().forward(x, frozen, params, path)
+
+    model = backbone("vit").bfloat16()
+    layer = find_layers(model)[0]
+    own = Own(**{field.name: getattr(parent, field.name) for field in fields(parent)})
+    adapted = AdaptedModel(model, {layer.name: own}, seed=0, train_head=True)
+    state = adapted.initial()
+    adapted.bind(Trained(state), torch.zeros_like(state))
+    adapted.forward(pixel_values=torch.zeros(1, 3, 8, 8, dtype=torch.bfloat16))
+    assert seen == [(set(parent.shapes(layer)), {torch.float32})]
 
 
 def test_layouts_and_vectors_depend_on_the_seed_alone(make):

@@ -91,6 +91,11 @@ class LayerAdapter(ABC):
         """What :meth:`forward` is given as ``params`` while the layer is trained."""
         return "trainables"
 
+    def _computes_as(self, parent: type[LayerAdapter], *more: str) -> bool:
+        """Return whether the forward, and more methods, are those of a parent class."""
+        names = ("forward", "forward_stacked", *more)
+        return all(getattr(type(self), name) is getattr(parent, name) for name in names)
+
     @abstractmethod
     def shapes(self, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the trainables by suffix (``core``, ``scale``, ...).

@@ -45,17 +45,20 @@ class JointTrainables:
     def of(cls, layout: Layout, layers: Mapping[str, AdaptedLinear]) -> JointTrainables | None:
         """Return the trainables of all layers; None if the layers read each its own.
 
-        That is so where adapters ask for it or differ, have cores of several ranks, or read casts
-        to float32, which the trainables are.
+        That is so where adapters ask for it or differ, where they read casts to float32, which the
+        trainables are, and where not all that is trained is cores of one rank, with scalars or not.
         """
         entries = tuple(entry for entry in layout.entries if entry.kind != "classifier")
-        kinds = {(layer.adapter.reads, layer.dtype) for layer in layers.values()}
-        ranks = {entry.shape[-1] for entry in entries if entry.kind == "core"}
-        names = {entry.name for entry in entries}
-        scaled = {f"{name}.scale" in names for name in layers}
-        if len(kinds) != 1 or len(ranks) > 1 or len(scaled) > 1:
+        both = {(layer.adapter.reads, layer.dtype) for layer in layers.values()}
+        if len(both) != 1:
             return None
-        reads, dtype = kinds.pop()
+        reads, dtype = both.pop()
+        if reads == "products":
+            names = {entry.name for entry in entries}
+            scaled = {f"{name}.scale" in names for name in layers}
+            ranks = {entry.shape[-1] for entry in entries if entry.kind == "core"}
+            if len(scaled) > 1 or len(ranks) != 1 or any(e.kind == "adapter" for e in entries):
+                return None
         if reads == "trainables" or (reads == "casts" and dtype == torch.float32):
             return None
         return cls(entries, dtype, reads)

@@ -82,8 +82,8 @@ class LoRA(LayerAdapter):
 
     @property
     def reads(self) -> Reads:
-        """The factors in the weight's dtype."""
-        return "casts"
+        """The factors in the weight's dtype, unless a subclass has a forward of its own."""
+        return "casts" if self._computes_as(LoRA) else "trainables"
 
     def shapes(self, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
         """Return ``lora_A`` [r, d_in] if trained, and ``lora_B`` [d_out, r]."""

@@ -77,8 +77,8 @@ class MultiHead(LayerAdapter):
 
     @property
     def reads(self) -> Reads:
-        """The products, unless a subclass computes others."""
-        return "products" if type(self).product is MultiHead.product else "trainables"
+        """The products, unless a subclass has others, or a forward of its own."""
+        return "products" if self._computes_as(MultiHead, "product") else "trainables"
 
     def shapes(self, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
         """Return ``core`` [h, r, r] and, if trained, ``scale`` [h]; nothing for h = 0."""
