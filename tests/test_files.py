@@ -21,8 +21,17 @@ from trishul_ray.files import (
     keep_logs,
     remove_abandoned,
     scratch_folder,
+    scratch_for_libraries,
     write_file,
 )
+
+
+def test_what_libraries_keep_in_temporary_files_is_in_a_scratch_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with scratch_for_libraries("pack"):
+        made = Path(tempfile.mkdtemp())
+        assert made.parent.parent == tmp_path and made.parent.name.startswith(".trishul-pack.")
+    assert tempfile.gettempdir() == str(tmp_path) and not list(tmp_path.iterdir())
 
 
 def test_a_folder_is_complete_or_not_there(tmp_path):

@@ -262,6 +262,21 @@ def scratch_folder(purpose: str, place: Path | None = None) -> Iterator[str]:
         yield str(folder)
 
 
+@contextmanager
+def scratch_for_libraries(purpose: str) -> Iterator[None]:
+    """Let the temporary files that libraries make in this process be in a scratch folder.
+
+    What one keeps by ``tempfile`` would stay for ever if the process is killed.
+    """
+    before = tempfile.tempdir
+    with scratch_folder(purpose) as folder:
+        tempfile.tempdir = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+
+
 def keep_logs(folder: str | Path) -> None:
     """Keep a scratch folder for :data:`LOG_SECONDS` after its last line of a log."""
     with suppress(OSError):

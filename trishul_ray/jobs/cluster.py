@@ -24,6 +24,7 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 
 from trishul_ray.errors import InputError, RunError, one_line
 from trishul_ray.federation.on_ray.ray_internals import nodes_since_start, quiet_jobs, send_token
+from trishul_ray.files import scratch_for_libraries
 from trishul_ray.jobs.shipping import not_shipped
 from trishul_ray.redaction import redact
 
@@ -171,7 +172,7 @@ class Cluster:
         id = f"trishul-{words[0]}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         path, mark, options = runs.partition("?") if "://" in runs else (runs, "", "")
         report = f"{path.rstrip('/')}/reports/{id}{mark}{options}"
-        with self._errors():
+        with self._errors(), scratch_for_libraries("submit"):  # where Ray packs the directory
             try:
                 self._client.submit_job(
                     entrypoint=shlex.join(["python", "-P", "-m", "trishul_ray.cli", *words]),
