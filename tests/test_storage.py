@@ -193,6 +193,16 @@ def test_s3_round_trip(s3_bucket, data):
         store.read("a.bin")
 
 
+def test_a_killed_writer_leaves_no_part_of_a_small_object(s3_server, s3_bucket):
+    """S3 would keep it, unseen, for ever."""
+    store = Store.open(s3_bucket("runs", bucket := s3_server.new_bucket()))
+    stream = store.filesystem.open_output_stream(f"{store.root}/a.bin")
+    stream.write(bytes(1000))
+    assert s3_server.keys(bucket, "") == s3_server.uploads(bucket) == []
+    stream.close()
+    assert s3_server.keys(bucket, "") == ["runs/a.bin"]
+
+
 def half_then(error):
     def write(inner, data):
         inner.write(data[: len(data) // 2])

@@ -62,8 +62,13 @@ class Store:
             path = Path(uri).expanduser().resolve()
             return cls(fs.LocalFileSystem(), str(path), redact(str(path)), retry_seconds)
         shown = redact(uri)
+        named = uri
+        if uri.startswith("s3://") and "allow_delayed_open=" not in uri:
+            # An object of one part is written by one request: of one that is written in parts, S3
+            # keeps (and bills) the parts of a killed writer, and Arrow cannot remove them.
+            named += f"{'&' if '?' in uri else '?'}allow_delayed_open=true"
         try:
-            filesystem, root = fs.FileSystem.from_uri(uri)
+            filesystem, root = fs.FileSystem.from_uri(named)
         except (ValueError, OSError) as error:
             raise InputError(f"{field}={shown!r} cannot be opened: {reason(error)}") from error
         if not root.strip("/"):
@@ -124,7 +129,7 @@ class Store:
             return
         self.filesystem.create_dir(self.root, recursive=True)
         target = f"{self.root}/{name}"
-        if len(data) > COPY_LIMIT:
+        if not data or len(data) > COPY_LIMIT:  # nothing has no part that could be published
             self._stream(target, data)
             return
         # Never directly to the target: a stream that fails or is interrupted is closed on the way

@@ -108,10 +108,9 @@ class RunFolder:
         """
         home = self.home
         existed = home.exists("attempt.json")
-        if existed:
-            home.remove_unfinished()
         try:
             with self.accessible():
+                home.remove_unfinished()
                 # Before there is a run in MLflow: a driver killed in between finds it by this name.
                 if not (attempt := attempt_of(home)):
                     attempt = self.attempt or new

@@ -9,7 +9,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from trishul_ray.data.own import CUSTOM
 from trishul_ray.errors import (
     ArtifactsError,
     InputError,
+    StorageRefusedError,
     at_loss,
 )
 from trishul_ray.experiment import Experiment
@@ -171,6 +172,9 @@ def _reuse(
 ) -> FinishedRun:
     """Return the result of a run that has finished before, whose files are whole again."""
     check_sources(experiment, summary, progress)
+    if not folder.home.is_local:  # on this machine, the next write there does so
+        with suppress(StorageRefusedError):  # it may be one that this user can only read
+            folder.home.remove_unfinished()
     summary = restore_files(experiment, summary, folder, progress, extras=options.extras)
     summary, rejected = log_reused(experiment, summary, folder.home, options.tags)
     for refused in rejected:
