@@ -1,7 +1,7 @@
 """The folder of a run, ``<runs>/<id>``: who may write into it, and to which attempt it belongs."""
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,3 +123,15 @@ class RunFolder:
             if not existed and answers and not home.child("checkpoints").names():
                 home.remove_all()
             raise
+
+
+def remove_unused_locks(runs: str, finished: Collection[str]) -> None:
+    """Remove the locks of finished runs, which processes that were killed at their end have left.
+
+    A repeated run removes its own; a sweep does not repeat what has finished.
+    """
+    store = Store.open(runs)
+    for path in Path(store.root).glob(".*.lock") if store.is_local else ():
+        if path.name[1 : -len(".lock")] in finished:
+            with suppress(OSError), FileLock(path, timeout=0):  # nobody holds it
+                path.unlink(missing_ok=True)
