@@ -1,13 +1,16 @@
-"""Runs that end in mid-write, at a chosen call that changes a file or MLflow's database.
+"""Commands that end in mid-write, at a chosen call that changes a file or MLflow's database.
 
-The calls are seen by an audit hook of Python, and by SQLAlchemy's event before a commit; a process
-ends right before one. All that lasts gets its name from Python (``files.py``), and a transaction of
-SQLite is whole or not there, so that what is read changes at no other time: what Arrow, torch and
-safetensors write themselves goes into files that nobody reads before they are renamed. A file cut
-in half under its final name is a damaged one; see test_damaged_files.py.
+The calls are seen by an audit hook of Python, which also sees what is sent to an HTTP server, and
+by SQLAlchemy's event before a commit; a process ends right before one. All that lasts gets its name
+from Python (``files.py``), and a transaction of SQLite is whole or not there, so that what is read
+changes at no other time: what Arrow, torch and safetensors write themselves goes into files that
+nobody reads before they are renamed. A file cut in half under its final name is a damaged one; see
+test_damaged_files.py.
 
 Every run is a fork of a server that has imported everything. Its backbone is pretrained for one
-epoch, and its figures are their numbers: here, it only matters that they are the same.
+epoch, and its figures are their numbers: here, it only matters that they are the same. The cells of
+a sweep are run one after the other in the process of the sweep, in place of Ray Tune, whose
+processes no hook follows: what trials write is what runs write.
 """
 
 import io
@@ -15,11 +18,13 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import sqlite3
 import sys
 import tempfile
 import traceback
-from contextlib import closing
+from collections.abc import Callable, Iterable
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,13 +41,20 @@ import sqlalchemy.dialects.sqlite
 import torch
 import transformers.models.vit.modeling_vit  # noqa: F401
 from rich.console import Console
+from s3_server import KEYS
 from syncs import Syncs
 from tiny_run import write_numbers
 
+import trishul_ray.cli.cluster
 import trishul_ray.federation.inline
+import trishul_ray.federation.on_ray.session
+import trishul_ray.jobs.cluster
 import trishul_ray.models.attention
 import trishul_ray.models.last_block
+import trishul_ray.report.page
 import trishul_ray.runs.artifacts
+import trishul_ray.sweeps.reproduce
+import trishul_ray.sweeps.tuner
 import trishul_ray.tracking.mlflow
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.models.builtin import BUILTINS, VIT_DIGITS
@@ -71,6 +83,16 @@ _CALLS = {
     "os.truncate": ((0, None),),
 }
 _WRITES = os.O_CREAT | os.O_TRUNC
+#: The folders of a place with all that commands write: exports and reports are in the last one.
+FOLDERS = ("runs", "cache", "tmp", "out")
+
+
+#: The overrides of a run of two rounds that is over in a second.
+TINY = [
+    "model.init=random", "federation.clients=3", "federation.clients_per_round=2",
+    "federation.rounds=2", "federation.local_steps=1", "federation.batch_size=4",
+    "evaluation.limit=16", "evaluation.batch_size=16", "resources.backend=inline",
+]  # fmt: skip
 
 
 @dataclass
@@ -85,23 +107,44 @@ class Ended:
 
 @dataclass(frozen=True)
 class Place:
-    """A folder with the runs, the cache and the temporary files of runs."""
+    """A folder with the runs, the cache and the temporary files of runs.
+
+    ``bucket`` is the URI of the runs where an object store has them.
+    """
 
     root: Path
+    bucket: str = ""
 
     def run(
         self, words: list[str], *, crash: int | None = None, fresh: bool = False,
-        extras: bool = False,
+        extras: bool = False, started: Callable[[int], None] = lambda pid: None,
     ) -> Ended:  # fmt: skip
-        """Run in a fork, which ends before its call number ``crash``."""
+        """Run in a fork, which ends before its call number ``crash``.
+
+        ``started`` gets the id of its process.
+        """
+        stored = [f"storage.runs={self.bucket or 'runs'}"]
+        stored += ["tracking.uri=runs/mlflow.db"] if self.bucket else []
+        return self._fork(_run, ([*words, *stored], fresh, extras), crash, started)
+
+    def call(self, *words: str, crash: int | None = None) -> Ended:
+        """Call ``trishul`` with these words in such a fork."""
+        return self._fork(_call, words, crash)
+
+    def _fork(
+        self, work: Callable[..., None], words: Iterable[Any], crash: int | None,
+        started: Callable[[int], None] = lambda pid: None,
+    ) -> Ended:  # fmt: skip
         report = self.root / "report.json"
         report.unlink(missing_ok=True)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["crashes"])
         process = context.Process(
-            target=_run, args=(str(self.root), words, crash, fresh, extras, str(report))
+            target=_watched, args=(str(self.root), work, tuple(words), crash, str(report))
         )
         process.start()
+        assert process.pid is not None
+        started(process.pid)
         process.join()
         ended = json.loads(report.read_text()) if report.exists() else [""]
         assert process.exitcode is not None
@@ -109,15 +152,16 @@ class Place:
 
     def restore(self, template: Path) -> None:
         """Replace everything by a copy of another place; files but MLflow's are linked."""
-        for name in ("runs", "cache", "tmp"):
+        for name in FOLDERS:
             shutil.rmtree(self.root / name, ignore_errors=True)
             if (template / name).exists():
                 shutil.copytree(template / name, self.root / name, copy_function=_link)
-        (self.root / "tmp").mkdir(exist_ok=True)
+        for name in ("tmp", "out"):
+            (self.root / name).mkdir(exist_ok=True)
 
     def home(self, id: str) -> Store:
         """Return the folder of a run."""
-        return Store.open(str(self.root / "runs" / id))
+        return Store.open(self.bucket or str(self.root / "runs")).child(id)
 
     def observe(self, id: str) -> dict[str, Any]:
         """Return what must be the same after any crash, of a finished run and around it."""
@@ -165,7 +209,7 @@ class Place:
         names = []
         for path in sorted(self.root.rglob("*")):
             parts = path.relative_to(self.root).parts
-            if parts[0] in ("runs", "cache", "tmp") and "mlartifacts" not in parts:
+            if parts[0] in FOLDERS and "mlartifacts" not in parts:
                 if parts[:2] == ("cache", "weights") and len(parts) > 2:
                     # Named after the backbone's files, with the times at which they were linked.
                     kind = ".lock" if parts[2].endswith(".lock") else ""
@@ -175,17 +219,100 @@ class Place:
         return sorted(names)
 
 
+def crash_everywhere(
+    place: Place,
+    template: Place,
+    act: Callable[[int | None], Ended],
+    observe: Callable[[], dict[str, Any]],
+    *,
+    first: int = 1,
+    stride: int = 1,
+    again: Callable[[], Ended] | None = None,
+    look: Callable[[], Iterable[str]] = tuple,
+) -> dict[str, list[str]]:
+    """Crash a command before calls ``first``, ``first + stride``, ..., repeat it each time.
+
+    Args:
+        place: Where it works; each time, it begins as ``template`` is.
+        template: A copy of the place.
+        act: Run the command, which ends before the call of this number.
+        observe: Return what must be the same after any crash.
+        first: The first call.
+        stride: Number of calls of which one is a crash point, unless all are asked for.
+        again: Repeat the command, where that differs.
+        look: Return what is wrong right after a crash.
+
+    Returns:
+        What is not as it was without a crash, by call.
+    """
+    undisturbed = act(None)
+    assert undisturbed.code == 0, undisturbed.said
+    assert undisturbed.unsynced == []
+    want, wrong = observe(), {}
+    stride = 1 if ALL else stride
+    for number in range((first - 1) % stride + 1, len(undisturbed.calls) + 1, stride):
+        place.restore(template.root)
+        crashed = act(number)
+        assert crashed.code in (CRASHED, -signal.SIGKILL), crashed.said
+        faults = [*look()]
+        ended = again() if again else act(None)
+        if ended.code:
+            faults.append(ended.said[-1000:])
+        else:
+            got = observe()
+            faults += [_difference(got, want)] if got != want else []
+        if faults:
+            wrong[f"{number} {undisturbed.calls[number - 1]}"] = faults
+    return wrong
+
+
+def _difference(got: Any, want: Any) -> str:
+    if isinstance(want, dict) and isinstance(got, dict):
+        unlike = [name for name in {**want, **got} if got.get(name) != want.get(name)]
+        return "; ".join(f"{n}: {_difference(got.get(n), want.get(n))}" for n in unlike)
+    if isinstance(want, str) and isinstance(got, str):
+        got, want = got.splitlines(), want.splitlines()
+    if isinstance(want, list) and isinstance(got, list):
+        return f"more {[e for e in got if e not in want]}, less {[e for e in want if e not in got]}"
+    return f"{got!r} for {want!r}"
+
+
 def _link(source: str, target: str) -> None:
     # MLflow writes its database and its artifacts in place; all else is renamed.
     in_place = ".db" in Path(source).name or "/mlartifacts/" in source
     (shutil.copy2 if in_place else os.link)(source, target)
 
 
-def _run(
-    root: str, words: list[str], crash: int | None, fresh: bool, extras: bool, report: str
+def _run(words: list[str], fresh: bool, extras: bool) -> None:
+    experiment = load_experiment(None, words)
+    progress = RunProgress(9, Console(width=300))
+    for _ in run_steps(experiment, progress, fresh=fresh, extras=extras):
+        pass
+
+
+def _call(*words: str) -> None:
+    sys.argv = ["trishul", *words]
+    trishul_ray.sweeps.reproduce._run = _run_cells
+    trishul_ray.federation.on_ray.session.ray_session = nullcontext
+    trishul_ray.cli.main()
+
+
+def _run_cells(work: Any, missing: list[str], searches: Any, options: Any) -> None:
+    """Run the cells that a sweep misses, as its trials do, in this process."""
+    runs = [work.run_of(id) for id in missing]
+    experiments = {run.experiment.id: run.experiment for run in runs}
+    assert trishul_ray.sweeps.tuner.prepare_inputs(experiments, work.progress) == {}
+    for run in runs:
+        for _ in run_steps(run.experiment, RunProgress(9), extras=False, tags=run.tags):
+            pass
+
+
+def _watched(
+    root: str, work: Callable[..., None], words: tuple[Any, ...], crash: int | None, report: str
 ) -> None:
     os.chdir(root)
     os.environ["TRISHUL_CACHE"] = f"{root}/cache"
+    os.environ |= KEYS
     tempfile.tempdir = f"{root}/tmp"
     torch.set_num_threads(1)
     trishul_ray.runs.artifacts.save_png = write_numbers
@@ -203,9 +330,13 @@ def _run(
         if len(calls) == crash:
             os._exit(CRASHED)
 
-    watched = (f"{root}/runs/", f"{root}/cache/", f"{root}/tmp/")
+    watched = tuple(f"{root}/{name}/" for name in FOLDERS)
+    # One file in a folder for temporary ones is like another, but where it is all that is written.
+    skipped = f"{root}/tmp/." if words[0] != "submit" else " "
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "http.client.send":
+            count(f"send {bytes(args[1][:20])!r}" if isinstance(args[1], bytes) else "send")
         for place, folder in _CALLS.get(event, ()):
             if event == "open" and not (isinstance(args[2], int) and args[2] & _WRITES):
                 continue
@@ -216,8 +347,8 @@ def _run(
                 base = args[folder] if folder is not None else -1
                 start = os.readlink(f"/proc/self/fd/{base}") if base >= 0 else os.getcwd()
                 path = f"{start}/{path}"
-            # A lock has no content, and one file in a folder for temporary ones is like another.
-            inside = "/tmp/." in path and not path.endswith(".tmp")
+            inside = path.startswith(skipped) and not path.endswith(".tmp")
+            # A lock has no content.
             if path.startswith(watched) and not path.endswith("lock") and not inside:
                 count(f"{event} {path.removeprefix(root)}")
 
@@ -233,14 +364,14 @@ def _run(
             changes.clear()
 
     try:
-        experiment = load_experiment(None, [*words, "storage.runs=runs"])
         sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", note)
         sqlalchemy.event.listen(sqlalchemy.Engine, "commit", commit)
-        syncs = Syncs(root)
+        syncs = Syncs(root, ("runs", "cache", "out"))
         sys.addaudithook(hook)
-        progress = RunProgress(9, Console(file=out, width=300))
-        for _ in run_steps(experiment, progress, fresh=fresh, extras=extras):
-            pass
+        try:
+            work(*words)
+        except SystemExit as end:
+            code = end.code or 0
         crash = None
         unsynced = syncs.end()
     except BaseException:

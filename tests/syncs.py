@@ -1,6 +1,7 @@
 """Tell which files and names a power cut could take away."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ class Syncs:
     since. A file gets its name when its content is safe. Locks and MLflow's files are left out.
     """
 
-    def __init__(self, root: str) -> None:
-        self._root = root
+    def __init__(self, root: str, places: Sequence[str] = ("runs", "cache")) -> None:
+        self._places = tuple(f"{root}/{place}" for place in places)
         self._synced: dict[tuple[int, int], tuple[int, int]] = {}  # size and time, by inode
         self._names: dict[str, str] = {}  # last name in a folder that is not synced, by folder
         self._before = {_inode(path) for path in self._kept()}
@@ -22,7 +23,7 @@ class Syncs:
         os.fsync, os.replace, os.mkdir = self.fsync, self.replace, self.mkdir
 
     def _kept(self) -> list[Path]:
-        found = [path for place in ("runs", "cache") for path in Path(self._root, place).rglob("*")]
+        found = [path for place in self._places for path in Path(place).rglob("*")]
         return [p for p in found if p.is_file() and not p.name.endswith("lock") and not _mlflow(p)]
 
     def fsync(self, descriptor: int) -> None:
@@ -45,11 +46,11 @@ class Syncs:
     def _named(self, path: Any) -> None:
         path = os.path.abspath(path)
         temporary = any(p.startswith(".") and p.endswith(".tmp") for p in path.split("/"))
-        if not temporary and path.startswith((f"{self._root}/runs", f"{self._root}/cache")):
+        if not temporary and path.startswith(self._places):
             self._names[os.path.dirname(path)] = path
 
     def _fault(self, text: str, place: Any) -> None:
-        if str(place).startswith((f"{self._root}/runs", f"{self._root}/cache")):
+        if str(place).startswith(self._places):
             self.faults.append(text)
 
     def end(self) -> list[str]:

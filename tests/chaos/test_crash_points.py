@@ -4,16 +4,10 @@ import shutil
 from dataclasses import dataclass
 
 import pytest
-from crashes import ALL, CRASHED, Place
+from crashes import ALL, TINY, Place, crash_everywhere
 
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.report.summary import RunSummary
-
-TINY = [
-    "model.init=random", "federation.clients=3", "federation.clients_per_round=2",
-    "federation.rounds=2", "federation.local_steps=1", "federation.batch_size=4",
-    "evaluation.limit=16", "evaluation.batch_size=16", "resources.backend=inline",
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,8 +60,8 @@ def place(tmp_path_factory, fork_environment):
     return place
 
 
-def crash_everywhere(place, scenario, first, stride):
-    """Crash a run before calls ``first``, ``first + stride``, ..., repeat it each time.
+def crash_run(place, scenario, first, stride):
+    """Crash a run before calls ``first``, ``first + stride``, ..., and repeat it each time.
 
     Returns what is not as it was without a crash, by call.
     """
@@ -81,42 +75,28 @@ def crash_everywhere(place, scenario, first, stride):
         assert place.run(scenario.before).code == 0
     template.restore(place.root)
     id = load_experiment(None, scenario.words).id
-    undisturbed = place.run(scenario.words, fresh=scenario.fresh, extras=scenario.extras)
-    assert undisturbed.code == 0, undisturbed.said
-    assert undisturbed.unsynced == []
-    want, wrong = place.observe(id), {}
-    assert want["statuses"] == ["FINISHED"] and want["logged"] and not want["damaged"]
-    for number in range(first, len(undisturbed.calls) + 1, stride):
-        place.restore(template.root)
-        crashed = place.run(
-            scenario.words, crash=number, fresh=scenario.fresh, extras=scenario.extras
-        )
-        assert crashed.code == CRASHED, crashed.said
-        faults = []
+
+    def act(crash):
+        return place.run(scenario.words, crash=crash, fresh=scenario.fresh, extras=scenario.extras)
+
+    def look():
         if place.home(id).exists("result.json"):  # then it is one
-            faults += RunSummary.read(place.home(id)).damaged_files(place.home(id))
-        again = place.run(scenario.words, extras=scenario.extras)
-        if again.code:
-            faults.append(again.said[-1000:])
-        else:
-            got = place.observe(id)
-            faults += [
-                f"{k}: {_difference(got.get(k), want[k])}" for k in want if got.get(k) != want[k]
-            ]
-        if faults:
-            wrong[f"{number} {undisturbed.calls[number - 1]}"] = faults
+            return RunSummary.read(place.home(id)).damaged_files(place.home(id))
+        return ()
+
+    wrong = crash_everywhere(
+        place, template, act, lambda: place.observe(id), first=first, stride=stride, look=look,
+        again=lambda: place.run(scenario.words, extras=scenario.extras),
+    )  # fmt: skip
+    if not wrong:  # as in the undisturbed run
+        found = place.observe(id)
+        assert found["statuses"] == ["FINISHED"] and found["logged"] and not found["damaged"]
     return wrong
-
-
-def _difference(got, want):
-    if isinstance(want, list) and isinstance(got, list):
-        return f"more {[e for e in got if e not in want]}, less {[e for e in want if e not in got]}"
-    return f"{got} for {want}"
 
 
 @pytest.mark.parametrize(("name", "stride"), [("run", 11), ("fresh", 23)])
 def test_some_crash_points(place, name, stride):
-    assert crash_everywhere(place, SCENARIOS[name], 1, stride) == {}
+    assert crash_run(place, SCENARIOS[name], 1, stride) == {}
 
 
 @pytest.mark.slow
@@ -124,8 +104,6 @@ def test_some_crash_points(place, name, stride):
 @pytest.mark.timeout(7200 if ALL else 900)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_crash_points(place, name):
-    scenario = SCENARIOS[name]
-    stride = 1 if ALL else scenario.stride
     # Scenarios have most calls in common: each begins at another one.
-    first = 1 + list(SCENARIOS).index(name) % stride
-    assert crash_everywhere(place, scenario, first, stride) == {}
+    first = 1 + list(SCENARIOS).index(name)
+    assert crash_run(place, SCENARIOS[name], first, SCENARIOS[name].stride) == {}

@@ -1,0 +1,153 @@
+"""Sweeps, exports and submissions that are killed at any write are, repeated, as if they were not.
+
+A sweep is killed in its driver, before, in and after its cells, which run as :mod:`crashes` says.
+"""
+
+import re
+import sqlite3
+from contextlib import closing
+
+import pytest
+from crashes import ALL, TINY, Place, crash_everywhere
+from jobs_server import JobsServer
+
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.files import remove_unfinished
+
+pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(7200 if ALL else 900)]
+
+METHODS, SEEDS = ("fedit", "trishul"), (0, 1)
+SWEEP = [
+    "sweep", "--axis", f"method.name={','.join(METHODS)}", "--axis",
+    f"seed={','.join(map(str, SEEDS))}", *TINY, "federation.rounds=1", "--report", "out/report",
+]  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path, fork_environment):
+    """Folder of the runs; its folder ``template`` is how a command finds it."""
+    place = Place(tmp_path)
+    place.restore(tmp_path / "nothing")
+    return place
+
+
+def keep(place):
+    """Make the template of a place as it is now, and return it."""
+    template = Place(place.root / "template")
+    template.root.mkdir()
+    template.restore(place.root)
+    return template
+
+
+def cell(method, seed):
+    return [*TINY, "federation.rounds=1", f"method.name={method}", f"seed={seed}"]
+
+
+def logged(database):
+    """Return MLflow's active runs, without times and ids, by their names and their parents'."""
+    with closing(sqlite3.connect(database)) as base:
+
+        def pairs(table, uuid):
+            return dict(base.execute(f"select key, value from {table} where run_uuid = ?", (uuid,)))
+
+        names, found = dict(base.execute("select run_uuid, name from runs")), {}
+        for uuid, name, status in base.execute(
+            "select run_uuid, name, status from runs where lifecycle_stage = 'active'"
+        ).fetchall():
+            tags, metrics = pairs("tags", uuid), pairs("latest_metrics", uuid)
+            place = f"{names.get(tags.get('mlflow.parentRunId'))} > {name}"
+            found.setdefault(place, []).append(
+                {
+                    "status": status,
+                    "shares": names.get(tags.get("trishul.shared_run")),
+                    "tags": sorted(tags),
+                    "counts": {k: v for k, v in tags.items() if k.startswith(("axis.", "cells."))},
+                    "params": pairs("params", uuid) | {"tracking.parent_run": ""},
+                    "metrics": {k: v for k, v in metrics.items() if "second" not in k},
+                }
+            )
+    return {f"{place} {n}": each for place, all in found.items() for n, each in enumerate(all)}
+
+
+def untimed(path):
+    """Return the content of a report's file, without what depends on the clock."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if path.name == "report.html":
+        assert "data-time" in text
+        timed = r"<div data-time>.*?</dl></div>|<(li|td) data-time>.*?</\1>"
+        return re.sub(timed, "", text, flags=re.DOTALL)
+    return "" if path.name == "made-from.json" else text
+
+
+def test_a_sweep_of_four_cells(place):
+    """Two cells are run before, by themselves: the sweep shares their MLflow runs."""
+    for seed in SEEDS:
+        assert place.run(cell(METHODS[0], seed)).code == 0
+    template = keep(place)
+    ids = [load_experiment(None, cell(m, s)).id for m in METHODS for s in SEEDS]
+
+    def observe():
+        found = {id: place.observe(id) | {"files": 0} for id in ids}
+        report = place.root / "out/report"
+        return found | {
+            "files": place.files(),
+            "mlflow": logged(place.root / "runs/mlflow.db"),
+            "report": {path.name: untimed(path) for path in report.rglob("*.*")},
+        }
+
+    def act(crash):
+        return place.call(*SWEEP, crash=crash)
+
+    assert crash_everywhere(place, template, act, observe, stride=13) == {}
+    runs = observe()["mlflow"].values()  # the sweep, its cells, and those that it shares
+    assert [run["status"] for run in runs] == ["FINISHED"] * (1 + len(ids) + len(SEEDS))
+
+
+@pytest.mark.parametrize("options", [[], ["--merged"]], ids=["adapter", "merged"])
+def test_an_export(place, options):
+    done = place.run(TINY)
+    assert done.code == 0, done.said
+    template, id, folder = keep(place), load_experiment(None, TINY).id, place.root / "out/model"
+    whole = {}
+
+    def content():
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+    def observe():
+        whole.update(content())
+        return {"model": content(), "files": place.files()}
+
+    def look():
+        return ["a part is there"] if folder.exists() and content() != whole else []
+
+    def act(crash):
+        return place.call("export", id, "out/model", *options, crash=crash)
+
+    assert crash_everywhere(place, template, act, observe, look=look) == {}
+    assert whole
+
+
+def test_a_submission(place):
+    project = place.root / "project"
+    (project / "keys").mkdir(parents=True)
+    for name, text in (("mine.yaml", "axes: {seed: [0, 1]}\n"), ("keys/server.pem", "secret")):
+        (project / name).write_text(text)
+    template = keep(place)
+    with JobsServer() as server:
+
+        def act(crash):
+            if crash is not None:
+                server.clear()
+            return place.call(
+                "submit", "--address", server.address, "--detach", "--runs", "s3://bucket/runs",
+                "--working-dir", str(project), "--", "sweep", "mine.yaml", *TINY, crash=crash,
+            )  # fmt: skip
+
+        def observe():
+            remove_unfinished(place.root / "tmp")  # as trishul doctor --clean
+            jobs = [(job["entrypoint"], job["runtime_env"]["working_dir"]) for job in server.jobs]
+            return {"packages": server.contents(), "jobs": jobs, "files": place.files()}
+
+        assert crash_everywhere(place, template, act, observe) == {}
+        assert [*observe()["packages"].values()] == [{"mine.yaml": b"axes: {seed: [0, 1]}\n"}]
