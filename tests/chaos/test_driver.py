@@ -289,8 +289,24 @@ def test_a_signal_while_ray_starts_or_ends_is_delivered(start, script):
     assert command.left_behind(60) == []
 
 
+@pytest.mark.timeout(600)
+def test_what_a_killed_coordinator_was_writing_into_a_bucket_is_removed(
+    trishul, words, s3_server, s3_bucket
+):
+    words = [*words, f"storage.runs={s3_bucket('runs')}", "federation.rounds=8"]
+    bucket = s3_bucket("").split("/")[2]
+    command = trishul("run", *words)
+    command.wait_for("round 1/8", LONG_WAIT)
+    left = f"runs/{load_experiment(None, words).id}/checkpoints/.round-000001.safetensors.1.tmp"
+    s3_server.client().put_object(Bucket=bucket, Key=left, Body=b"half")
+    ray_process(command, "ray::Coordinator").kill()
+    code, _, errors = command.end(LONG_WAIT)
+    assert code == 0 and "going on from the checkpoint" in errors, errors
+    assert [key for key in s3_server.keys(bucket, "runs") if key.endswith(".tmp")] == []
+
+
 def ray_process(command, name):
-    (found,) = [process for process in command.processes() if process.name() == name]
+    (found,) = [process for process in command.processes() if process.name().startswith(name)]
     return found
 
 

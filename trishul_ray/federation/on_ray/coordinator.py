@@ -46,7 +46,9 @@ class Coordinator:
             self._server = None  # the last run's
             experiment = run.load()
             self.pool = ActorPool(self.clients, run)
-            self._server = Server(experiment, self.pool, open_checkpoints(experiment), run.attempt)
+            checkpoints = open_checkpoints(experiment)
+            checkpoints.store.remove_unfinished()  # what a killed predecessor was writing
+            self._server = Server(experiment, self.pool, checkpoints, run.attempt)
             self._token = run.token
         return self._server
 
