@@ -13,7 +13,13 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import CheckpointStore, open_checkpoints, run_folder
 from trishul_ray.files import make_folder
 from trishul_ray.redaction import redact
-from trishul_ray.report.summary import attempt_of, unmark_finished, write_attempt
+from trishul_ray.report.summary import (
+    attempt_of,
+    mark_finished,
+    times_finished,
+    unmark_finished,
+    write_attempt,
+)
 from trishul_ray.storage import Store, reason
 
 #: Seconds to wait for a process that drives the run, such as a killed one that is still ending.
@@ -125,13 +131,20 @@ class RunFolder:
             raise
 
 
-def remove_unused_locks(runs: str, finished: Collection[str]) -> None:
-    """Remove the locks of finished runs, which processes that were killed at their end have left.
+def tidy_finished(runs: str, finished: Collection[str]) -> None:
+    """Remove what processes that were killed at the end of finished runs have left.
 
-    A repeated run removes its own; a sweep does not repeat what has finished.
+    That is their locks and, in a bucket, what they were writing before the run was noted there. A
+    repeated run removes its own; a sweep does not repeat what has finished.
     """
     store = Store.open(runs)
-    for path in Path(store.root).glob(".*.lock") if store.is_local else ():
+    if not store.is_local:
+        with suppress(StorageRefusedError):  # it may be one that this user can only read
+            for id in {*finished} - times_finished(store).keys():
+                store.child(id).remove_unfinished()
+                mark_finished(store.child(id))
+        return
+    for path in Path(store.root).glob(".*.lock"):
         if path.name[1 : -len(".lock")] in finished:
             with suppress(OSError), FileLock(path, timeout=0):  # nobody holds it
                 path.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.rows import check_rows
 from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.report.summary import attempt_of, read_metrics
-from trishul_ray.runs.folder import RunFolder, remove_unused_locks
+from trishul_ray.runs.folder import RunFolder, tidy_finished
 from trishul_ray.runs.mlflow_log import grouped_metrics, log_reused
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.cells import Cell, CellRun, FindRun, Sweep, TuneOptions, distinct
@@ -94,7 +94,7 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
                     keep_session_logs()
         else:
             work.examine()
-        work.remove_locks()
+        work.tidy()
         failures = {work.name(id): work.states[id].reason for id in work.unfinished()}
         status = "FAILED" if failures else "FINISHED"
     except KeyboardInterrupt:
@@ -242,11 +242,11 @@ class _Work:
             )
         ]
 
-    def remove_locks(self) -> None:
-        """Remove the locks that killed processes have left beside cells with a result."""
+    def tidy(self) -> None:
+        """Remove what killed processes have left of cells with a result."""
         finished = {id for id, state in self.states.items() if state.status == "finished"}
         for runs in {experiment.storage.runs for experiment in self.experiments.values()}:
-            remove_unused_locks(runs, finished)
+            tidy_finished(runs, finished)
 
     def run_of(self, id: str) -> CellRun:
         """Return what the trial of a cell runs."""
