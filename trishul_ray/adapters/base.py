@@ -88,7 +88,7 @@ class LayerAdapter(ABC):
 
     @property
     def reads(self) -> Reads:
-        """What :meth:`forward` is given as ``params`` while the layer is trained."""
+        """Kind of ``params`` that :meth:`forward` is given while the layer is trained."""
         return "trainables"
 
     def _computes_as(self, parent: type[LayerAdapter], *more: str) -> bool:

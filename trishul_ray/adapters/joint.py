@@ -1,8 +1,9 @@
-"""What the forwards of all adapted layers read of their trainables, computed at once.
+"""Inputs of the forwards of all adapted layers from their trainables, computed at once.
 
 A GPU step with small kernels waits for their launches. So the products ``s_i H_i`` and the casts to
 a low precision are one kernel for all layers instead of one for each, and so are their backward and
-the sum into the gradient. All of it goes entry by entry: the bits are those of layer by layer.
+the sum into the gradient. All of it goes entry by entry, or head by head in the gradients of
+scalars, with the bits of layer by layer.
 
 Legend: P length of the vector, Q length of its part that adapters train; k clients that train
 together; n core heads of all layers, h of one, r their rank.
