@@ -38,7 +38,7 @@ def load(name):
 
 
 def all_files():
-    return [path for path in CLUSTER.rglob("*") if path.is_file()]
+    return [path for path in CLUSTER.rglob("*") if path.is_file() and path.suffix != ".pyc"]
 
 
 # The file of `ray up`.
