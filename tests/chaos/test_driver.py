@@ -233,6 +233,31 @@ SIGNALLED_WHILE_CONNECTING = """
 """
 
 
+SIGNALLED_WHILE_CONNECTED = """
+    import os, signal, time
+    from trishul_ray.federation.on_ray import session
+
+    begin = session._Watch.__init__
+
+    def begin_with_a_signal(*args, **kwargs):
+        begin(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+    def stop(signum, frame):
+        raise KeyboardInterrupt
+
+    session._Watch.__init__ = begin_with_a_signal
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        with session.ray_session(1):
+            time.sleep(30)
+    except KeyboardInterrupt:
+        time.sleep(4)  # in which a watch that is left takes Ray for lost
+        print("stopped")
+"""
+
+
 SIGNALLED_IN_A_FORK = """
     import os, signal, time
     from trishul_ray.federation.on_ray.session import ray_session
@@ -281,7 +306,9 @@ def test_ctrl_c_between_a_fork_and_its_child_is_not_lost(start):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("script", [SIGNALLED_WHILE_CONNECTING, SIGNALLED_WHILE_ENDING])
+@pytest.mark.parametrize(
+    "script", [SIGNALLED_WHILE_CONNECTING, SIGNALLED_WHILE_CONNECTED, SIGNALLED_WHILE_ENDING]
+)
 def test_a_signal_while_ray_starts_or_ends_is_delivered(start, script):
     command = start(sys.executable, "-c", textwrap.dedent(script))
     exit_code, out, errors = command.end(LONG_WAIT)

@@ -97,15 +97,18 @@ class _Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching; if Ray is lost already, the process ends."""
-        if self._loss() is None:
-            self._closed.set()
+        """Stop watching, also if a signal interrupts this; if Ray is lost, the process ends."""
         self._interrupted = isinstance(sys.exception(), KeyboardInterrupt)
+        try:
+            if self._loss() is not None:
+                self._thread.join()  # which ends the process
+        finally:
+            self._closed.set()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._closed.wait(LOOK_SECONDS if self._own else WATCH_SECONDS):
-            if (why := self._loss()) is not None:
+            if (why := self._loss()) is not None and not self._closed.is_set():
                 _suspend(self._own)
                 workers = self._workers()  # while their parents are known
                 # A GCS that says that the node is lost ends this process: Ray's client then
@@ -228,6 +231,8 @@ def ray_session(
                     _join(str(address))
                 else:
                     _start(cpus, fork_server, f"{folder}/r")  # Ray opens its own to all users
+                # A signal before this callback would end Ray under a watch that takes it for lost.
+                stack.callback(_Watch(joined=joins, fork_server=fork_server).close)
         except Exception as error:  # Ray raises a bare Exception if its processes do not start
             why = first_line(error).rstrip(".")
             if joins:
@@ -242,8 +247,6 @@ def ray_session(
             raise RunError(
                 f"cannot start a local Ray: {why}; its logs: {folder}/{_LOGS}"
             ) from error
-        watch = _Watch(joined=joins, fork_server=fork_server)
-        stack.callback(watch.close)
         yield _free_resources()
 
 
