@@ -52,6 +52,12 @@ CONFIGURATIONS = {
     "chosen heads": ["method.head_fraction=0.5", "method.selection=gradient"],
     "pruned ranks": ["method=hetlora", "method.prune=true", *LIMITED],
     "control variates": ["method=scaffold", "method.option=I"],
+    "stacked": ["federation.stacked=2"],
+    "stacked, with a threshold of each core": [
+        "federation.stacked=2",
+        "method=trishul-rules",
+        "method.rule=unknown",
+    ],
     "encoder": ["dataset=synthetic/topics", "model=bert-tiny", *TEXT],
     "encoder-decoder": ["dataset=synthetic/topics", "model=t5-tiny", *TEXT],
     "decoder": ["dataset=synthetic/rte", "model=llama-tiny", *TEXT],

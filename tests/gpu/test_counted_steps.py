@@ -19,7 +19,7 @@ BOUNDS = {
     "vit fedit": (586, 1.4, None),
     "vit fullft": (1144, 3.9, None),
     "vit trishul fp32": (635, 2.8, 169),
-    "vit trishul stacked": (1298, 3.9, None),
+    "vit trishul stacked": (1047, 3.9, None),
     "vit fedit stacked": (802, 3.8, None),
     "t5 trishul": (2850, 2.6, None),
     "llama trishul": (2220, 5.8, None),

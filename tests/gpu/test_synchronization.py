@@ -26,7 +26,11 @@ DECISIONS = {
     "chosen heads": ["copy to the host at ravan.py"],
     "trishul-moving": ["copy to the host at slots.py"],
 }
-STATISTICS = {"trishul-moving": ["blocking copy to the device at statistics.py"]}
+STATISTICS = {
+    "trishul-moving": ["blocking copy to the device at statistics.py"],
+    # The spectra that decide the last threshold.
+    "stacked, with a threshold of each core": ["copy to the host at rules.py"],
+}
 
 
 @pytest.fixture(scope="module")

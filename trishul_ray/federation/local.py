@@ -283,10 +283,12 @@ class LocalSteps:
         """Run a step on a prepared batch and return its loss, a scalar on the device."""
         loss = self._differentiate(batch)
         self.update(step, loss)
+        with torch.no_grad():
+            self.bench.method.after_step(self.run, step, self.last)
         return loss
 
     def update(self, step: int, loss: Tensor) -> None:
-        """End a step whose gradient is in ``run.grad``: correct it, step, and what follows."""
+        """Make the step of a gradient that is in ``run.grad``: correct it, and move the vector."""
         run, method, settings = self.run, self.bench.method, self.bench.settings
         run.step, run.loss = step, loss
         method.before_step(run)
@@ -300,7 +302,6 @@ class LocalSteps:
             self.optimizer.step()
             if self._untrained is not None and self._mask is not None:
                 run.vector.mul_(self._mask).add_(self._untrained)
-            method.after_step(run, step, self.last)
 
     def _differentiate(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Put the gradient of a batch into ``run.grad`` and return the loss."""
@@ -347,6 +348,8 @@ class SharedSteps:
         losses = _compute_gradient(self.bench, self._trained, self._grads, batch, len(self.each))
         for steps, loss in zip(self.each, losses, strict=True):
             steps.update(step, loss)
+        with torch.no_grad():
+            self.bench.method.after_steps([steps.run for steps in self.each], step, self.last)
         return losses
 
 

@@ -216,6 +216,11 @@ class Method:
     def after_step(self, run: LocalRun, step: int, steps: int) -> None:
         """End local step ``step`` of 1..``steps``, e.g. by a prox or a clip (default: nothing)."""
 
+    def after_steps(self, runs: Sequence[LocalRun], step: int, steps: int) -> None:
+        """End it for clients that train together (default: one after the other)."""
+        for run in runs:
+            self.after_step(run, step, steps)
+
     @property
     def steps_per_prox(self) -> int:
         """Local steps from one proximal map of the core heads to the next, for cost estimates.

@@ -34,7 +34,7 @@ from trishul_ray.methods.messages import LocalRun, Site, State, SurveyPlan, Tens
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
 from trishul_ray.spectral.diagnostics import stack_spectra
-from trishul_ray.spectral.svt import SvtStats, svt, svt_stats, svt_summary
+from trishul_ray.spectral.svt import SvtStats, Threshold, svt_of_stacks, svt_stats, svt_summary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,21 +73,6 @@ class TrishulConfig(RavanConfig):
     def in_short(self) -> str:
         """λ, for one line on a run."""
         return f"λ={self.lam:g}"
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """Threshold on the singular values of a stack of n cores.
-
-    Attributes:
-        tau: One number, or one for each core [n].
-        relative: Whether ``tau`` is a share of each core's largest singular value.
-        hard: Keep larger singular values as they are, and shrink none.
-    """
-
-    tau: float | Tensor
-    relative: bool = False
-    hard: bool = False
 
 
 @dataclass
@@ -233,16 +218,26 @@ class Trishul(Ravan):
 
     def after_step(self, run: LocalRun, step: int, steps: int) -> None:
         """Clip the scalars, then apply the prox of ``λη||.||_*`` to the trained cores."""
-        # Scalars of heads that are not trained are 1, so clipping leaves them.
-        run.vector[run.layout.scalars].clamp_(0.0, self.config.scalar_max)
+        self.after_steps([run], step, steps)
+
+    def after_steps(self, runs: Sequence[LocalRun], step: int, steps: int) -> None:
+        """Do so for clients that train together, with one prox."""
+        for run in runs:
+            # Scalars of heads that are not trained are 1, so clipping leaves them.
+            run.vector[run.layout.scalars].clamp_(0.0, self.config.scalar_max)
         if step % self.config.prox_every and step != steps:
             return
-        for stack in run.state_of(Stacks):
-            cores = stack.change()
-            if (found := self.threshold(run, stack, cores, step)) is not None:
-                if run.diagnosed and step == steps:
-                    stack.last = cores.clone(), found
-                stack.store(svt(cores, found.tau, relative=found.relative, hard=found.hard))
+        proxes: list[tuple[Stack, Tensor, Threshold]] = []
+        for run in runs:
+            for stack in run.state_of(Stacks):
+                cores = stack.change()
+                if (found := self.threshold(run, stack, cores, step)) is not None:
+                    proxes.append((stack, cores, found))
+                    if run.diagnosed and step == steps:
+                        stack.last = cores.clone(), found
+        shrunk = svt_of_stacks([(cores, threshold) for _, cores, threshold in proxes])
+        for (stack, _, _), new in zip(proxes, shrunk, strict=True):
+            stack.store(new)
 
     @property
     def steps_per_prox(self) -> int:

@@ -27,9 +27,10 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from trishul_ray.cuda_graphs import replayed
@@ -60,6 +61,21 @@ _HOST_THREADS = 8
 
 #: In place of a threshold of zero of one core among others.
 _SMALLEST = 1e-300
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Threshold on the singular values of a stack of n cores.
+
+    Attributes:
+        tau: One number, or one for each core [n].
+        relative: Whether ``tau`` is a share of each core's largest singular value.
+        hard: Keep larger singular values as they are, and shrink none.
+    """
+
+    tau: float | Tensor
+    relative: bool = False
+    hard: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,6 +119,38 @@ def svt(
         return cores.detach().clone()
     with torch.no_grad():
         return _svt_by_gram(cores, threshold, relative, hard)
+
+
+def svt_of_stacks(stacks: Sequence[tuple[Tensor, Threshold]]) -> list[Tensor]:
+    """Apply :func:`svt` to stacks [n_i, r_i, r_i], each with its threshold.
+
+    On a GPU, neighbors of one rank and kind of threshold are one stack: they take the kernels of
+    one, and each result is that of its stack alone up to the last bits.
+    """
+    found: list[Tensor] = []
+    for (_, relative, hard), same in groupby(stacks, _kind):
+        cores, taus = zip(*((cores, threshold.tau) for cores, threshold in same), strict=True)
+        if cores[0].device.type == "cpu" or len(cores) == 1:
+            each = zip(cores, taus, strict=True)
+            found += [svt(core, tau, relative=relative, hard=hard) for core, tau in each]
+            continue
+        sizes, tau = [len(core) for core in cores], taus[0]
+        if any(isinstance(other, torch.Tensor) or other != tau for other in taus):
+            tau = torch.cat(
+                [
+                    other
+                    if isinstance(other, torch.Tensor)
+                    else core.new_full((len(core),), other, dtype=torch.float64)
+                    for core, other in zip(cores, taus, strict=True)
+                ]
+            )
+        found += svt(torch.cat(cores), tau, relative=relative, hard=hard).split(sizes)
+    return found
+
+
+def _kind(stack: tuple[Tensor, Threshold]) -> tuple[int, bool, bool]:
+    cores, threshold = stack
+    return cores.shape[-1], threshold.relative, threshold.hard
 
 
 def svt_stats(

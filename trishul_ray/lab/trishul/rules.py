@@ -21,9 +21,9 @@ from trishul_ray.lab.trishul.server_rules import DECAY, LEVELS, denoised, next_s
 from trishul_ray.lazy import torch
 from trishul_ray.methods.base import Settings, register
 from trishul_ray.methods.messages import LocalRun, Round, State, Tensors
-from trishul_ray.methods.trishul import Stack, Threshold, Trishul, TrishulConfig, spectra
+from trishul_ray.methods.trishul import Stack, Trishul, TrishulConfig, spectra
 from trishul_ray.shares import exact_share
-from trishul_ray.spectral.svt import singular_values, svt_summary
+from trishul_ray.spectral.svt import Threshold, singular_values, svt_summary
 from trishul_ray.spectral.thresholds import hard_threshold
 
 if TYPE_CHECKING:
