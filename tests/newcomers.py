@@ -1,5 +1,6 @@
 """Methods and a task that were written by the guides alone, as plug-ins for the tests."""
 
+import sys
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,15 +21,17 @@ NEWCOMERS = sorted(file.stem for file in FOLDER.glob("*.py"))
 @contextmanager
 def unloaded_after():
     """Forget the plug-ins that are loaded inside: other tests know the built-in methods alone."""
-    # The built-in ones are registered before.
-    tasks.task_classes()
-    before = [{*registry.all()} for registry in REGISTRIES]
-    kinds, modules = dict(tasks.task_classes()), plugins.loaded()
+    for registry in REGISTRIES:  # the built-in ones are registered before
+        registry.all()
+    tables = [plugins._owners, plugins._newest, plugins._classes, plugins._datasets]
+    tables += [tasks.task_classes(), *(registry.classes for registry in REGISTRIES)]
+    before = [dict(table) for table in tables]
     try:
         yield
     finally:
-        plugins.unload(modules)
-        for registry, names in zip(REGISTRIES, before, strict=True):
-            registry.forget(registry.classes.keys() - names)
-        tasks._REGISTRY.clear()
-        tasks._REGISTRY.update(kinds)
+        for module in plugins._owners.keys() - before[0].keys():
+            if module.startswith(plugins._PREFIX):
+                sys.modules.pop(module, None)
+        for table, content in zip(tables, before, strict=True):
+            table.clear()
+            table.update(content)

@@ -169,25 +169,25 @@ def test_a_faulty_file_is_one_line(called, tmp_path, text, said):
 
 def test_a_run_names_its_plugin_and_does_not_bring_it(mine, called, cache, tmp_path):
     words = [*TINY, f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}", "method=mine"]
-    code, _, error = called("run", "--plugin", mine(), *words)
-    assert code == 0, error
-    (home,) = (tmp_path / "runs").glob("*/result.json")
-    stored = (home.parent / "config.yaml").read_text()
-    assert "mine" in stored and "class FedMedian" not in stored
-    (noted,) = json.loads(home.read_text())["config"]["plugins"]
-    assert noted.keys() == {"name", "content"}
-    _, experiment = open_run(str(home.parent), "")
-    assert experiment.id == home.parent.name
+    with unloaded_after():
+        code, _, error = called("run", "--plugin", mine(), *words)
+        assert code == 0, error
+        (home,) = (tmp_path / "runs").glob("*/result.json")
+        stored = (home.parent / "config.yaml").read_text()
+        assert "mine" in stored and "class FedMedian" not in stored
+        (noted,) = json.loads(home.read_text())["config"]["plugins"]
+        assert noted.keys() == {"name", "content"}
+        _, experiment = open_run(str(home.parent), "")
+        assert experiment.id == home.parent.name
     text = f"open({str(tmp_path / 'ran')!r}, 'w')"
     (tmp_path / "evil.py").write_text(text)
+    for evil in ({**noted, "source": text}, str(tmp_path / "evil.py")):
+        with pytest.raises(InputError, match="plug-in"):
+            build_experiment(experiment.to_dict() | {"plugins": [evil]})
+    assert not (tmp_path / "ran").exists()
+    code, _, error = called("export", home.parent, tmp_path / "adapter")
+    assert code == 2 and "load it with --plugin mine.py" in error
     with unloaded_after():
-        plugins.unload()
-        for evil in ({**noted, "source": text}, str(tmp_path / "evil.py")):
-            with pytest.raises(InputError, match="plug-in"):
-                build_experiment(experiment.to_dict() | {"plugins": [evil]})
-        assert not (tmp_path / "ran").exists()
-        code, _, error = called("export", home.parent, tmp_path / "adapter")
-        assert code == 2 and "load it with --plugin mine.py" in error
         code, _, error = called("export", home.parent, tmp_path / "no", "--plugin", mine("# new"))
         assert code == 2 and "plug-in mine has changed" in error
     code, _, error = called("export", home.parent, tmp_path / "adapter", "--plugin", mine())

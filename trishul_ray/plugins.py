@@ -307,12 +307,6 @@ class Registry(Generic[_T]):
 
         return added
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Forget the classes of some names: tests unload what they have loaded."""
-        for name in names:
-            del self.classes[name]
-            _classes.pop(f"{self._field}={name}", None)
-
     def _load(self) -> None:
         load_installed() if self._package is None else load_all(self._package)
 
@@ -386,26 +380,6 @@ def unpackaged(fields: Iterable[str]) -> list[str]:
 def note_dataset(name: str, plugin: Plugin) -> None:
     """Note which plug-in defines a dataset."""
     _datasets[f"data.name={name}"] = plugin
-
-
-def unload(kept: Iterable[str] = ()) -> None:
-    """Forget all plug-ins but those of some modules (:func:`loaded`): tests do so."""
-    gone = {module: _owners.pop(module) for module in {*_owners} - {*kept}}
-    for module, plugin in gone.items():
-        if _newest.get(plugin.name) == module:
-            del _newest[plugin.name]
-        if module.startswith(_PREFIX):
-            sys.modules.pop(module, None)
-    for field, cls in list(_classes.items()):
-        if {cls.__module__, cls.__module__.partition(".")[0]} & gone.keys():
-            del _classes[field]
-    for field in [f for f, plugin in _datasets.items() if plugin in gone.values()]:
-        del _datasets[field]
-
-
-def loaded() -> frozenset[str]:
-    """Return the names of the modules that are plug-ins."""
-    return frozenset(_owners)
 
 
 def named(cls: type) -> str:

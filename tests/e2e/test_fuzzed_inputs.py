@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fuzz import ODD_VALUES, change_bytes, change_json, change_text
+from newcomers import unloaded_after
 from PIL import Image
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
@@ -253,11 +254,8 @@ def plug_ins(folder):
 
     def read(rng, show):
         file.write_text(show(change_text(rng, PLUGIN)), encoding="utf-8")
-        kept = plugins.loaded()
-        try:
+        with unloaded_after():
             plugins.load_plugin(file)
-        finally:
-            plugins.unload(kept)
 
     return read
 
