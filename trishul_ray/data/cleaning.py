@@ -3,6 +3,7 @@
 Errors name the file and, where possible, the row. Legend of shapes: N rows.
 """
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -136,6 +137,16 @@ class CleanTables:
     retained: Sequence[np.ndarray]
 
 
+#: Notes on how names were changed, in order: stripped, and composed.
+_CHANGED = (
+    "white space around {} of column {!r} removed",
+    "{} of column {!r} changed to the Unicode form NFC",
+)
+
+#: Number of names that were changed by each of these notes, by column.
+_Changes = Mapping[str, Counter[str]]
+
+
 def clean(
     splits: Mapping[str, NamedTables], columns: Mapping[str, str], *, skip_broken: bool
 ) -> tuple[dict[str, CleanTables], str, tuple[str, ...]]:
@@ -148,13 +159,12 @@ def clean(
         CorruptFileError: rows lack something; the message has their number, columns and first rows.
     """
     faults: dict[tuple[str, str], np.ndarray] = {}  # rows that lack a column, by table and column
-    stripped: Counter[str] = Counter()  # values by column
-    composed: Counter[str] = Counter()
+    changes: _Changes = {text: Counter() for text in _CHANGED}
     found, skipped = {}, []
     for split, tables in _with_like_names(splits, columns).items():
         cleaned, retained = [], []
         for where, whole in tables:
-            table, lacking = _clean_table(whole, where, columns, stripped, composed)
+            table, lacking = _clean_table(whole, where, columns, changes)
             faults |= {(where, name): rows for name, rows in lacking.items()}
             missing = np.logical_or.reduce([np.zeros(whole.num_rows, bool), *lacking.values()])
             skipped += [at_row(where, row) for row in np.flatnonzero(missing).tolist()]
@@ -164,12 +174,9 @@ def clean(
     if faults and not skip_broken:
         raise CorruptFileError(_describe(faults, columns))
     notes = [
-        f"white space around {_count(count, 'value')} of column {column!r} removed"
-        for column, count in stripped.items()
-    ]
-    notes += [
-        f"{_count(count, 'value')} of column {column!r} changed to the Unicode form NFC"
-        for column, count in composed.items()
+        text.format(_count(count, "value"), column)
+        for text, counts in changes.items()
+        for column, count in counts.items()
     ]
     if skipped:
         lacked = " or ".join(dict.fromkeys(name for _, name in faults))
@@ -190,6 +197,8 @@ def differing_in_case(names: Sequence[str]) -> str:
 
 #: Fewer classes are no reason for doubt: a toy table may have a row of each, and stars halves.
 _FEW_CLASSES = 20
+
+_NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
 
 #: Characters of a label that is rather a text to write than the name of a class.
 _LONG_NAME = 60
@@ -212,7 +221,7 @@ def question_labels(classes: Sequence[str], labels: np.ndarray) -> tuple[str, st
     counts = np.bincount(labels, minlength=len(classes))
     present = [name for name, count in zip(classes, counts, strict=True) if count]
     single = int((counts == 1).sum())
-    numbers = [name for name in present if _is_number(name)]
+    numbers = [name for name in present if _NUMBER.fullmatch(name)]
     fractions = len(numbers) == len(present) and any(float(n) % 1 for n in numbers)
     facts = [f"{len(present):,} different labels in {len(labels):,} rows"]
     if 10 * single > len(labels):
@@ -233,10 +242,6 @@ def question_labels(classes: Sequence[str], labels: np.ndarray) -> tuple[str, st
         why = "a class needs several rows to be learned and scored; choose another column as "
         why += f"data.columns.label, or add {own_task}"
     return note, f"{', '.join(facts)}: {why}"
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"-?\d+(\.\d+)?(e[+-]?\d+)?", text) is not None
 
 
 def check_unique(names: Sequence[str], where: str) -> None:
@@ -266,21 +271,16 @@ def _with_like_names(
             for number, (_, table) in enumerate(tables):
                 if column in table.column_names:
                     values = decoded(table.column(column))
+                    if pa.types.is_floating(values.type):
+                        values = pc.if_else(pc.is_nan(values), None, values)
                     if pa.types.is_integer(values.type) or pa.types.is_floating(values.type):
-                        found.append((split, number, _without_nan(values)))
+                        found.append((split, number, values))
         whole = all(_are_whole(values) for _, _, values in found)
         for split, number, values in found:
             where, table = alike[split][number]
             spelled = values.cast(pa.int64()) if whole else _spelled(values)
             alike[split][number] = (where, _replaced(table, column, spelled))
     return dict(alike)
-
-
-def _without_nan(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return numbers with NaN as null."""
-    if not pa.types.is_floating(values.type):
-        return values
-    return pc.if_else(pc.is_nan(values), None, values)
 
 
 def _are_whole(values: pa.ChunkedArray) -> bool:
@@ -302,20 +302,16 @@ def _spelled(values: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _clean_table(
-    table: pa.Table,
-    where: str,
-    columns: Mapping[str, str],
-    stripped: Counter[str],
-    composed: Counter[str],
+    table: pa.Table, where: str, columns: Mapping[str, str], changes: _Changes
 ) -> tuple[pa.Table, dict[str, np.ndarray]]:
     """Return a cleaned table, and which of its rows lack what, bool [N] by column.
 
-    Adds how many names were stripped or composed, by column.
+    Adds to ``changes``.
     """
     lacking: dict[str, np.ndarray] = {}
     for name in _NAMES:
         if (column := columns.get(name, "")) in table.column_names:
-            values, missing = _clean_names(table.column(column), where, column, stripped, composed)
+            values, missing = _clean_names(table.column(column), where, column, changes)
             if class_names(table, column) is not None and pa.types.is_integer(values.type):
                 # On the hub, -1 is what a ClassLabel without a label is stored as.
                 unlabelled: np.ndarray = pc.equal(values, -1).to_numpy()
@@ -335,11 +331,7 @@ def _clean_table(
 
 
 def _clean_names(
-    values: pa.ChunkedArray,
-    where: str,
-    column: str,
-    stripped: Counter[str],
-    composed: Counter[str],
+    values: pa.ChunkedArray, where: str, column: str, changes: _Changes
 ) -> tuple[pa.ChunkedArray, np.ndarray]:
     """Return stripped names in the Unicode form NFC, and which of them are missing."""
     values = decoded(values)
@@ -353,7 +345,8 @@ def _clean_names(
         spelled = pa.array(pa.csv.ConvertOptions().null_values, pa.large_string())
         missing = pc.or_(missing, pc.is_in(trimmed, spelled))
         names = _composed(trimmed)
-        for counts, before, after in ((stripped, values, trimmed), (composed, trimmed, names)):
+        steps = itertools.pairwise((values, trimmed, names))
+        for counts, (before, after) in zip(changes.values(), steps, strict=True):
             changed = pc.and_not(pc.fill_null(pc.not_equal(after, before), False), missing)
             if count := pc.sum(changed).as_py():
                 counts[column] += count

@@ -147,23 +147,6 @@ def read_labels(
     return labels
 
 
-def read_named_labels(
-    table: pa.Table, column: str, own: Sequence[str], classes: Sequence[str], where: str
-) -> np.ndarray:
-    """Return the labels of ``table[column]`` as indices into ``classes``, int64 [N].
-
-    ``own`` are the class names by which this table numbers its labels; ``classes`` has them all.
-    Texts are names in ``classes``, or numbers.
-
-    Raises:
-        CorruptFileError: as :func:`read_labels`.
-    """
-    names = [*own, *(name for name in classes if name not in own)]
-    places = np.array([classes.index(name) for name in names], dtype=np.int64)
-    labels: np.ndarray = places[read_labels(table, column, len(own), where, names)]
-    return labels
-
-
 def read_answers(table: pa.Table, column: str, where: str) -> pa.LargeStringArray:
     """Return the answers of ``table[column]``, [N], those of a row as a JSON list of texts.
 

@@ -248,8 +248,10 @@ def _resize(
         try:
             with _open_image(encoded, where) as image:
                 upright = turn_upright(image)
-                if _is_deep(upright):
-                    deep[where], upright = _scaled(upright)
+                if _is_deep(upright):  # Pillow would clip values at 255: nearly all pixels white
+                    values: np.ndarray = np.asarray(upright).astype(np.uint32)
+                    deep[where] = int(values.max())
+                    upright = Image.fromarray(((values + 128) // 257).astype(np.uint8))
                 upright = upright.convert(mode)
                 if upright.size != (width, height):
                     bilinear = Image.Resampling.BILINEAR
@@ -276,15 +278,6 @@ def turn_upright(image: Image.Image) -> Image.Image:
 def _is_deep(image: Image.Image) -> bool:
     """Return whether an image is gray with 16 bits; Pillow reads those in color with 8."""
     return image.mode.startswith("I;16")
-
-
-def _scaled(image: Image.Image) -> tuple[int, Image.Image]:
-    """Return the largest value of an image of 16 bits, and it with 8 bits, rounded.
-
-    Pillow would clip the values at 255, which turns nearly all pixels white.
-    """
-    values: np.ndarray = np.asarray(image).astype(np.uint32)
-    return int(values.max()), Image.fromarray(((values + 128) // 257).astype(np.uint8))
 
 
 def check_mode(image: Image.Image, where: str) -> None:

@@ -17,7 +17,7 @@ from trishul_ray.data.columns import (
     holds_images,
     is_text,
     read_answers,
-    read_named_labels,
+    read_labels,
     read_raw,
     read_texts,
 )
@@ -141,8 +141,12 @@ def read_columns(
     if mapping.kind == "qa":
         columns["answers"] = read_answers(table, names["answers"], where)
     if mapping.kind in LABELLED and classes is not None:
+        # The table numbers its labels by its own names; words are those of any table.
         own = classes.own[where]
-        columns["label"] = read_named_labels(table, names["label"], own, classes.names, where)
+        known = [*own, *(name for name in classes.names if name not in own)]
+        labels = read_labels(table, names["label"], len(own), where, known)
+        places = np.array([classes.names.index(name) for name in known], dtype=np.int64)
+        columns["label"] = places[labels]
     elif mapping.kind in LABELLED:
         columns["label"] = read_raw(table, names["label"], where)
     if mapping.kind == "instruction":
