@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import tenacity
 
@@ -52,8 +52,6 @@ ROUNDS_SECONDS = 1.0
 _VALUE_LIMIT, _KEY_LIMIT = 5000, 250
 #: The most runs that MLflow finds in one request.
 _MOST_RUNS = 50_000
-
-T = TypeVar("T")
 
 
 def find_runs(client: "MlflowClient", experiment: str, wanted: str) -> "list[Run]":
@@ -251,21 +249,14 @@ class MlflowTracker(Tracker):
     def _send(self, what: str, action: Callable[[], object]) -> None:
         """Send something, and note ``what`` if the store does not accept it."""
         try:
-            self.wait_for(action)
+            _retrying(self.patience)(action)
         except (mlflow.MlflowException, OSError) as error:
+            if is_outage(error):  # a server that is gone is waited for once
+                self.patience = 0.0
             self._reject(what, error)
 
     def _reject(self, what: str, error: Exception) -> None:
         self._rejected.append(f"{what} ({redact(first_line(error))})")
-
-    def wait_for(self, action: Callable[[], T]) -> T:
-        """Return what a call returns; a server that is gone is waited for, once."""
-        try:
-            return _retrying(self.patience)(action)
-        except mlflow.MlflowException as error:
-            if is_outage(error):
-                self.patience = 0.0
-            raise
 
     def command(self, run: str = "") -> str:
         """Return the command that shows the run with this id, or its address on a server."""
