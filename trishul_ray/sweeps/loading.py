@@ -130,7 +130,8 @@ def _build(
     seeds = overrides.get("seed")
     if seeds is not None and "seed" in file.axes and (isinstance(seeds, Items) or ".." in seeds):
         # `seed=0..4` on the command line replaces the sweep's axis of seeds.
-        file = file.with_axis("seed", read_axis("seed", seeds))
+        axes = file.axes | {"seed": read_axis("seed", seeds)}
+        file = file.model_copy(update={"axes": axes})
         overrides = {field: value for field, value in overrides.items() if field != "seed"}
     cells = expand(file, overrides)
     check_metrics(file)

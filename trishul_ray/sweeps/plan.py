@@ -273,7 +273,8 @@ def plan_table(plan: Plan, *, devices: int = 1, price: float | None = None) -> T
     table.add_column("sweep", no_wrap=True, min_width=max(len(s.name) for s in plan.sweeps))
     known: tuple[CellStatus, ...] = get_args(CellStatus)
     statuses = [s for s in known if s in ("finished", "missing") or plan.total.states[s]]
-    numbers = ["cells", "runs", "shared", *statuses, "measured", "hours", _unit(plan)]
+    unit = "CPU-hours" if plan.device == "cpu" else "GPU-hours"
+    numbers = ["cells", "runs", "shared", *statuses, "measured", "hours", unit]
     for name in numbers if price is None else [*numbers, "cost"]:
         table.add_column(name, justify="right")
     for each in (*plan.sweeps, plan.total):
@@ -290,10 +291,6 @@ def plan_table(plan: Plan, *, devices: int = 1, price: float | None = None) -> T
             *((f"{each.hours_left * price:,.0f}",) if price is not None else ()),
         )
     return table
-
-
-def _unit(plan: Plan) -> str:
-    return "CPU-hours" if plan.device == "cpu" else "GPU-hours"
 
 
 def _hours(number: float) -> str:

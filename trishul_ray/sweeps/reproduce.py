@@ -75,7 +75,9 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
     idle = not (missing or searches) and work.is_logged()
     try:
         if not idle:
-            work.open_parents()
+            for part in work.parts:  # before any trial opens the store
+                if part.tracking is not None:
+                    part.tracking.open()
         if missing or searches:
             from trishul_ray.federation.on_ray.session import (
                 keep_session_logs,
@@ -258,16 +260,6 @@ class _Work:
             replaces=attempt_of(RunFolder.of(experiment).home) if self.states[id].fresh else None,
         )
 
-    def open_parents(self) -> None:
-        """Open the MLflow run of each sweep, before any trial opens the store.
-
-        Raises:
-            InputError: The tracking store cannot be used.
-        """
-        for part in self.parts:
-            if part.tracking is not None:
-                part.tracking.open()
-
     def close_parents(self, status: Status) -> None:
         """End the MLflow runs of the sweeps, and of cells that were being driven."""
         opened = [part for part in self.parts if part.parent_id is not None]
@@ -277,8 +269,6 @@ class _Work:
         for part in opened:
             tracking = part.tracking
             assert tracking is not None
-            if status == "KILLED":
-                tracking.patience = 0.0
             tags = {id: cell_tags(part.sweep, cell) for id, cell in part.cells.items()}
             rejected = self._log_results(part, tags)  # also those whose process ended too early
             found = Counter(self.states[id].status for id in part.cells)
@@ -339,29 +329,27 @@ def check_cells(experiments: Mapping[str, Experiment], name: Callable[[str], str
     own = {id: each for id, each in experiments.items() if each.data.name in CUSTOM}
     _check_each(own, {"data", "partition", "federation", "seed"}, name, check_rows)
 
-    def fits(experiment: Experiment) -> None:
+    if experiments:
         from trishul_ray.experiment.fit import check_fits  # imports torch
 
-        check_fits(experiment)
-
-    _check_each(experiments, _ADAPTERS, name, fits)
+        _check_each(experiments, _ADAPTERS, name, check_fits)
 
 
 def check_adapters(experiments: Mapping[str, Experiment], name: Callable[[str], str]) -> None:
-    """Check the adapters of all cells whose model is known on this machine, as ``check_cells``."""
+    """Check the adapters of all cells whose model is known on this machine, as ``check_cells``.
+
+    Of others, a plan says that their time is unknown, and why.
+    """
     from trishul_ray.experiment.fit import check_layers
 
-    def fits(experiment: Experiment) -> None:
-        check_layers(experiment)  # a plan says that its time is unknown, and why
-
-    _check_each(experiments, _ADAPTERS, name, fits)
+    _check_each(experiments, _ADAPTERS, name, check_layers)
 
 
 def _check_each(
     experiments: Mapping[str, Experiment],
     sections: Collection[str],
     name: Callable[[str], str],
-    check: Callable[[Experiment], None],
+    check: Callable[[Experiment], object],
 ) -> None:
     """Call ``check`` once for all experiments that are alike in some sections."""
     checked: set[str] = set()

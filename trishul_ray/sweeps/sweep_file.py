@@ -300,12 +300,6 @@ class SweepFile(Section):
                     why = f"{what}: axis {axis!r} has no label {label!r}; {near}"
                     self.fail(why, *loc, axis, number)
 
-    def with_axis(self, name: str, axis: Axis) -> "SweepFile":
-        """Return the file with another axis of a name that it has."""
-        made = self.model_copy(update={"axes": {**self.axes, name: axis}})
-        made._content, made._description = self._content, self._description
-        return made
-
 
 _MODELS: dict[str, type[BaseModel]] = {
     "adjust": Adjustment,
