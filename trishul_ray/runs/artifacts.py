@@ -36,7 +36,12 @@ def write_artifacts(
         The kind of model.
     """
     with deterministic(experiment):
-        _draw_figures(experiment, prepared, result, folder / "figures", coverage)
+        figures = folder / "figures"
+        note = f"run {experiment.id}, {experiment.method.name}: {coverage.sentence}"
+        _draw_scores(experiment, prepared, result, figures, coverage, note)
+        held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)
+        save_png(rows_of_clients(held), figures / "label_distribution.png", note)
+        _draw_adapters(experiment, result, figures, note)
         bench = build_model_bench(experiment, result.blueprint.info)
         run = trained_by(bench, result.broadcast, experiment.federation.rounds)
         name = "adapter" if fits_adapter(bench) else "model"
@@ -47,16 +52,6 @@ def write_artifacts(
         }
         place = f"{home.root}/{name}" if home.is_local else name
         return write_model(run, folder / name, merged=False, notes=notes, place=place)
-
-
-def _draw_figures(
-    experiment: Experiment, prepared: Prepared, result: RunResult, figures: Path, coverage: Coverage
-) -> None:
-    note = f"run {experiment.id}, {experiment.method.name}: {coverage.sentence}"
-    _draw_scores(experiment, prepared, result, figures, coverage, note)
-    held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)
-    save_png(rows_of_clients(held), figures / "label_distribution.png", note)
-    _draw_adapters(experiment, result, figures, note)
 
 
 def _draw_scores(

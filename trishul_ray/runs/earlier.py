@@ -53,7 +53,7 @@ def read_finished(
     except CorruptFileError as error:
         progress.note(f"{error}; it will be written again")
     else:
-        return summary, summary.unscored(experiment)
+        return summary, unscored(experiment, summary.scored_rounds)
     try:
         config = parse_yaml(home.read("config.yaml"))
         before = experiment.evaluation.model_copy(update={"every": config["evaluation"]["every"]})
@@ -106,8 +106,11 @@ def restore_files(
             folder = Path(scratch)
             write_tables(experiment, checkpoint, folder)
             if adds or not damaged.keys() <= set(TABLES):
-                result = _last_result(experiment, checkpoint.attempt, progress)
-                export = _make_artifacts(experiment, *result, run_folder, folder)
+                prepared = prepare_run(experiment, progress.task_progress("preparing data"))
+                backbone = Backbone.of(experiment.model, experiment.storage.places)
+                ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=False)
+                result = InlineDriver(experiment, prepared, checkpoint.attempt).final()
+                export = _make_artifacts(experiment, prepared, result, run_folder, folder)
                 summary = replace(summary, export=asdict(export))
             hashes = file_hashes(folder)
             if adds:
@@ -129,16 +132,6 @@ def restore_files(
     else:
         progress.note(f"{faults} in {home.uri}, restored from the last checkpoint: {names}")
     return summary
-
-
-def _last_result(
-    experiment: Experiment, attempt: str, progress: RunProgress
-) -> tuple[Prepared, RunResult]:
-    """Return the data of a finished run, and its result from the last checkpoint."""
-    prepared = prepare_run(experiment, progress.task_progress("preparing data"))
-    backbone = Backbone.of(experiment.model, experiment.storage.places)
-    ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=False)
-    return prepared, InlineDriver(experiment, prepared, attempt).final()
 
 
 def add_artifacts(

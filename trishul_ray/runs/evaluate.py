@@ -351,15 +351,15 @@ def _scores_by_group(
     if "group" not in split.columns:
         return found
     groups, names = split.column("group")[rows], split.info.groups
-    parts = {name: groups == number for number, name in enumerate(names)}
     unseen = np.isin(groups, [names.index(name) for name in experiment.data.test_groups])
-    for name, where in {"seen": ~unseen, "unseen": unseen}.items() if unseen.any() else ():
-        found[name] = _scores({key: values[where] for key, values in columns.items()})
-    found["groups"] = {
-        name: _scores({key: values[where] for key, values in columns.items()})
-        for name, where in parts.items()
-        if where.any()
-    }
+
+    def scores_of(where: np.ndarray) -> Json:
+        return _scores({key: values[where] for key, values in columns.items()})
+
+    if unseen.any():
+        found |= {"seen": scores_of(~unseen), "unseen": scores_of(unseen)}
+    parts = {name: groups == number for number, name in enumerate(names)}
+    found["groups"] = {name: scores_of(where) for name, where in parts.items() if where.any()}
     return found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from trishul_ray.config import RateSource
 from trishul_ray.data.own import CUSTOM
@@ -83,15 +84,6 @@ class FinishedRun:
     mlflow_command: str | None  # opens its tracking store
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Arguments of :func:`run_steps`."""
-
-    workers: Workers | None
-    extras: bool
-    tags: Mapping[str, str]
-
-
 def run_experiment(
     experiment: Experiment,
     progress: RunProgress,
@@ -123,7 +115,7 @@ def run_steps(
     fresh: bool = False,
     workers: Workers | None = None,
     extras: bool = True,
-    tags: Mapping[str, str] | None = None,
+    tags: Mapping[str, str] = MappingProxyType({}),
 ) -> RunSteps:
     """Run an experiment step by step: the same as :func:`run_experiment`, as a generator.
 
@@ -141,7 +133,6 @@ def run_steps(
         find_plugin(plugin)
     folder = RunFolder.of(experiment)
     folder.home.check_bucket(experiment.storage.runs)
-    options = _Options(workers, extras, tags or {})
     with folder.locked(read_only=not fresh):
         summary, lacks = None, ""
         if not fresh:
@@ -150,7 +141,7 @@ def run_steps(
         if lacks:
             progress.note(f"{lacks}: the run starts over, and its numbers are the same")
         elif summary is not None:
-            return _reuse(experiment, folder, summary, progress, options)
+            return _reuse(experiment, folder, summary, progress, extras, tags)
         # Checked before anything is removed or written: wrong input changes no files.
         prepared = _prepare(experiment, workers, progress)
         new = uuid.uuid4().hex
@@ -159,7 +150,7 @@ def run_steps(
         with folder.begun(experiment.to_yaml(), new) as attempt:
             if not (fresh or lacks):
                 extend_shorter(experiment, prepared, folder, attempt, progress)
-            run = _Run(experiment, prepared, folder, attempt, progress, options)
+            run = _Run(experiment, prepared, folder, attempt, progress, workers, extras, tags)
             return (yield from run.steps())
 
 
@@ -168,15 +159,16 @@ def _reuse(
     folder: RunFolder,
     summary: RunSummary,
     progress: RunProgress,
-    options: _Options,
+    extras: bool,
+    tags: Mapping[str, str],
 ) -> FinishedRun:
     """Return the result of a run that has finished before, whose files are whole again."""
     check_sources(experiment, summary, progress)
     if not folder.home.is_local:  # on this machine, the next write there does so
         with suppress(StorageRefusedError):  # it may be one that this user can only read
             folder.home.remove_unfinished()
-    summary = restore_files(experiment, summary, folder, progress, extras=options.extras)
-    summary, rejected = log_reused(experiment, summary, folder.home, options.tags)
+    summary = restore_files(experiment, summary, folder, progress, extras=extras)
+    summary, rejected = log_reused(experiment, summary, folder.home, tags)
     for refused in rejected:
         progress.note(f"not logged to MLflow: {refused}")
     return FinishedRun(summary, folder.home, True, mlflow_command(experiment))
@@ -237,7 +229,9 @@ class _Run:
     folder: RunFolder
     attempt: str
     progress: RunProgress
-    options: _Options
+    workers: Workers | None
+    extras: bool
+    tags: Mapping[str, str]
 
     def steps(self) -> RunSteps:
         """Run the rounds that are left, and write the results."""
@@ -250,11 +244,11 @@ class _Run:
             progress.note(remark)
         unread = unread_fields(experiment.task, info, _backbone(experiment))
         tracker = tracker_of(experiment)
-        sources, tags = self.prepared.sources, self.options.tags
-        tracker.start(start_of(experiment, self.attempt, coverage, sources, tags, unread))
+        sources = self.prepared.sources
+        tracker.start(start_of(experiment, self.attempt, coverage, sources, self.tags, unread))
         with self.tracked(tracker):
             with self.driver(tracker) as driver:
-                late = LATE if self.options.extras else ()
+                late = LATE if self.extras else ()
                 earlier, result = yield from _train(driver, tracker, progress, late)
             progress.phase("writing results")
             state = result.checkpoint
@@ -291,7 +285,7 @@ class _Run:
     @contextmanager
     def driver(self, tracker: Tracker) -> Iterator[Driver]:
         """Start what computes: Ray, the backbone's weights if they are trained here, the actors."""
-        experiment, progress, workers = self.experiment, self.progress, self.options.workers
+        experiment, progress, workers = self.experiment, self.progress, self.workers
         backbone, use_ray = _backbone(experiment), experiment.resources.backend == "ray"
         with ExitStack() as stack:
             if use_ray:
@@ -324,7 +318,7 @@ class _Run:
             ).written()
             write_result(home, summary)
             home.remove(FAILURE)
-            if self.options.extras:
+            if self.extras:
                 try:
                     with scratch_folder("results") as more:
                         new = Path(more)
