@@ -97,21 +97,15 @@ def image_size_line(backbone: "Backbone", info: DatasetInfo) -> str | None:
             f"down to that: details are lost; for larger images: {', '.join(larger)}"
             f"{', ' * bool(larger)}vit-b16 (224)"
         )
-    if (
-        side > stored
-        and (patch := _patch_size(backbone)) is not None
-        and (tokens := (side // patch) ** 2) > MAX_TOKENS
-    ):
+    patch = getattr(backbone.architecture, "patch_size", None)
+    if not isinstance(patch, int) or side <= stored:
+        return None
+    if (tokens := (side // patch) ** 2) > MAX_TOKENS:
         return (
             f"{takes} ({tokens + 1:,} tokens each), and those of dataset {info.name} "
             f"have {stored}x{stored}: model.image_size={16 * patch} takes 257 tokens"
         )
     return None
-
-
-def _patch_size(backbone: "Backbone") -> int | None:
-    patch = getattr(backbone.architecture, "patch_size", None)
-    return patch if isinstance(patch, int) else None
 
 
 def check_fits(experiment: Experiment) -> None:
@@ -159,7 +153,8 @@ def check_layers(experiment: Experiment) -> str:
             for each in ("layers", "scored")
         )
         norms = dict.fromkeys((spec.name for spec in (*layers, *scored)), 0.0)
-        _check_site(_site(experiment, layers, scored, norms), experiment)
+        site = Site(layers, norms, experiment.lora_rank, experiment.adapter, scored=scored)
+        _check_site(site, experiment)
         return ""
     try:
         shapes = _shapes(experiment)
@@ -259,15 +254,6 @@ def build_site(
             square = squared_norm(linear)
             known[layer.name] = 0.0 if square.is_meta else float(square)
         norms[layer.name] = known[layer.name]
-    return _site(experiment, layers, scored, norms)
-
-
-def _site(
-    experiment: Experiment,
-    layers: tuple[LayerSpec, ...],
-    scored: tuple[LayerSpec, ...],
-    norms: dict[str, float],
-) -> Site:
     return Site(layers, norms, experiment.lora_rank, experiment.adapter, scored=scored)
 
 
