@@ -37,7 +37,7 @@ from trishul_ray.lab.clock.devices import read_devices, read_windows
 from trishul_ray.methods.messages import State
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.places import Places
-from trishul_ray.report.summary import RunSummary, table_of_runs
+from trishul_ray.report.summary import RunSummary, table_of_runs, unscored
 from trishul_ray.storage import Store
 from trishul_ray.sweeps.loading import load_sweep
 
@@ -166,7 +166,7 @@ def results(folder):
         table_of_runs(str(folder / "runs"))
         summary = RunSummary.read(home)
         summary.damaged_files(home)
-        summary.unscored(experiment)
+        unscored(experiment, summary.scored_rounds)
         str(summary.client_metrics)
 
     return read

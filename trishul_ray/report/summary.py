@@ -243,10 +243,6 @@ class RunSummary:
         """Duration of all rounds."""
         return sum(self.round_seconds)
 
-    def unscored(self, experiment: Experiment) -> str:
-        """Return what the run lacks of the scores that are asked for now; see :func:`unscored`."""
-        return unscored(experiment, self.scored_rounds)
-
     def damaged_files(self, home: Store, among: Collection[str] | None = None) -> dict[str, str]:
         """Return which files in the run's folder are ``missing`` or ``corrupt``, by name.
 

@@ -26,6 +26,7 @@ from trishul_ray.report.summary import (
     RunSummary,
     run_ids,
     times_finished,
+    unscored,
 )
 from trishul_ray.runs.folder import RunFolder
 from trishul_ray.storage import Store, copy_in_cache, make_copy
@@ -252,7 +253,7 @@ def _read_state(home: Store, experiment: Experiment) -> CellState:
         if sources is None and (checkpoint := open_checkpoints(experiment).newest()) is not None:
             sources = checkpoint.sources
         return CellState("corrupt", _with_failure(str(error), home), sources=sources)
-    if why := summary.unscored(experiment):
+    if why := unscored(experiment, summary.scored_rounds):
         return CellState("stale", why)
     return CellState("finished", "", summary, sources=sources, home=home)
 

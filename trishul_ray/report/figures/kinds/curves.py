@@ -380,11 +380,8 @@ class LambdaDiagnostics(OverField):
         for prefix, title in subjects(selection):
             entropy = at_field(late(f"{prefix}spectral_entropy", last))
             found.add(title, "spectral entropy", entropy)
-        zeroed, title = (
-            at_field(late("svt_zeroed", last)),
-            "set to zero by the last prox of a round",
-        )
-        found.add(title, "singular values", zeroed, percent=True, optional=True)
+        zeroed, title = late("svt_zeroed", last), "set to zero by the last prox of a round"
+        found.add(title, "singular values", at_field(zeroed), percent=True, optional=True)
         return found.chart(late_remark(selection))
 
 
