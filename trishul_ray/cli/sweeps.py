@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -57,15 +57,12 @@ NamesOrFiles = Annotated[
         show_default=False,
     ),
 ]
-ReportFolder = Annotated[
-    str,
-    typer.Option(
-        "--report",
-        metavar="DIR",
-        help="Where the report is written: a folder or URI.",
-        envvar="TRISHUL_REPORT",
-    ),
-]
+_REPORT: dict[str, Any] = {
+    "metavar": "DIR",
+    "help": "Where the report is written: a folder or URI.",
+    "envvar": "TRISHUL_REPORT",
+}
+ReportFolder = Annotated[str, typer.Option("--report", **_REPORT)]
 
 
 def table(
@@ -242,14 +239,7 @@ def report(
     arguments: NamesOrFiles,
     profile: Profile = "paper",
     runs: RunsOption = None,
-    output: Annotated[
-        str,
-        typer.Option(
-            metavar="DIR",
-            help="Where the report is written: a folder or URI.",
-            envvar="TRISHUL_REPORT",
-        ),
-    ] = "report",
+    output: Annotated[str, typer.Option(**_REPORT)] = "report",
     plugin: Plugins = None,
 ) -> None:
     """Write tables and figures from finished runs: one HTML page, Markdown, LaTeX and CSV.
