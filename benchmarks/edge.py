@@ -84,7 +84,6 @@ def codecs(options: argparse.Namespace) -> Section:
     chosen: list[dict[str, Any]] = [*({"codec": name} for name in codec_names()), *CHOICES]
     for fields in chosen:
         codec = build_codec(CodecFields.model_validate(fields))
-        assert codec is not None
         label = ", ".join(str(v) if k == "codec" else f"{k}={v}" for k, v in fields.items())
         for kind, change in changes.items():
             there, back = [], []

@@ -48,7 +48,7 @@ def test_error_feedback_takes_its_bias_away(example):
     change = Change(np.random.default_rng(0).standard_normal(20).astype(np.float32), {})
     gaps = {}
     for feedback in (False, True):
-        each = UploadCodec.of(UploadsConfig(codec="signs", error_feedback=feedback))
+        each = UploadCodec(UploadsConfig(codec="signs", error_feedback=feedback))
         sent, kept = np.zeros(20), {}
         for number in range(1, 201):
             result = each(change, Sender(0, number, 0, 1.0, (unit,), kept=kept))

@@ -52,7 +52,7 @@ def change_of(rng, active=None, scale=1.0):
 def test_bytes_are_those_of_the_encoding_and_untrained_units_are_not_sent(name):
     active = np.array([True, False, True])
     fields = UploadsConfig(codec=name)
-    each, change = UploadCodec.of(fields), change_of(np.random.default_rng(0), active)
+    each, change = UploadCodec(fields), change_of(np.random.default_rng(0), active)
     sent = each(change, sender(active=active))
     entries = np.repeat(active, SIZES)
     assert not sent.shared[~entries].any() and sent.shared[entries].any()
@@ -70,7 +70,7 @@ def test_bytes_are_those_of_the_encoding_and_untrained_units_are_not_sent(name):
 @pytest.mark.parametrize("name", codec_names())
 def test_what_the_method_adds_is_sent_as_well(name):
     rng = np.random.default_rng(0)
-    each = UploadCodec.of(UploadsConfig(codec=name, error_feedback=True))
+    each = UploadCodec(UploadsConfig(codec=name, error_feedback=True))
     alone = each(change_of(rng), sender())
     change = replace(
         change_of(rng), extra={"control": change_of(rng).shared, "few": np.ones(3, "f4")}
@@ -91,7 +91,7 @@ def test_what_the_method_adds_is_sent_as_well(name):
 def test_numbers_beside_the_cores_are_sent_as_they_are(name):
     """They are no changes: a share of 1 must not be read as 0, nor be made up for later."""
     rng, few = np.random.default_rng(0), np.float32([1, 1e-6, 0.5])
-    each = UploadCodec.of(UploadsConfig(codec=name, error_feedback=True))
+    each = UploadCodec(UploadsConfig(codec=name, error_feedback=True))
     alone, change = each(change_of(rng), sender()), change_of(np.random.default_rng(0))
     both = each(replace(change, extra={"few": few}), sender())
     np.testing.assert_array_equal(both.extra["few"], few)
@@ -109,7 +109,7 @@ def test_a_skeleton_is_that_of_the_core_where_the_broadcast_makes_the_change_ful
     known = change_of(rng).shared
     cores = [np.outer(*rng.standard_normal((2, 4))).ravel() for _ in range(2)]
     change = Change(np.append(np.float32(cores) - known[:32].reshape(2, 16), known[32:]), {})
-    each = UploadCodec.of(UploadsConfig(codec="skeleton"))
+    each = UploadCodec(UploadsConfig(codec="skeleton"))
     sent = each(change, replace(sender(), broadcast=known))
     assert sent.metrics["codec_rank"] == 1
     np.testing.assert_allclose(sent.shared, change.shared, atol=1e-5)
@@ -119,7 +119,7 @@ def test_a_skeleton_is_that_of_the_core_where_the_broadcast_makes_the_change_ful
 def test_a_change_that_is_not_finite_is_left_to_the_server_to_refuse():
     change = change_of(np.random.default_rng(0))
     change.shared[3] = np.nan
-    sent = UploadCodec.of(UploadsConfig(codec="int4", error_feedback=True))(change, sender())
+    sent = UploadCodec(UploadsConfig(codec="int4", error_feedback=True))(change, sender())
     assert np.isnan(sent.shared[3]) and not sent.kept and sent.uploaded_bytes == 200
 
 
@@ -127,7 +127,7 @@ def test_a_change_that_is_not_finite_is_left_to_the_server_to_refuse():
 @given(seed=st.integers(0, 10**6), rounds=st.integers(1, 6), partly=st.booleans())
 def test_with_error_feedback_all_is_sent_but_the_last_residual(name, seed, rounds, partly):
     rng = np.random.default_rng(seed)
-    each = UploadCodec.of(UploadsConfig(codec=name, error_feedback=True))
+    each = UploadCodec(UploadsConfig(codec=name, error_feedback=True))
     total, sent, kept, size = np.zeros(50), np.zeros(50), {}, 0.0
     for number in range(1, rounds + 1):
         active = rng.random(3) < 0.5 if partly else None
@@ -149,7 +149,7 @@ def test_with_error_feedback_all_is_sent_but_the_last_residual(name, seed, round
 
 def test_what_was_left_out_long_ago_is_forgotten_unit_by_unit():
     rng, only_first = np.random.default_rng(0), np.array([True, False, False])
-    each = UploadCodec.of(UploadsConfig(codec="int4", error_feedback=True, residual_rounds=3))
+    each = UploadCodec(UploadsConfig(codec="int4", error_feedback=True, residual_rounds=3))
     first = each(change_of(rng), sender(1))
     again = each(change_of(rng, only_first), sender(3, only_first, first.kept))
     assert again.kept["since/shared"].tolist() == [3, 1, 1]
@@ -254,7 +254,7 @@ def test_a_lossless_codec_changes_nothing_but_the_bytes(edge_run):
 def test_what_is_clipped_after_decoding_is_within_the_norm(name, seed, bound):
     change = change_of(np.random.default_rng(seed))
     change = replace(change, extra={"control": change.shared})
-    sent = Clip(bound)(UploadCodec.of(UploadsConfig(codec=name))(change, sender()))
+    sent = Clip(bound)(UploadCodec(UploadsConfig(codec=name))(change, sender()))
     assert norm_of([sent.shared, *sent.extra.values()]) <= bound
     assert sent.uploaded_bytes is not None and "codec_error" in sent.metrics
 

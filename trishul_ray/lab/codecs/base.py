@@ -211,6 +211,6 @@ register_codec = CODECS.register
 codec_names, codec_class = CODECS.names, CODECS.__getitem__
 
 
-def build_codec(fields: CodecFields) -> Codec | None:
-    """Return the codec of a section; None if it names none."""
-    return None if fields.codec == NONE else codec_class(fields.codec)(fields)
+def build_codec(fields: CodecFields) -> Codec:
+    """Return the codec that a section names."""
+    return codec_class(fields.codec)(fields)

@@ -14,6 +14,7 @@ Legend: W entries of the shared part, U units of aggregation.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -77,9 +78,7 @@ class Uploads(Stage):
     def send(self, change: Change, sender: Sender) -> Change:
         """Return the change as the server decodes it."""
         mirrored = method_class(self.settings.method.name).mirrored
-        codec = build_codec(self.config)
-        assert codec is not None  # a section that is set names one
-        return UploadCodec(codec, self.config, mirrored)(change, sender)
+        return UploadCodec(self.config, mirrored)(change, sender)
 
 
 @register_stage("downloads")
@@ -94,7 +93,6 @@ class Downloads(Stage):
     def broadcast(self, number: int, sent: Sent) -> Sent:
         """Return what clients decode of the broadcast."""
         codec = build_codec(self.config)
-        assert codec is not None  # a section that is set names one
         rng = numpy_rng(self.settings.seed, "codec-down", number)
         read, size = coded_state(codec, sent.read, Units.of(self.plan.units), rng)
         return replace(sent, read=read, size=size)
@@ -104,17 +102,13 @@ class Downloads(Stage):
 class UploadCodec:
     """The upload filter that encodes and decodes a change, and counts its bytes."""
 
-    codec: Codec
     fields: UploadsConfig
     mirrored: frozenset[str] = frozenset()  # see Method.mirrored: these need no error feedback
 
-    @classmethod
-    def of(
-        cls, fields: UploadsConfig, mirrored: frozenset[str] = frozenset()
-    ) -> UploadCodec | None:
-        """Return the filter of a section; None without a codec."""
-        codec = build_codec(fields)
-        return None if codec is None else cls(codec, fields, mirrored)
+    @cached_property
+    def codec(self) -> Codec:
+        """The codec of the section, which names one."""
+        return build_codec(self.fields)
 
     def __call__(self, change: Change, sender: Sender) -> Change:
         """Return what the server decodes; a change that is not finite stays, to be refused."""
