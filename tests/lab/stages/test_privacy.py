@@ -12,7 +12,7 @@ from scipy.stats import binom, chi2
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lab.privacy.accounting import Guarantee
 from trishul_ray.lab.privacy.audit import ERROR, canaries, shift_interval, threshold_epsilon
-from trishul_ray.lab.privacy.clipping import CLIPPED, Clip, clip, next_norm
+from trishul_ray.lab.privacy.clipping import CLIPPED, clip, clip_change, next_norm
 from trishul_ray.lab.privacy.config import PrivacyConfig
 from trishul_ray.lab.privacy.mechanism import Mechanism
 from trishul_ray.stages import Change, norm_of
@@ -68,7 +68,7 @@ def test_the_sums_of_neighbouring_cohorts_differ_by_at_most_the_norm(uploads, bo
 
 def test_the_filter_reports_who_was_clipped():
     def sent(norm, of):
-        return Clip(norm)(Change(np.full(4, of, dtype=np.float32), {}))
+        return clip_change(Change(np.full(4, of, dtype=np.float32), {}), norm)
 
     assert sent(1.0, 1.0).metrics[CLIPPED] == 1.0 and sent(2.0, 1.0).metrics[CLIPPED] == 0.0
     assert norm_of([sent(1.0, 1.0).shared]) == pytest.approx(1.0)
@@ -85,7 +85,7 @@ def test_the_clip_norm_finds_the_quantile_of_fixed_norms(quantile):
 @pytest.mark.parametrize("norm", [1.0, 0.5])
 def test_where_rounding_takes_up_the_norm_nothing_is_sent(norm):
     """Four numbers that move by 1/2 each lengthen a change by 1."""
-    sent = Clip(norm, rounding=0.5)(Change(np.full(4, 3, dtype=np.float32), {}))
+    sent = clip_change(Change(np.full(4, 3, dtype=np.float32), {}), norm, rounding=0.5)
     assert not sent.shared.any() and sent.metrics[CLIPPED] == 1
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 from pydantic import model_validator
@@ -167,17 +167,10 @@ class UploadCodec:
         return left, since
 
 
-class CodedState(NamedTuple):
-    """What clients read of a broadcast, and the bytes of its encoding."""
-
-    state: ArrayState
-    size: int
-
-
 def coded_state(
     codec: Codec, state: ArrayState, units: Units, rng: np.random.Generator
-) -> CodedState:
-    """Encode and decode a broadcast.
+) -> tuple[ArrayState, int]:
+    """Return what clients decode of a broadcast, and the bytes of its encoding.
 
     The shared part and what the method adds to it are coded; frozen tensors, which a deployment
     sends once, are not.
@@ -190,7 +183,7 @@ def coded_state(
         payload = codec.encode(vector, units, rng)
         read[name] = codec.decode(payload, units)
         size += len(payload)
-    return CodedState(replace(state, shared=read.pop("shared"), extra=read), size)
+    return replace(state, shared=read.pop("shared"), extra=read), size
 
 
 def _is_coded(vector: np.ndarray, units: Units) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -38,29 +38,23 @@ def clip(
         factor *= (bound / after) * (1 - 2.0**-24)  # rounding has added to the norm
 
 
-@dataclass(frozen=True)
-class Clip:
-    """Clip the norm over all that a client sends to the round's clip norm.
+def clip_change(change: Change, norm: float, rounding: float = 0.0) -> Change:
+    """Return a change clipped as a whole; report its norm and whether it was clipped.
 
     McMahan et al.: "Learning Differentially Private Recurrent Language Models", ICLR 2018, arXiv
     1710.06963, flat clipping. Nothing may change the upload after it: the noise hides no more than
     this norm.
 
-    Attributes:
-        norm: The clip norm.
+    Args:
+        change: All that a client sends.
+        norm: The round's clip norm.
         rounding: The most that each number changes after it, in fixed point; the norm leaves room.
     """
-
-    norm: float
-    rounding: float = 0.0
-
-    def __call__(self, change: Change) -> Change:
-        """Return the clipped change; report its norm and whether it was clipped."""
-        numbers = sum(array.size for array in (change.shared, *change.extra.values()))
-        bound = max(self.norm - rounding_room(self.rounding, numbers), 0.0)
-        shared, extra, before = clip(change.shared, change.extra, bound)
-        found = {CLIPPED: float(before > self.norm), NORM: before}
-        return replace(change, shared=shared, extra=extra, metrics=change.metrics | found)
+    numbers = sum(array.size for array in (change.shared, *change.extra.values()))
+    bound = max(norm - rounding_room(rounding, numbers), 0.0)
+    shared, extra, before = clip(change.shared, change.extra, bound)
+    found = {CLIPPED: float(before > norm), NORM: before}
+    return replace(change, shared=shared, extra=extra, metrics=change.metrics | found)
 
 
 def rounding_room(rounding: float, numbers: int) -> float:

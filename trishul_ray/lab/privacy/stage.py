@@ -13,9 +13,9 @@ from trishul_ray.files import Json
 from trishul_ray.lab.privacy.accounting import Guarantee, affordable, change_noise, guarantee
 from trishul_ray.lab.privacy.clipping import (
     CLIPPED,
-    Clip,
     automatic_norm,
     clip,
+    clip_change,
     rounding_room,
 )
 from trishul_ray.lab.privacy.config import PrivacyConfig
@@ -193,7 +193,7 @@ class Privacy(Stage):
 
     def send(self, change: Change, sender: Sender) -> Change:
         """Return the clipped change; the norm leaves room for rounding in fixed point."""
-        return Clip(sender.instructions[CLIP_NORM], self.rounding)(change)
+        return clip_change(change, sender.instructions[CLIP_NORM], self.rounding)
 
     def answer(
         self, answers: dict[str, np.ndarray], instructions: Mapping[str, float]
