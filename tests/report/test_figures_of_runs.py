@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from trishul_ray.data.partition import LabelCounts
-from trishul_ray.errors import InputError
 from trishul_ray.report.figures.chart import Band
 from trishul_ray.report.figures.drawing import save_png
 from trishul_ray.report.figures.kinds.clients import (
@@ -251,18 +250,3 @@ def test_spectra_of_several_ranks(tmp_path, pixels, shape):
     found = {"before": values, "after": after, "threshold": np.array([0.3]), "uploaded": values}
     for of_run in (prox_of_run, uploaded_of_run):
         pixels(save_png(read(of_run, **found), tmp_path / "s.png"))
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda: metric_of_run([1], {}), "series is empty"),
-        (lambda: metric_of_run([1, 2], {"a": [0.5]}), "'a' has 1 values for 2 rounds"),
-        (lambda: rows_of(np.ones(3)), r"\(3,\) must be"),
-        (lambda: rows_of([[1, -1]]), ">= 0"),
-        (lambda: rows_of([[1, 1]], ("a",)), "1 class names for 2 classes"),
-    ],
-)
-def test_wrong_input_is_named(make, expected):
-    with pytest.raises(InputError, match=expected):
-        make()

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trishul_ray.data.partition import LabelCounts
-from trishul_ray.errors import InputError
 from trishul_ray.report.figures.chart import Axis, Chart, Panel, Row
 
 #: With more clients, the figure of rows shows groups of similar clients.
@@ -20,15 +19,8 @@ def rows_of_clients(held: LabelCounts) -> Chart:
 
     Up to :data:`MAX_COLUMNS` clients have a column each. More are sorted by their most common class
     and shown in groups: mean shares, and mean, smallest and largest number of rows.
-
-    Raises:
-        InputError: The counts are not [clients, classes], or the names are not those of classes.
     """
     counts, names = np.asarray(held.counts, dtype=np.float64), held.names
-    if counts.ndim != 2 or counts.size == 0 or not (counts >= 0).all():
-        raise InputError(f"rows of clients {counts.shape} must be [clients, classes], >= 0")
-    if len(names) != counts.shape[1]:
-        raise InputError(f"rows of clients: {len(names)} class names for {counts.shape[1]} classes")
     sizes = counts.sum(axis=1)  # [C]
     shares = counts / np.maximum(sizes, 1.0)[:, None]  # [C, K]
     columns = group_clients(shares)

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from trishul_ray.errors import InputError
 from trishul_ray.report.figures.chart import LINES, Axis, Band, Chart, Panel, Row
 from trishul_ray.report.figures.kind import BY_DATASET, BY_METHOD, FIGURES, SUBJECTS, FigureKind
 from trishul_ray.report.figures.selection import Group, Selection, number_of
@@ -51,17 +50,7 @@ def metric_of_run(
     A loss is shown as it is; any other metric is in [0, 1], NaN if a round was not evaluated, and
     shown in percent. Given the number of test ``rows`` of an accuracy, a band shows its 95 %
     interval, so that noise is not taken for progress.
-
-    Raises:
-        InputError: ``series`` is empty, or the length of one differs from ``rounds``.
     """
-    if not series:
-        raise InputError("metric_of_run: series is empty; at least one line is needed")
-    for label, values in series.items():
-        if len(values) != len(rounds):
-            raise InputError(
-                f"metric_of_run: {label!r} has {len(values)} values for {len(rounds)} rounds"
-            )
     percent = not is_loss(metric)
     name = f"test {metric.replace('_', ' ')}" if percent else metric
     lines = [
