@@ -433,11 +433,6 @@ def test_a_wrong_attempt_is_refused(uri, attempt):
         open_run(uri, attempt=attempt)
 
 
-def test_artifacts_must_be_a_folder(uri, tmp_path):
-    with pytest.raises(InputError, match="is not a folder"):
-        open_run(uri).end("FINISHED", RunEnd(1, {}, {}, folder=tmp_path / "absent"))
-
-
 def test_ui_command_opens_this_store(uri, tmp_path, monkeypatch):
     monkeypatch.delenv("TRISHUL_RUNS", raising=False)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -218,13 +218,8 @@ class MlflowTracker(Tracker):
 
         A run that was stopped (``KILLED``) does not wait for a server. One that had finished before
         it was opened keeps the time of its end.
-
-        Raises:
-            InputError: The folder of the results is none.
         """
         folder = None if results is None else results.folder
-        if folder is not None and not folder.is_dir():
-            raise InputError(f"artifacts: {folder} is not a folder")
         if status == "KILLED":
             self.patience = 0.0
         if self._rounds:
