@@ -32,7 +32,7 @@ from trishul_ray.experiment.yaml_files import (
     parse_yaml,
     read_yaml,
 )
-from trishul_ray.methods.base import MethodConfig, method_class, method_names
+from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.older_fields import older_fields
 from trishul_ray.section import value_types
 from trishul_ray.stages import STAGES, Stages, stage_names
@@ -221,9 +221,7 @@ def field_names(method: str = "trishul") -> Iterator[str]:
 
 def _core_names(method: str, model: type[BaseModel] = Experiment) -> Iterator[str]:
     for name in model.model_fields:
-        section = _section_of(model, name)
-        if name == "method" and model is Experiment:
-            section = method_class(method).Config
+        section = _section_of(model, name, method)
         if section is None:
             if name != "stages":
                 yield name
@@ -303,10 +301,7 @@ def _annotation_of(dotted: str, fields: RawFields) -> Any:
     model: type[BaseModel] | None = Experiment
     *sections, last = dotted.split(".")
     for section in sections:
-        if section == "method" and model is Experiment:
-            model = method_class(_method_of(fields)).Config
-        else:
-            model = model and _section_of(model, section)
+        model = model and _section_of(model, section, _method_of(fields))
     found = model.model_fields.get(last) if model is not None else None
     return Any if found is None else found.annotation
 
@@ -368,13 +363,10 @@ def _describe_error(item: Any, fields: RawFields) -> str:
         # A location also contains the types of union members: keep field names only.
         if part == "stages" and model is Experiment:
             continue  # sections of stages are written beside the others
-        known = part in model.model_fields or _section_of(model, part) is not None
-        if known or item["type"] == "extra_forbidden":
+        section = _section_of(model, part, _method_of(fields))
+        if part in model.model_fields or section is not None or item["type"] == "extra_forbidden":
             path.append(part)
-            if part == "method" and model is Experiment:
-                model = method_class(_method_of(fields)).Config
-            else:
-                model = _section_of(model, part) or model
+            model = section or model
     dotted = ".".join(path)
     if item["type"] == "extra_forbidden":
         if isinstance(item["input"], Mapping) and item["input"]:
@@ -432,10 +424,11 @@ def _method_of(fields: RawFields) -> str:
     return name if name in method_names() else "trishul"
 
 
-def _section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+def _section_of(model: type[BaseModel], name: str, method: str) -> type[BaseModel] | None:
+    """Return the section that a field is, of an experiment with this method; None for a value."""
+    if model is Experiment and name == "method":
+        return method_class(method).Config
     if model is Experiment and name not in model.model_fields and name in stage_names():
         return STAGES[name].Config
     found = model.model_fields[name].annotation if name in model.model_fields else None
-    if isinstance(found, type) and issubclass(found, BaseModel) and found is not MethodConfig:
-        return found
-    return None
+    return found if isinstance(found, type) and issubclass(found, BaseModel) else None
