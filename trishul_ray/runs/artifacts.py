@@ -7,7 +7,7 @@ from trishul_ray.data.partition import count_labels
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.prepare import Prepared
+from trishul_ray.federation.prepare import Prepared, coverage_of
 from trishul_ray.federation.server import RunResult
 from trishul_ray.federation.workbench import build_model_bench
 from trishul_ray.report.figures.drawing import save_png
@@ -21,12 +21,7 @@ from trishul_ray.storage import Store
 
 
 def write_artifacts(
-    experiment: Experiment,
-    prepared: Prepared,
-    result: RunResult,
-    folder: Path,
-    coverage: Coverage,
-    home: Store,
+    experiment: Experiment, prepared: Prepared, result: RunResult, folder: Path, home: Store
 ) -> Export:
     """Write ``figures/``, and ``adapter/`` (PEFT) or ``model/`` (merged), into a local folder.
 
@@ -35,8 +30,8 @@ def write_artifacts(
     Returns:
         The kind of model.
     """
+    coverage, figures = coverage_of(experiment, prepared), folder / "figures"
     with deterministic(experiment):
-        figures = folder / "figures"
         note = f"run {experiment.id}, {experiment.method.name}: {coverage.sentence}"
         _draw_scores(experiment, prepared, result, figures, coverage, note)
         held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)

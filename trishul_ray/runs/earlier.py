@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
@@ -15,7 +14,7 @@ from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import changed_sources
-from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
+from trishul_ray.federation.prepare import Prepared, prepare_run
 from trishul_ray.federation.schedule import depends_on_rounds
 from trishul_ray.federation.server import RunResult
 from trishul_ray.files import scratch_folder
@@ -23,20 +22,12 @@ from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.plugins import fault_of
-from trishul_ray.report.summary import (
-    TABLES,
-    RunSummary,
-    unscored,
-    write_result,
-)
+from trishul_ray.report.summary import TABLES, RunSummary, unscored, write_result
 from trishul_ray.runs.folder import RunFolder
 from trishul_ray.runs.results import file_hashes, write_tables
 from trishul_ray.stages import Stages
 from trishul_ray.storage import Store
 from trishul_ray.tracking.progress import RunProgress
-
-if TYPE_CHECKING:
-    from trishul_ray.runs.export import Export
 
 
 def read_finished(
@@ -110,7 +101,10 @@ def restore_files(
                 backbone = Backbone.of(experiment.model, experiment.storage.places)
                 ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=False)
                 result = InlineDriver(experiment, prepared, checkpoint.attempt).final()
-                export = _make_artifacts(experiment, prepared, result, run_folder, folder)
+                with _no_score_lost(run_folder):
+                    from trishul_ray.runs.artifacts import write_artifacts  # as below
+
+                    export = write_artifacts(experiment, prepared, result, folder, home)
                 summary = replace(summary, export=asdict(export))
             hashes = file_hashes(folder)
             if adds:
@@ -149,33 +143,22 @@ def add_artifacts(
     Raises:
         ArtifactsError: They cannot be made or stored; the result stays as it was.
     """
-    export = _make_artifacts(experiment, prepared, result, run_folder, folder)
-    hashes = file_hashes(folder)
-    summary = replace(
-        summary,
-        export=asdict(export),
-        files=sorted({*summary.files, *hashes}),
-        sha256=summary.sha256 | hashes,
-    ).written()
-    with _no_score_lost(run_folder):
-        run_folder.home.upload_folder(folder)
-        write_result(run_folder.home, summary)
-    return summary
-
-
-def _make_artifacts(
-    experiment: Experiment,
-    prepared: Prepared,
-    result: RunResult,
-    run_folder: RunFolder,
-    folder: Path,
-) -> "Export":
+    home = run_folder.home
     with _no_score_lost(run_folder):
         # Imports matplotlib and PEFT, which takes seconds.
         from trishul_ray.runs.artifacts import write_artifacts
 
-        coverage, home = coverage_of(experiment, prepared), run_folder.home
-        return write_artifacts(experiment, prepared, result, folder, coverage, home)
+        export = write_artifacts(experiment, prepared, result, folder, home)
+        hashes = file_hashes(folder)
+        summary = replace(
+            summary,
+            export=asdict(export),
+            files=sorted({*summary.files, *hashes}),
+            sha256=summary.sha256 | hashes,
+        ).written()
+        home.upload_folder(folder)
+        write_result(home, summary)
+    return summary
 
 
 @contextmanager

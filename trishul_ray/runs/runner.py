@@ -16,18 +16,9 @@ from types import MappingProxyType
 
 from trishul_ray.config import RateSource
 from trishul_ray.data.own import CUSTOM
-from trishul_ray.errors import (
-    ArtifactsError,
-    InputError,
-    StorageRefusedError,
-    at_loss,
-)
+from trishul_ray.errors import ArtifactsError, InputError, StorageRefusedError, at_loss
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.fit import (
-    check_fits,
-    image_size_line,
-    random_weights_line,
-)
+from trishul_ray.experiment.fit import check_fits, image_size_line, random_weights_line
 from trishul_ray.federation.on_ray.driver import Driver, Workers, open_driver
 from trishul_ray.federation.on_ray.session import opening, ray_session
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
@@ -38,11 +29,7 @@ from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained, needs_pretraining
 from trishul_ray.plugins import find_plugin
-from trishul_ray.report.summary import (
-    FAILURE,
-    RunSummary,
-    write_result,
-)
+from trishul_ray.report.summary import FAILURE, RunSummary, write_result
 from trishul_ray.runs.earlier import (
     add_artifacts,
     check_sources,
