@@ -269,14 +269,9 @@ class Registry(Generic[_T]):
     def __init__(
         self, field: str, title: str, package: str | None = None, taken: Iterable[str] = ()
     ) -> None:
-        self._field, self._title, self._package = field, title, package
+        self.field, self._title, self._package = field, title, package
         self._taken = frozenset(taken)
         self.classes: dict[str, type[_T]] = {}
-
-    @property
-    def field(self) -> str:
-        """The field of an experiment that names one of the classes."""
-        return self._field
 
     def choices(self) -> list[str]:
         """Return what the field may be: names that mean something else, then those of classes."""
@@ -292,10 +287,10 @@ class Registry(Generic[_T]):
         if name in self._taken:
             raise ValueError(f"{title} is taken")
         if not _is_ours(cls.__module__) and name not in self.classes:
-            entry = entry_points.named_by(self._field).get(name)
+            entry = entry_points.named_by(self.field).get(name)
             if entry is not None and entry.module.split(".")[0] != cls.__module__.split(".")[0]:
                 raise ValueError(f"{title} is taken by {entry.value}")
-        claim(f"{self._field}={name}", cls, self.classes.get(name), title)
+        claim(f"{self.field}={name}", cls, self.classes.get(name), title)
         self.classes[name] = cls
 
     def register(self, name: str) -> Callable[[_C], _C]:
@@ -313,7 +308,7 @@ class Registry(Generic[_T]):
     def names(self) -> list[str]:
         """Return all names, sorted; plug-ins that are loaded when they are named stay unloaded."""
         self._load()
-        return sorted({*self.classes, *entry_points.named_by(self._field)})
+        return sorted({*self.classes, *entry_points.named_by(self.field)})
 
     def all(self) -> dict[str, type[_T]]:
         """Return all classes by name, sorted, without those of faulty plug-ins (:func:`faults`)."""
@@ -328,7 +323,7 @@ class Registry(Generic[_T]):
 
     def plugins(self) -> tuple[Plugin, ...]:
         """Return the plug-ins behind all classes, by name, without this package."""
-        return used_by(f"{self._field}={name}" for name in self.all())
+        return used_by(f"{self.field}={name}" for name in self.all())
 
     def __getitem__(self, name: str) -> type[_T]:
         """Return the class of a name.
@@ -338,7 +333,7 @@ class Registry(Generic[_T]):
             InputError: The plug-in that should register it cannot be loaded, or does not.
         """
         self._load()
-        entry = None if name in self.classes else entry_points.named_by(self._field).get(name)
+        entry = None if name in self.classes else entry_points.named_by(self.field).get(name)
         if entry is not None:
             try:
                 entry.load()
