@@ -198,10 +198,7 @@ class Split:
                 "folder that every node of the cluster can read"
             )
         try:
-            reader = pa.ipc.open_file(pa.memory_map(str(self.path)))
-            if reader.num_record_batches != 1:
-                raise CorruptFileError(f"prepared data {self.path}: expected one record batch")
-            return reader.get_batch(0)
+            return pa.ipc.open_file(pa.memory_map(str(self.path))).get_batch(0)
         except pa.ArrowException as error:
             reason = first_line(error)
             raise CorruptFileError(f"prepared data {self.path} is unreadable: {reason}") from error
