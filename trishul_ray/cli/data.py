@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trishul_ray import plugins
-from trishul_ray.cli.output import (
-    Plugins,
-    err,
-    print_field,
-    print_line,
-    print_table,
-    show_progress,
-)
+from trishul_ray.cli.output import Plugins, err, print_field, print_line, print_table, show_progress
 from trishul_ray.errors import InputError
 from trishul_ray.plugins import load_plugin
 

@@ -25,12 +25,7 @@ from trishul_ray.data.cleaning import (
     has_labels,
     question_labels,
 )
-from trishul_ray.data.columns import (
-    is_text,
-    nfc,
-    number_values,
-    with_nfc_names,
-)
+from trishul_ray.data.columns import is_text, nfc, number_values, with_nfc_names
 from trishul_ray.data.dataset import (
     LABELLED,
     Columns,
@@ -59,13 +54,7 @@ from trishul_ray.data.own_columns import (
     with_plain_messages,
 )
 from trishul_ray.data.passed_rows import PASSED, ROWS
-from trishul_ray.data.tables import (
-    SUFFIXES,
-    column_names,
-    file_signature,
-    name_rows,
-    read_table,
-)
+from trishul_ray.data.tables import SUFFIXES, column_names, file_signature, name_rows, read_table
 from trishul_ray.errors import InputError, join_limited
 
 

@@ -12,13 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.report.outcomes import (
-    SEED,
-    CellOutcome,
-    SweepOutcome,
-    TableLayout,
-    has_order,
-)
+from trishul_ray.report.outcomes import SEED, CellOutcome, SweepOutcome, TableLayout, has_order
 from trishul_ray.report.references import of_table
 from trishul_ray.report.statistics import ALPHA, Comparison
 from trishul_ray.report.table_cells import (
