@@ -11,20 +11,15 @@ counted.
 Legend: n tokens of a row, m tokens of a generated target, d width.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.adapters.targets import classifier_module
-from trishul_ray.config import ModelConfig
 from trishul_ray.cpu import usable_cores
 from trishul_ray.data.prepare import choose_rows, official_rows, prepare
 from trishul_ray.experiment import Experiment
-from trishul_ray.lazy import torch
 from trishul_ray.methods.base import Method, build_method
-from trishul_ray.places import Places
+from trishul_ray.models.shape import DECODER, shape_of
 from trishul_ray.stages import Stages
 
 #: Share of a device's peak that a run's matrix products reach, by precision. At 0.6 in fp32, a
@@ -33,13 +28,6 @@ EFFICIENCY = {"fp32": 0.6, "tf32": 0.4, "bf16": 0.4, "fp64": 0.3}
 
 #: Time of a run beyond its rounds: its data, its clients, its results.
 RUN_SECONDS = 3.0
-
-#: Beginning of the names of a decoder's layers, beside an encoder.
-DECODER = "decoder."
-
-#: Last names of the layers that compute an attention's queries, and its keys and values.
-QUERIES = ("q", "q_proj", "query")
-KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
 
 #: Operations of one proximal map of an r x r core, in units of r^3: 21 steps of two products for
 #: each of two signs, and the final ones, of 2 r^3 operations each.
@@ -144,11 +132,8 @@ def work_of(experiment: Experiment) -> Work:
     from trishul_ray.experiment.fit import build_site  # imports torch
 
     fed, options, model = experiment.federation, experiment.evaluation, experiment.model
-    shape = _shape(model.model_copy(update={"content": None}), experiment.storage.places)
-    n, m = shape.image_tokens or experiment.task.max_length, experiment.task.target_length
-    config: Any = shape.module.config
-    if not config.is_encoder_decoder and experiment.task.kind != "instruction":
-        m = 1  # a decoder's head scores the label words at one position
+    shape = shape_of(model, experiment.storage.places)
+    n, m = shape.lengths(experiment.task)
     method = build_method(experiment.method, experiment.adapter)
     site = build_site(shape.module, experiment)
     adapters = method.adapters(site)
@@ -244,82 +229,3 @@ def _prox_operations(method: Method, adapters: Iterable[LayerAdapter]) -> float:
 
     cubes = sum(r**3 for a in adapters if isinstance(a, MultiHead) for r in a.head_ranks)
     return PROX_OPERATIONS * cubes / method.steps_per_prox
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The products of a model.
-
-    Attributes:
-        module: The model on the meta device.
-        widths: ``d_out * d_in`` of its linear layers, by name.
-        queries: ``d_out`` of those that compute an attention's queries, by name.
-        last_block: Name of the block of which one token is read; empty if all are.
-        image_tokens: Tokens of an image; None for texts.
-        patch: Multiplications that embed one patch of an image.
-    """
-
-    module: "torch.nn.Module"
-    widths: Mapping[str, int]
-    queries: Mapping[str, int]
-    last_block: str
-    image_tokens: int | None
-    patch: int
-
-    def tokens_through(self, name: str, n: int, m: int) -> int:
-        """Return how many tokens of a row a layer sees."""
-        if classifier_module(name) is not None:
-            return 1
-        if name == "lm_head":
-            return m
-        if name.startswith(DECODER):
-            return n if name.endswith(("EncDecAttention.k", "EncDecAttention.v")) else m
-        return 1 if self._is_read_once(name) else n
-
-    def _is_read_once(self, name: str) -> bool:
-        own = bool(self.last_block) and name.startswith(self.last_block + ".")
-        return own and name.rpartition(".")[2] not in KEYS_AND_VALUES
-
-    def products(self, n: int, m: int, *, generated: bool = False) -> float:
-        """Return the operations of the layers for a row; only the decoder's if ``generated``."""
-        used = {
-            name: size
-            for name, size in self.widths.items()
-            if not generated or name.startswith((DECODER, "lm_head"))
-        }
-        patches = self.patch * (n - 1) if not generated else 0
-        return 2.0 * (
-            sum(size * self.tokens_through(name, n, m) for name, size in used.items()) + patches
-        )
-
-    def attention(self, n: int, m: int) -> float:
-        """Return the operations of scores and means of one row."""
-        total = 0
-        for name, width in self.queries.items():
-            queries = self.tokens_through(name, n, m)
-            keys = n if "EncDecAttention" in name or self._is_read_once(name) else queries
-            total += 4 * queries * keys * width
-        return float(total)
-
-
-@lru_cache(maxsize=32)
-def _shape(model: ModelConfig, places: Places) -> _Shape:
-    from trishul_ray.models.backbone import Backbone  # imports torch
-    from trishul_ray.models.last_block import last_block
-
-    module = Backbone(model, places).meta_model()
-    config: Any = module.config
-    linear = {n: x for n, x in module.named_modules() if isinstance(x, torch.nn.Linear)}
-    widths = {name: layer.weight.numel() for name, layer in linear.items()}
-    queries = {
-        name: layer.out_features
-        for name, layer in linear.items()
-        if name.rpartition(".")[2] in QUERIES
-    }
-    last = last_block(module) or ""
-    patch_size = getattr(config, "patch_size", None)
-    if patch_size is None:
-        return _Shape(module, widths, queries, last, None, 0)
-    grid = (model.image_size or config.image_size) // patch_size
-    patch = config.hidden_size * config.num_channels * patch_size**2
-    return _Shape(module, widths, queries, last, grid**2 + 1, patch)
