@@ -33,7 +33,7 @@ def test_a_peak_is_without_what_an_earlier_run_has_freed():
 
 def test_a_real_allocation_that_fails_names_the_work_and_the_remedy():
     with (
-        pytest.raises(RunError, match=r"^loading x needs more memory .*: lower y, or give"),
+        pytest.raises(RunError, match=r"^loading x needs more memory .*: lower y$"),
         memory_of(lambda: "loading x", "lower y"),
     ):
         torch.empty(2**60, dtype=torch.uint8)
@@ -45,3 +45,13 @@ def test_what_libraries_cannot_allocate_is_known_by_its_text(said):
     with pytest.raises(kind, match=said) as failed, memory_of("it", "less"):
         raise RuntimeError(said)
     assert type(failed.value) is kind
+
+
+@pytest.mark.parametrize(("share", "more"), [(0.3, r", or .*gpus_per_actor=1\)$"), (1.0, "$")])
+def test_a_share_of_a_gpu_that_is_too_small_names_a_whole_one(monkeypatch, share, more):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: share)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**34))
+    match = rf"of the GPU's 16.0 .*: lower y{more}"
+    with pytest.raises(RunError, match=match), memory_of("it", "lower y"):
+        raise torch.OutOfMemoryError("full")

@@ -468,7 +468,13 @@ class ResourcesConfig(Section):
     cpus_per_actor: Annotated[float, Field(gt=0)] | Literal["auto"] = not_in_id(
         "auto", "CPUs of one actor's slice; auto: one per thread, fewer if they do not fit"
     )
-    gpus_per_actor: float = not_in_id(1.0, "share of a GPU of one actor", gt=0, le=1)
+    gpus_per_actor: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = not_in_id(
+        "auto",
+        "share of a GPU of one actor; auto: a third or a half where that gives more of the cohort "
+        "(or of resources.actors, or of a sweep's cells) a place and memory is estimated to allow "
+        "it, else a whole one, as with resources.cuda_graphs; in bundles of a Tune trial of your "
+        "own, what a bundle has",
+    )
     cuda_graphs: bool = not_in_id(
         False, "replay local steps as CUDA graphs: one launch for hundreds; the same bytes"
     )

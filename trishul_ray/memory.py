@@ -64,7 +64,8 @@ def peak_memory(device: "torch.device") -> PeakMemory | None:
 def memory_of(work: Callable[[], str] | str, remedy: str) -> Iterator[None]:
     """Turn an allocation that fails into a RunError with the work, the cap and the remedies.
 
-    ``work`` may be a function, which is called only if an allocation fails.
+    ``work`` may be a function, which is called only if an allocation fails. A whole GPU is a remedy
+    for a process that may use a share of one.
     """
     try:
         yield
@@ -72,16 +73,18 @@ def memory_of(work: Callable[[], str] | str, remedy: str) -> Iterator[None]:
         if not (isinstance(error, torch.OutOfMemoryError) or any(w in str(error) for w in _FULL)):
             raise
         said = ". ".join(str(error).split(". ")[:2])
+        limit, more = _limit()
         raise RunError(
-            f"{work if isinstance(work, str) else work()} needs more memory than {_limit()} "
-            f"({said}): {remedy}, or give each actor more (resources.gpus_per_actor)"
+            f"{work if isinstance(work, str) else work()} needs more memory than {limit} "
+            f"({said}): {remedy}{more}"
         ) from error
 
 
-def _limit() -> str:
-    """Return what this process may use, as text."""
+def _limit() -> tuple[str, str]:
+    """Return what this process may use, and a remedy if that is a share of a GPU, as text."""
     if not torch.cuda.is_initialized():
-        return "its process may use"
+        return "its process may use", ""
     share, total = torch.cuda.get_per_process_memory_fraction(), torch.cuda.mem_get_info()[1]
     gib = f"{share * total / 2**30:.1f} GiB of the GPU's {total / 2**30:.1f}"
-    return f"its process may use, {gib}"
+    more = ", or give each actor a whole GPU (resources.gpus_per_actor=1)" if share < 1 else ""
+    return f"its process may use, {gib}", more

@@ -3,8 +3,8 @@
     python counted_steps.py FOLDER
 
 For every setup: the kernels of a local step of a client or of stacked ones, the most GiB that
-tensors take in it, the lines where the host waits, and operations whose kernels raise; of some,
-the kernels of an evaluated chunk, too.
+tensors take in it, with the estimate of that, the lines where the host waits, and operations whose
+kernels raise; of some, the kernels and the GiB of an evaluated chunk, too.
 """
 
 import gc
@@ -23,6 +23,7 @@ import torch
 from emulated_device import NAME, EmulatedDevice, fused_attention
 
 from trishul_ray.data.dataset import DatasetInfo
+from trishul_ray.experiment.gpu_memory import estimated_bytes
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation import evaluation, local
 from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
@@ -39,8 +40,8 @@ COMMON = [
     "evaluation.batch_size=64", "resources.backend=inline",
     "adapter.init=random_normal",  # cheap to draw: the kernels are those of any basis
 ]  # fmt: skip
-#: Where a chunk is evaluated, too: with merged weights in fp32, without in bf16.
-EVALUATED = ("vit trishul", "vit trishul fp32")
+#: Where a chunk is evaluated, too: with merged weights in fp32, without in bf16, and a large model.
+EVALUATED = ("vit trishul", "vit trishul fp32", "llama trishul")
 IMAGES = ["dataset=cifar100", "model=vit-b16", "model.precision=bf16"]
 TEXTS = [
     "adapter.matching=published",
@@ -157,9 +158,10 @@ def counted(device, experiment, info, row, evaluated):
     if evaluated:
         model, size = evaluation.EvaluatedModel(bench), experiment.evaluation.batch_size
         for first in (0, size):  # the model is bound for both
-            before = device.kernels.total()
+            before, device.peak = device.kernels.total(), device.bytes
             evaluation.evaluate_chunk(model, start, EvalJob(2, first, first + size))
         found["kernels of evaluation"] = device.kernels.total() - before
+        found["GiB of evaluation"] = device.peak / 2**30
     return found | {"raising": device.raising}
 
 
@@ -192,6 +194,10 @@ def main(folder):
         experiment = experiment.model_copy(update={"resources": resources})
         with device, patch.object(Backbone, "load_resident", load_shapes):
             results[name] = counted(device, experiment, info, row, name in EVALUATED)
+        results[name]["estimated GiB"] = estimated_bytes(experiment) / 2**30
+        one = experiment.federation.model_copy(update={"batch_size": 1})  # beside an evaluation
+        evaluated = estimated_bytes(experiment.model_copy(update={"federation": one}))
+        results[name]["estimated GiB of evaluation"] = evaluated / 2**30
     print(json.dumps(results))
 
 

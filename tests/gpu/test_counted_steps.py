@@ -22,7 +22,7 @@ BOUNDS = {
     "vit trishul stacked": (1047, 3.9, None),
     "vit fedit stacked": (802, 3.8, None),
     "t5 trishul": (2850, 2.6, None),
-    "llama trishul": (2220, 5.8, None),
+    "llama trishul": (2220, 5.8, 914),
 }
 #: The numbers of answers, copied to the device once in a process.
 ONCE = "blocking copy to the device at base.py"
@@ -59,6 +59,12 @@ def test_a_step_launches_no_more_kernels_and_takes_no_more_memory(counts):
     assert beyond == {}
     # Far below it is a device that does not see the step.
     assert all(0.8 * bounds[0] < found[name][0] for name, bounds in BOUNDS.items())
+
+
+def test_the_estimate_of_memory_holds_what_is_counted_and_at_most_three_times_as_much(counts):
+    for name, each in setups(counts).items():
+        for what in {"GiB", "GiB of evaluation"} & each.keys():
+            assert each[what] <= each[f"estimated {what}"] <= 3 * each[what], name
 
 
 def test_no_operation_of_a_step_raises_or_waits(counts):

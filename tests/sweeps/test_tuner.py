@@ -74,6 +74,20 @@ def test_gpus_are_shared_by_fractions(small):
     assert group.concurrent == 4
 
 
+def test_gpus_are_shared_by_the_clients_of_all_cells(small):
+    four, card = cells(small, *[[f"seed={s}"] for s in range(4)]), {"CPU": 8.0, "GPU": 1.0}
+    l4 = card | {"accelerator_type:L4": 1.0}
+    (group,) = group_cells(four, [l4])
+    assert group.bundles == ({}, {"CPU": 1.0, "GPU": 0.3333})
+    assert group.concurrent == 3 and group.note.startswith("each actor takes 1/3 of a GPU")
+    (group,) = group_cells(four, [l4], concurrency=1)
+    assert group.bundles == ({}, *[{"CPU": 1.0, "GPU": 0.3333}] * 3)
+    (group,) = group_cells(four, [l4, l4])
+    assert group.concurrent == 6 // len(group.bundles[1:])
+    (group,) = group_cells(four, [l4, card])  # whose memory is not known
+    assert group.bundles == ({}, {"CPU": 1.0, "GPU": 1.0}) and "not known" in group.note
+
+
 @pytest.fixture
 def notes_after(monkeypatch):
     """``notes_after((seconds, statuses), ...)`` -> what was said at these times."""

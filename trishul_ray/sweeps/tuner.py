@@ -22,10 +22,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.on_ray.nodes import possible_nodes, total_resources, working_nodes
+from trishul_ray.federation.on_ray.nodes import (
+    least_gpu_memory,
+    possible_nodes,
+    total_resources,
+    working_nodes,
+)
 from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.federation.on_ray.process import WorkerEnvironment
-from trishul_ray.federation.on_ray.slices import Slices, plan_slices, with_actors
+from trishul_ray.federation.on_ray.slices import Slices, plan_slices, wanted_actors, with_actors
 from trishul_ray.federation.prepare import prepare_dataset
 from trishul_ray.files import scratch_folder
 from trishul_ray.models.backbone import Backbone
@@ -61,6 +66,7 @@ class Group:
     ids: tuple[str, ...]
     bundles: tuple[Mapping[str, float], ...]
     concurrent: int
+    note: str = ""  # on their share of a GPU
 
 
 def group_cells(
@@ -71,13 +77,21 @@ def group_cells(
     """Group cells by the resources they request, in an order in which neighbors share most.
 
     Where the number of actors is ``auto``, a cell has one actor if there are more cells than slices
-    of the cluster, and otherwise its share of them. ``nodes`` are the resources of each node, such
+    of the cluster, and otherwise its share of them. GPUs are shared as for the clients of all cells
+    that run at once. ``nodes`` are the resources of each node, such
     as ``{"CPU": 4.0}``; ``concurrency`` is by default what they hold.
 
     Raises:
         InputError: A cell requests more than the nodes hold; the message names the field.
     """
-    slices = {id: _slices(experiment, nodes, 1) for id, experiment in experiments.items()}
+    gpu_bytes = least_gpu_memory(nodes)
+    most = min(len(experiments), concurrency or len(experiments))
+
+    def slices_of(experiment: Experiment, actors: int) -> Slices:
+        demand = most * wanted_actors(experiment)
+        return _slices(experiment, nodes, actors, gpu_bytes, demand)
+
+    slices = {id: slices_of(experiment, 1) for id, experiment in experiments.items()}
     grouped: dict[tuple[Slices, bool], list[str]] = {}
     for id, experiment in experiments.items():
         one = slices[id]
@@ -87,14 +101,15 @@ def group_cells(
             )
             share = sum(map(one.count_in, nodes)) // min(alike, concurrency or alike)
             actors = max(1, min(share, experiment.federation.clients_per_round))
-            one = _slices(experiment, nodes, actors)
+            one = slices_of(experiment, actors)
         grouped.setdefault((one, experiment.resources.backend == "inline"), []).append(id)
     groups = []
     for (held, inline), ids in grouped.items():
         # An inline run computes in the trial's own process, the first bundle.
         bundles = tuple(held.bundles()) if inline else ({}, *held.bundles())
         at_once = sum(map(held.count_in, nodes)) // held.actors
-        groups.append(Group(_by_inputs(ids, experiments), bundles, concurrency or at_once))
+        cells = _by_inputs(ids, experiments)
+        groups.append(Group(cells, bundles, concurrency or at_once, held.note))
     return groups
 
 
@@ -104,12 +119,18 @@ def _divides_cluster(experiment: Experiment) -> bool:
     return both == ("auto", "auto") and experiment.resources.backend == "ray"
 
 
-def _slices(experiment: Experiment, nodes: Sequence[Mapping[str, float]], actors: int) -> Slices:
+def _slices(
+    experiment: Experiment,
+    nodes: Sequence[Mapping[str, float]],
+    actors: int,
+    gpu_bytes: float | None,
+    demand: int,
+) -> Slices:
     """Return what a cell requests, with ``actors`` actors where it leaves the number open."""
     total = total_resources(nodes)
     if experiment.resources.backend == "inline" or _divides_cluster(experiment):
         experiment = with_actors(experiment, actors)
-    slices = plan_slices(experiment, total)
+    slices = plan_slices(experiment, total, gpu_bytes=gpu_bytes, demand=demand)
     if sum(map(slices.count_in, nodes)) < slices.actors:
         raise InputError(
             f"resources: {slices} do not fit on the nodes of the cluster; lower resources.actors, "
@@ -149,6 +170,8 @@ def run_cells(
     experiments = {id: run.experiment for id, run in runs.items()}
     nodes = possible_nodes()
     groups = group_cells(experiments, nodes, options.concurrency)
+    for note in sorted({group.note for group in groups if group.note}):
+        progress.note(note)
     for id, run in runs.items():
         progress.add(id, run.name, run.experiment.federation.rounds)
     failures = prepare_inputs(experiments, progress, sweep)
@@ -193,6 +216,8 @@ def run_search(
     nodes = possible_nodes()
     names = [str(number) for number in range(search.samples)]
     (group,) = group_cells(dict.fromkeys(names, experiment), nodes, options.concurrency)
+    if group.note:
+        progress.note(group.note)
     prepare_inputs({experiment.id: experiment}, progress, sweep)
     monitor = Monitor(find, options, progress, search)
     scheduler = _scheduler(sweep, [experiment])

@@ -1,8 +1,10 @@
 """Nodes that a plan may count on: working ones, and those that an autoscaler may add."""
 
+import pytest
 import yaml
 
-from trishul_ray.federation.on_ray.nodes import with_workers_to_come
+from trishul_ray.federation.on_ray import nodes
+from trishul_ray.federation.on_ray.nodes import least_gpu_memory, with_workers_to_come
 
 HEAD = {"CPU": 0.0, "node:__internal_head__": 1.0}
 CLUSTER = {
@@ -39,3 +41,27 @@ def test_workers_that_are_there_are_not_counted_twice():
 def test_a_file_that_promises_less_than_there_is_changes_nothing():
     big = {"CPU": 64.0, "GPU": 8.0}
     assert possible([HEAD, big], CLUSTER) == [(0, 0), (64, 8)]
+
+
+def gpu(name, count=1.0):
+    return {"CPU": 4.0, "GPU": count, f"accelerator_type:{name}": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gigabytes"),
+    [
+        ([HEAD, gpu("H100", 8.0), gpu("L4")], 24),
+        ([HEAD], None),
+        ([gpu("L4"), gpu("GeForce-RTX-5090")], None),
+        ([gpu("L4"), {"CPU": 4.0, "GPU": 1.0}], None),
+    ],
+)
+def test_the_memory_of_a_clusters_gpus_is_known_by_their_names(cluster, gigabytes):
+    assert least_gpu_memory(cluster) == (gigabytes and gigabytes * 1e9)
+
+
+def test_the_memory_of_this_machines_gpus_is_what_its_driver_says(monkeypatch):
+    monkeypatch.setattr(nodes, "started_here", lambda: True)
+    assert least_gpu_memory([{"CPU": 2.0}]) is None or nodes.gpu_memory()
+    monkeypatch.setattr(nodes, "gpu_memory", lambda: [32 * 2**30, 24 * 2**30])
+    assert least_gpu_memory([gpu("H100", 2.0)]) == 24 * 2**30

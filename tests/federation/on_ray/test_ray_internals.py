@@ -4,11 +4,13 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray
 from ray._private import ray_constants, utils, worker
 from ray._private.node import Node
+from ray._private.thirdparty import pynvml
 from ray.job_submission import JobSubmissionClient
 
 from trishul_ray.federation.on_ray import ray_internals
@@ -74,6 +76,35 @@ def test_there_is_no_gpu_where_torch_finds_none():
     import torch
 
     assert ray_internals.has_gpu() == (torch.cuda.device_count() > 0)
+
+
+@pytest.mark.parametrize(
+    ("mig", "expected"), [([0, 0], [24, 48]), ([0, 1], []), (None, [24, 48]), ("no driver", [])]
+)
+def test_the_memory_of_gpus_is_asked_of_their_driver(monkeypatch, mig, expected):
+    def mode(handle):
+        if mig is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return [mig[handle], mig[handle]]
+
+    def begin():
+        if mig == "no driver":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    ended = []
+    answers = {
+        "nvmlInit": begin,
+        "nvmlShutdown": lambda: ended.append(True),
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetMigMode": mode,
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=24 * (handle + 1)),
+    }
+    for name, answer in answers.items():
+        assert callable(getattr(pynvml, name))
+        monkeypatch.setattr(pynvml, name, answer)
+    assert ray_internals.gpu_memory() == expected
+    assert bool(ended) == (mig != "no driver")
 
 
 def test_what_is_replaced_while_ray_starts_is_there_and_put_back():

@@ -258,6 +258,8 @@ def open_driver(
                 yield inline
                 return
             slices = slices_for_run(experiment, workers.slices)
+            if slices.note:
+                notify(slices.note)
             # Nodes that an autoscaler will add for this run count, too.
             held = slices.actors * slices.cpus
             cores = max(ray.cluster_resources().get("CPU", 0.0), held)

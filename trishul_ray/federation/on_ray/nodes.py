@@ -8,12 +8,15 @@ import ray
 import yaml
 
 from trishul_ray.errors import RunError, first_line
-from trishul_ray.federation.on_ray.ray_internals import draining_nodes, started_here
+from trishul_ray.federation.on_ray.ray_internals import draining_nodes, gpu_memory, started_here
+from trishul_ray.gpu import MEMORY_GB
 
 #: File of a cluster's configuration on its head node, by `ray up` and cluster/kuberay.yaml.
 CLUSTER_FILE = "~/ray_bootstrap_config.yaml"
 #: A resource that only the head node has.
 HEAD = "node:__internal_head__"
+#: Beginning of a resource of nodes with GPUs, whose name follows.
+ACCELERATOR = "accelerator_type:"
 #: Seconds in which the head node must answer.
 HEAD_SECONDS = 120.0
 
@@ -97,3 +100,18 @@ def _gpus_and_cpus(nodes: Sequence[Mapping[str, float]]) -> tuple[float, float]:
 def total_resources(nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the CPUs and GPUs of nodes together."""
     return {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
+
+
+def least_gpu_memory(nodes: Sequence[Mapping[str, float]]) -> float | None:
+    """Return the bytes of the smallest GPU of nodes; None if there is none, or one is not known.
+
+    On this machine its driver says it, elsewhere the name that Ray gives to a node's GPUs.
+    """
+    if started_here():
+        return min(gpu_memory(), default=None)
+    sizes: list[float | None] = []
+    for node in (node for node in nodes if node.get("GPU", 0.0) > 0):
+        names = [key.removeprefix(ACCELERATOR) for key in node if key.startswith(ACCELERATOR)]
+        sizes += [MEMORY_GB.get(name) for name in names] or [None]
+    known = [1e9 * size for size in sizes if size is not None]
+    return min(known) if known and len(known) == len(sizes) else None

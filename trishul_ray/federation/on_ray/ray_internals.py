@@ -8,7 +8,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ray._private.accelerators import get_all_accelerator_managers
 from ray._private.node import Node
 from ray._private.runtime_env import packaging
 from ray._private.state import state
+from ray._private.thirdparty import pynvml
 from ray._private.thirdparty.pathspec.pathspec import PathSpec
 
 from trishul_ray.files import Json
@@ -142,6 +143,26 @@ def has_gpu() -> bool:
     """
     managers = get_all_accelerator_managers()
     return any(manager.get_current_node_num_accelerators() > 0 for manager in managers)
+
+
+def gpu_memory() -> list[int]:
+    """Return the bytes of each GPU of this machine by NVIDIA's driver, without a CUDA context.
+
+    Empty if the driver does not say, or where a GPU is divided (MIG).
+    """
+    with ExitStack() as stack, suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        stack.callback(pynvml.nvmlShutdown)
+        handles = [*map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))]
+        if not any(map(_is_divided, handles)):
+            return [pynvml.nvmlDeviceGetMemoryInfo(handle).total for handle in handles]
+    return []
+
+
+def _is_divided(handle: Any) -> bool:
+    with suppress(pynvml.NVMLError):  # a GPU that cannot be divided
+        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
+    return False
 
 
 # Start of Ray.

@@ -31,7 +31,11 @@ from trishul_ray.errors import (
 )
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.fork_server import ForkServer
-from trishul_ray.federation.on_ray.nodes import possible_nodes, total_resources
+from trishul_ray.federation.on_ray.nodes import (
+    least_gpu_memory,
+    possible_nodes,
+    total_resources,
+)
 from trishul_ray.federation.on_ray.ray_internals import (
     has_gpu,
     listening_on_localhost,
@@ -426,11 +430,12 @@ def slices_for_run(experiment: Experiment, held: Slices | None = None) -> Slices
     group = ray.util.get_current_placement_group()
     if group is not None:
         return slices_of_bundles(experiment, group.bundle_specs)
-    free, total = ray.available_resources(), total_resources(possible_nodes())
+    nodes = possible_nodes()
+    free, total = ray.available_resources(), total_resources(nodes)
     if held is not None:
         mine = {"CPU": held.actors * held.cpus, "GPU": held.actors * held.gpus}
         free = {k: min(free.get(k, 0.0) + mine[k], total.get(k, 0.0)) for k in mine}
-    return plan_slices(experiment, free, total)
+    return plan_slices(experiment, free, total, gpu_bytes=least_gpu_memory(nodes))
 
 
 def fits_now(slices: Slices) -> bool:
