@@ -13,7 +13,7 @@ from trishul_ray.experiment.fit import check_layers
 from trishul_ray.experiment.ids import may_identify
 from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.stages import stage_names
+from trishul_ray.stages import STAGES, stage_names
 
 
 def test_every_field_is_described_and_in_the_id_or_not():
@@ -23,7 +23,9 @@ def test_every_field_is_described_and_in_the_id_or_not():
         section = experiment
         *parents, last = name.split(".")
         for parent in parents:
-            section = section.section_named(parent) if section is experiment else section
+            section = (
+                STAGES[parent].Config() if parent in stage_names() else getattr(section, parent)
+            )
         info = type(section).model_fields[last]
         assert info.description or last == "name", f"{name} has no description"
         inner = identity

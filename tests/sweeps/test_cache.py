@@ -21,7 +21,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.methods.base import build_method
 from trishul_ray.runs.runner import run_steps
-from trishul_ray.stages import stage_names
+from trishul_ray.stages import STAGES, stage_names
 from trishul_ray.sweeps import status as status_module
 from trishul_ray.sweeps.status import examine
 from trishul_ray.tracking.progress import RunProgress
@@ -220,7 +220,10 @@ def fields_with_effect(world):
 def changed(world, name, rng):
     """Return an override that gives a field another valid value, None if it has none here."""
     section, _, field = name.rpartition(".")
-    value = getattr(world.load().section_named(section) if section else world.load(), field)
+    found = experiment = world.load()
+    if section:
+        found = getattr(experiment, section, None) or experiment.stages.get(section)
+    value = getattr(found or STAGES[section].Config(), field)
     for _ in range(8):
         other = rng.choice(OTHERS[name]) if OTHERS.get(name) else another_value(name, value, rng)
         if other is None or other == value:

@@ -126,7 +126,7 @@ def field_list(experiment: "Experiment", width: int = 100) -> str:
     fields = [each for each in _fields(experiment) if each[0] != "stages"]
     for name, stage in STAGES.all().items():
         registered |= {f"{name}.{f}": each.choices() for f, each in stage.registries.items()}
-        fields += _fields(experiment.section_named(name), f"{name}.")
+        fields += _fields(experiment.stages.get(name) or stage.Config(), f"{name}.")
     blocks = []
     for name, field, value in fields:
         notes = [" | ".join(registered[name]) if name in registered else allowed(field)]
@@ -232,7 +232,7 @@ def summary_table(results: Sequence[tuple[str, "RunSummary"]]) -> Table:
             *([part] if column else []),
             f"{final[headline]:.2%}",
             f"{final['loss']:.4f}",
-            format_count(summary.trained_parameters),
+            format_count(sum(summary.parameters.values())),
             f"{format_count(up)} / {format_count(down)}",
             format_duration(summary.seconds),
         )

@@ -168,19 +168,6 @@ class Experiment(Section):
         found = (each for each in self.stages.values() if type(each) is kind)
         return next((each for each in found if isinstance(each, kind)), kind())
 
-    def section_named(self, name: str) -> Section:
-        """Return a section by its name; that of a stage at its defaults if it is not set.
-
-        Raises:
-            KeyError: There is none of this name.
-        """
-        if name in type(self).model_fields:
-            found = getattr(self, name)
-            if isinstance(found, Section):
-                return found
-            raise KeyError(name)
-        return self.stages.get(name) or STAGES[name].Config()
-
     @property
     def method_as_set(self) -> str:
         """The method and, if its class alone would do, how it differs from the default."""

@@ -234,11 +234,6 @@ class RunSummary:
         return client_metrics(self.per_client, self.personal, self.participation)
 
     @property
-    def trained_parameters(self) -> int:
-        """Number of trained parameters."""
-        return sum(self.parameters.values())
-
-    @property
     def seconds(self) -> float:
         """Duration of all rounds."""
         return sum(self.round_seconds)
