@@ -7,8 +7,8 @@ Legend: N clients, k windows.
 """
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -101,22 +101,19 @@ class Diurnal:
     def __init__(self, seed: int, clients: int) -> None:
         self.seed, self.clients = seed, clients
         self._zone = numpy_rng(seed, "available", "zone").random(clients) * DAY
-        self._days: OrderedDict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = OrderedDict()
+        self._kept = lru_cache(_KEPT_DAYS)(self._of_day)
 
     def between(self, first: float, last: float) -> Windows:
         """Return all windows that meet an interval."""
         # Windows of a day start between a day and _SHIFT before it and _SHIFT after its end.
         earliest = math.floor((first - _LONGEST - DAY - _SHIFT) / DAY)
         latest = math.floor((last + DAY + _SHIFT) / DAY)
-        days = [self._of_day(day) for day in range(earliest, latest + 1)]
+        days = [self._kept(day) for day in range(earliest, latest + 1)]
         client, start, end = (np.concatenate(parts) for parts in zip(*days, strict=True))
         return _meeting(client, start, end, first, last)
 
     def _of_day(self, day: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the windows of a day. Row c of each draw is client c's, whatever N is."""
-        if (kept := self._days.get(day)) is not None:
-            self._days.move_to_end(day)
-            return kept
 
         def rng(what: str) -> np.random.Generator:
             return numpy_rng(self.seed, "available", day, what)
@@ -133,10 +130,7 @@ class Diurnal:
         client = np.concatenate([everyone[present], owner])
         start = np.concatenate([begins[present], short])
         end = start + np.minimum(np.concatenate([length[present], short_length]), _LONGEST)
-        while len(self._days) >= _KEPT_DAYS:
-            self._days.popitem(last=False)
-        self._days[day] = client, start, end
-        return self._days[day]
+        return client, start, end
 
 
 class FromFile:

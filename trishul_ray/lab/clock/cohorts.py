@@ -56,10 +56,6 @@ class Past:
         return Past(**found)
 
 
-def _floats() -> np.ndarray:
-    return np.zeros(0)
-
-
 @dataclass(frozen=True)
 class Situation:
     """Input of a strategy.
@@ -88,9 +84,9 @@ class Situation:
     loss: np.ndarray
     squared: np.ndarray
     last: np.ndarray
-    utilities: np.ndarray = field(default_factory=_floats)
-    seconds: np.ndarray = field(default_factory=_floats)
-    battery: np.ndarray = field(default_factory=_floats)
+    utilities: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    seconds: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    battery: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
 class Strategy:

@@ -67,7 +67,7 @@ class Skeleton(Codec):
                 size = 4 * (span.stop - span.start)
                 found[span] = np.frombuffer(body[place : place + size], dtype="<f4")
             else:
-                size = _skeleton_bytes(kept, rank)
+                size = min(_place_bytes(kept, rank)) + 4 * kept * (2 * rank - kept)
                 with _one_thread():
                     core = _rebuilt(body[place : place + size], kept, rank).ravel()
                 found[span] = core - known[span] if itself else core
@@ -173,11 +173,6 @@ def _places(chosen: np.ndarray, rank: int) -> bytes:
     if form == 2:
         return np.packbits(mask).tobytes()
     return np.flatnonzero(mask == (form == 0)).astype("<u1" if rank <= 256 else "<u2").tobytes()
-
-
-def _skeleton_bytes(kept: int, rank: int) -> int:
-    """Return the length of a skeleton."""
-    return min(_place_bytes(kept, rank)) + 4 * kept * (2 * rank - kept)
 
 
 def _rebuilt(part: bytes, kept: int, rank: int) -> np.ndarray:
