@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from trishul_ray.lab.costs.costs import COSTS, CostName, Targets, assumed, costs_by_round
-from trishul_ray.report.figures.chart import Axis, Band, Chart, Panel, Row
+from trishul_ray.report.figures.chart import NUMBER, Axis, Band, Chart, Panel, Row
 from trishul_ray.report.figures.kind import BY_DATASET, BY_METHOD, FIGURES, FigureKind
 from trishul_ray.report.figures.kinds.curves import OverField, metric_of, spread_remark
 from trishul_ray.report.figures.selection import Selection
@@ -17,29 +17,29 @@ from trishul_ray.report.outcomes import CellOutcome
 _COST = BY_METHOD | BY_DATASET | {"cost": "megabytes"}
 
 
-def _problem(option: str, value: Any) -> str | None:
-    """Return how the value of an option of figures of costs is wrong; None if it is not."""
-    if option == "cost":
-        return None if value in COSTS else f"must be one of {', '.join(COSTS)}"
-    if option == "reference":
-        return None if value is None or isinstance(value, str) else "must be a label of the series"
-    fits = isinstance(value, list | tuple) and len(value) > 0
-    fits = fits and all(isinstance(v, int | float) and 0 < v <= 1 for v in value)
-    return None if fits else "must be a list of shares, above 0 and at most 1"
+class CostFigure(FigureKind):
+    """A figure of a cost."""
+
+    def problem(self, option: str, value: Any) -> str | None:
+        """Check cost, reference and shares."""
+        if option == "cost":
+            return None if value in COSTS else f"must be one of {', '.join(COSTS)}"
+        if option == "reference":
+            known = value is None or isinstance(value, str)
+            return None if known else "must be a label of the series"
+        fits = isinstance(value, list | tuple) and len(value) > 0
+        fits = fits and all(isinstance(v, int | float) and 0 < v <= 1 for v in value)
+        return None if fits else "must be a list of shares, above 0 and at most 1"
 
 
 @FIGURES.register("cost")
-class MetricOverCost(FigureKind):
+class MetricOverCost(CostFigure):
     """The metric over the cost so far: a panel for each of ``panels``.
 
     A point is a round: the means over seeds of its cost and of its metric.
     """
 
     options = _COST
-
-    def problem(self, option: str, value: Any) -> str | None:
-        """Check the name of a cost."""
-        return _problem(option, value)
 
     def chart(self, selection: Selection) -> Chart | None:
         """Return a line for each series."""
@@ -85,13 +85,12 @@ class TargetRow(Row):
     runs: int
 
 
-_COLUMNS = {"panel": "panel", "series": "series", "target": "x", "metric": "metric"} | {
-    name: name for name in ("value", "low", "high", "n", "runs")
-}
+_COLUMNS = {"panel": "panel", "series": "series", "target": "x", "metric": "metric"}
+_COLUMNS |= {**NUMBER, "runs": "runs"}
 
 
 @FIGURES.register("cost_to_target")
-class CostToTarget(FigureKind):
+class CostToTarget(CostFigure):
     """The cost until each series reaches shares of the reference's final metric.
 
     The reference is the first label of the series, or the option ``reference``; targets are those
@@ -99,10 +98,6 @@ class CostToTarget(FigureKind):
     """
 
     options = _COST | {"reference": None, "shares": (0.9, 0.95, 0.99)}
-
-    def problem(self, option: str, value: Any) -> str | None:
-        """Check cost, reference and shares."""
-        return _problem(option, value)
 
     def chart(self, selection: Selection) -> Chart | None:
         """Return a panel of bars for each target, with the costs in figures."""

@@ -16,9 +16,10 @@ Mark = Literal["line", "bar", "scatter", "heatmap"]
 Scale = Literal["whole", "amount", "strength", "skew", "log", "names"]
 #: Columns of the CSV file by their names there: attributes of a row.
 Columns = Mapping[str, str]
-_NUMBER = {name: name for name in ("value", "low", "high", "n")}
+#: Columns of a number.
+NUMBER = {name: name for name in ("value", "low", "high", "n")}
 #: Columns of a figure of lines.
-LINES = {name: name for name in ("panel", "metric", "series", "x")} | _NUMBER | {"paper": "paper"}
+LINES = {name: name for name in ("panel", "metric", "series", "x")} | NUMBER | {"paper": "paper"}
 
 
 @dataclass(frozen=True)

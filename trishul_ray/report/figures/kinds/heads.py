@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trishul_ray.report.figures.chart import Axis, Band, Chart, Panel, Row
+from trishul_ray.report.figures.chart import NUMBER, Axis, Band, Chart, Panel, Row
 from trishul_ray.report.figures.kind import FIGURES, FigureKind
 from trishul_ray.report.figures.selection import Selection
 from trishul_ray.report.outcomes import CellOutcome
@@ -17,9 +17,7 @@ PREFIX = "heads/"
 _REMARK = "heads on each adapted matrix of a block"
 _NORM = "squared norm"
 _OPTIONS = {"series": ("allocation", "method")}
-_COLUMNS = {"panel": "panel", "block": "x", "metric": "metric", "series": "series"} | {
-    name: name for name in ("value", "low", "high", "n")
-}
+_COLUMNS = {"panel": "panel", "block": "x", "metric": "metric", "series": "series"} | NUMBER
 _ROUND_COLUMNS = {
     "panel": "panel",
     "block": "y",
