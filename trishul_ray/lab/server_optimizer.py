@@ -64,13 +64,6 @@ class ServerConfig(SumConfig):
             return self.lr
         return PLAIN_RATE if self.optimizer == "sgd" else ADAPTIVE_RATE
 
-    @property
-    def remembers(self) -> bool:
-        """Whether a step depends on earlier rounds."""
-        return self.optimizer not in ("none", "sgd") or (
-            self.optimizer == "sgd" and self.momentum > 0
-        )
-
 
 @register_stage("server")
 class ServerOptimizer(Stage):
@@ -90,7 +83,9 @@ class ServerOptimizer(Stage):
     @property
     def remembered(self) -> tuple[str, ...]:
         """Momentum and second moments depend on earlier rounds."""
-        return (f"server.optimizer={self.config.optimizer!r}",) if self.config.remembers else ()
+        name = self.config.optimizer
+        plain = name == "sgd" and self.config.momentum == 0
+        return () if plain else (f"server.optimizer={name!r}",)
 
     def mean(self, number: int, mean: MeanChange) -> MeanChange:
         """Return the optimizer's step."""
