@@ -316,7 +316,9 @@ def _clean_table(
                 # On the hub, -1 is what a ClassLabel without a label is stored as.
                 unlabelled: np.ndarray = pc.equal(values, -1).to_numpy()
                 missing = missing | unlabelled
-            table = _replaced(table, column, _filled(values, missing))
+            if missing.any() and not missing.all():  # any that is there, in place of the others
+                values = pc.if_else(pa.array(missing), values[int(np.argmin(missing))], values)
+            table = _replaced(table, column, values)
             lacking[name] = missing
     for names in _CONTENTS:
         present = [name for name in names if columns.get(name) in table.column_names]
@@ -361,13 +363,6 @@ def _composed(names: pa.ChunkedArray) -> pa.ChunkedArray:
     encoded = pc.dictionary_encode(names).combine_chunks()
     forms = [nfc(name) for name in encoded.dictionary.to_pylist()]
     return pa.chunked_array([pa.array(forms, pa.large_string()).take(encoded.indices)])
-
-
-def _filled(values: pa.ChunkedArray, missing: np.ndarray) -> pa.ChunkedArray:
-    """Return values with any that is there in place of those that are missing, bool [N]."""
-    if missing.any() and not missing.all():
-        return pc.if_else(pa.array(missing), values[int(np.argmin(missing))], values)
-    return values
 
 
 def _clean_content(values: pa.ChunkedArray) -> tuple[pa.ChunkedArray, np.ndarray]:
