@@ -60,6 +60,11 @@ class BlockForward:
 _HEAD_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
+def scales_logits(model: nn.Module) -> bool:
+    """Return whether a model's logits are more than those of its linear head."""
+    return any(getattr(model.config, name, None) for name in _HEAD_SCALES)
+
+
 class AdaptedModel:
     """A frozen model with adapters on named layers and, optionally, a trainable head.
 
@@ -265,8 +270,7 @@ class AdaptedModel:
         """
         untyped: Any = self.model
         head = untyped.get_output_embeddings()
-        scaled = any(getattr(untyped.config, name, None) for name in _HEAD_SCALES)
-        if type(head) is not nn.Linear or scaled or self._direct:
+        if type(head) is not nn.Linear or scales_logits(self.model) or self._direct:
             return None
         self._before_forward(inputs)
         return untyped.base_model(**inputs).last_hidden_state, head

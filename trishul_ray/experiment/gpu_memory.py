@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trishul_ray.adapters.model import scales_logits
 from trishul_ray.adapters.targets import block_of, classifier_module
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.fit import build_site
@@ -25,8 +26,8 @@ STORED = {"nf4": 0.6, "int8": 1.1}
 TRAINED = 8 * 4
 #: Bytes of an entry that a root-mean-square norm (it has no bias) keeps: it computes in float32.
 NORM = 12
-#: Bytes of a logit beside what the head returns: in float32, its probability, and two gradients.
-LOGIT = 14
+#: Bytes of a logit: as the head returns it, in float32, its probability, and two gradients.
+LOGIT = 4 * 5
 #: So many times what the largest block takes in a step are alive at once in an evaluation.
 ALIVE = 1.5
 
@@ -47,6 +48,7 @@ def estimated_bytes(experiment: Experiment) -> float:
     adapters = method.adapters(site)
     weights, trained = 0.0, 0
     blocks, first, cached = Counter[str](), Counter[str](), 0  # bytes of one row
+    head = linear.pop("lm_head", None)
     for name, layer in linear.items():
         block, size = block_of(name), item * shape.tokens_through(name, n, m)
         blocks[block] += size * (layer.in_features + layer.out_features)
@@ -77,8 +79,11 @@ def estimated_bytes(experiment: Experiment) -> float:
         row, cached = row + bias, cached + bias
 
     def logits(rows: int) -> int:
-        at_once = min(rows * m, CHUNK) if task.kind == "instruction" else rows * m
-        return at_once * linear["lm_head"].out_features * LOGIT if "lm_head" in linear else 0
+        positions = rows * m
+        if task.kind == "instruction":
+            whole = method.train_all or scales_logits(module)
+            positions = rows * n if whole else min(positions, CHUNK)
+        return positions * head.out_features * LOGIT if head else 0
 
     clients, scored = min(fed.stacked, fed.clients_per_round), experiment.evaluation.batch_size
     step = fed.batch_size * row + logits(fed.batch_size) + TRAINED * trained
