@@ -3,7 +3,6 @@
 No run reads this. Where a bound fails, docs/what-the-paper-leaves-open.md says why.
 """
 
-import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from trishul_ray.paper.stand_in import (
     local_rounds,
     nuclear,
 )
-from trishul_ray.report.summary import RunSummary, read_metrics
+from trishul_ray.report.summary import RunSummary, read_arrays, read_metrics
 from trishul_ray.rng import numpy_rng, torch_rng
 from trishul_ray.spectral.allocation import (
     best_integers,
@@ -269,8 +268,7 @@ def run_checks(summary: RunSummary, home: "Store") -> list[Check]:
     checks: list[Check] = []
     variance = summary.diagnostics.get("aggregation_variance")
     if variance is not None and home.exists("diagnostics.npz"):
-        with np.load(io.BytesIO(home.read("diagnostics.npz")), allow_pickle=False) as file:
-            arrays = dict(file)
+        arrays = read_arrays(home, "diagnostics.npz")
         uploads = int((arrays["clients"][-1] >= 0).sum()) if "clients" in arrays else 0
         if uploads > 1:  # one alone has no variance, and would be below any bound
             setting = f"round {summary.diagnostics['round']:g}, one upload of {uploads}"

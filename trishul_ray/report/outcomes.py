@@ -4,7 +4,6 @@ A cell is one combination of axis labels, such as ``{"method": "FedIT", "seed": 
 those of the paper's records where a table reproduces one.
 """
 
-import io
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ from trishul_ray.checksums import from_checked_json
 from trishul_ray.errors import CorruptFileError
 from trishul_ray.files import Json
 from trishul_ray.plugins import Registry
-from trishul_ray.report.summary import RunSummary, read_metrics
+from trishul_ray.report.summary import RunSummary, read_arrays, read_metrics
 from trishul_ray.section import Section
 from trishul_ray.storage import Store
 
@@ -264,10 +263,8 @@ class CellOutcome:
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays of ``diagnostics.npz``; empty for methods without diagnostics."""
-        if not self.home.exists("diagnostics.npz"):
-            return {}
-        with np.load(io.BytesIO(self.home.read("diagnostics.npz")), allow_pickle=False) as file:
-            return dict(file)
+        name = "diagnostics.npz"
+        return read_arrays(self.home, name) if self.home.exists(name) else {}
 
 
 #: Scores of generated answers that are shares, and those that are better if lower.

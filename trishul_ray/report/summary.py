@@ -65,16 +65,20 @@ def read_metrics(home: Store) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
+def read_arrays(home: Store, name: str) -> dict[str, np.ndarray]:
+    """Return the arrays of a file of a run, such as its diagnostics.npz."""
+    with np.load(io.BytesIO(home.read(name)), allow_pickle=False) as file:
+        return dict(file)
+
+
 def read_test_rows(home: Store) -> dict[str, np.ndarray]:
     """Return ``row`` and ``score`` [rows] of a run's test_rows.npz, or raise an InputError."""
     try:
-        content = home.read("test_rows.npz")
+        return read_arrays(home, "test_rows.npz")
     except FileNotFoundError:
         raise InputError(
             f"{home.uri} has no test_rows.npz: its task scores no single rows"
         ) from None
-    with np.load(io.BytesIO(content), allow_pickle=False) as file:
-        return dict(file)
 
 
 @dataclass(frozen=True)
