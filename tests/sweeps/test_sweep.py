@@ -204,6 +204,13 @@ def test_a_sweep_without_tables_has_one_of_all_axes(write):
     assert (table.rows, table.columns) == (("seed",), ())
 
 
+#: Beginnings of the files below.
+SEED = "axes: {seed: [0]}\n"
+TABLE = SEED + "tables:\n  - name: a\n"
+ROWS = SEED + "tables:\n  - {name: a, rows: [seed]"
+TARGET = "axes: {budget: [4, 8]}\ntables:\n  - name: a\n    rows: [budget]\n    target: {cost"
+SPACED = "search:\n  space:\n    "
+SEARCHED = "search: {kind: random, space: {seed: {int: [1, 2]}}}\n"
 #: Content, the line that the message names, and parts of it: what is wrong and the remedy.
 MISTAKES = [
     # The file and its keys.
@@ -268,19 +275,19 @@ MISTAKES = [
     # Impossible resources.
     ("base:\n  federation.clients: 2\n", 2, ["clients_per_round=4 exceeds federation.clients=2"]),
     # Exceptions.
-    ("axes: {seed: [0]}\nexcept:\n  - {sede: 0}\n", 3, ["unknown axis 'sede'", "did you mean"]),
-    ("axes: {seed: [0]}\nexcept:\n  - seed: [0,\n     1]\n", 4, ["no label '1'; known: 0"]),
-    ("axes: {seed: [0]}\nexcept: [{seed: 0}]\n", 1, ["no cell is left; shorten `except`"]),
-    ("axes: {seed: [0]}\nexcept: {seed: 0}\n", 2, ["except must be a list, not key: value pairs"]),
+    (SEED + "except:\n  - {sede: 0}\n", 3, ["unknown axis 'sede'", "did you mean"]),
+    (SEED + "except:\n  - seed: [0,\n     1]\n", 4, ["no label '1'; known: 0"]),
+    (SEED + "except: [{seed: 0}]\n", 1, ["no cell is left; shorten `except`"]),
+    (SEED + "except: {seed: 0}\n", 2, ["except must be a list, not key: value pairs"]),
     # Fields of chosen cells.
     (
-        "axes: {seed: [0]}\nadjust:\n  - where: {sede: 0}\n    fields: {budget: 8}\n",
+        SEED + "adjust:\n  - where: {sede: 0}\n    fields: {budget: 8}\n",
         3,
         ["where: unknown axis 'sede'", "did you mean 'seed'?"],
     ),
-    ("axes: {seed: [0]}\nadjust:\n  - {where: {seed: 0}}\n", 3, ["adjust needs `fields`"]),
+    (SEED + "adjust:\n  - {where: {seed: 0}}\n", 3, ["adjust needs `fields`"]),
     (
-        "axes: {seed: [0]}\nadjust:\n  - where: {seed: 0}\n    fields:\n      budgt: 8\n",
+        SEED + "adjust:\n  - where: {seed: 0}\n    fields:\n      budgt: 8\n",
         5,
         ["unknown field 'budgt'", "(cell seed=0)"],
     ),
@@ -291,24 +298,20 @@ MISTAKES = [
         ["adjust: no cell has these labels"],
     ),
     (
-        "axes: {seed: [0]}\nadjust: [{where: {}, fields: {optimizer.lr: 1}}]\n"
+        SEED + "adjust: [{where: {}, fields: {optimizer.lr: 1}}]\n"
         "search: {kind: random, space: {optimizer.lr: {uniform: [1, 2]}}}\n",
         3,
         ["search: an axis or `adjust` sets optimizer.lr, too"],
     ),
     # Tables and figures.
-    ("axes: {seed: [0]}\ntables:\n  - {rows: [seed]}\n", 3, ["a table needs `name`"]),
+    (SEED + "tables:\n  - {rows: [seed]}\n", 3, ["a table needs `name`"]),
     ("tables:\n  - {name: a, rwos: []}\n", 2, ["unknown key 'rwos'", "did you mean 'rows'?"]),
     ("tables:\n  - {name: a, rows: [seed]}\n", 2, ["table a: rows: unknown axis 'seed'", "none"]),
-    ("axes: {seed: [0]}\ntables:\n  - name: a\n    columns: [seed, seed]\n", 4, ["appears twice"]),
-    ("axes: {seed: [0]}\ntables:\n  - name: a\n", 3, ["table a needs rows or columns"]),
+    (TABLE + "    columns: [seed, seed]\n", 4, ["appears twice"]),
+    (TABLE + "", 3, ["table a needs rows or columns"]),
+    (ROWS + ", columns: [seed]}\n", 3, ["'seed' is in rows and in columns; remove one"]),
     (
-        "axes: {seed: [0]}\ntables:\n  - {name: a, rows: [seed], columns: [seed]}\n",
-        3,
-        ["'seed' is in rows and in columns; remove one"],
-    ),
-    (
-        "axes: {seed: [0]}\ntables:\n  - name: a\n    rows: [seed]\n    where:\n      seed: 1\n",
+        TABLE + "    rows: [seed]\n    where:\n      seed: 1\n",
         6,
         ["table a: where: axis 'seed' has no label '1'; known: 0"],
     ),
@@ -318,24 +321,15 @@ MISTAKES = [
         6,
         ["table a: where leaves no cell; add labels, or shorten `except`"],
     ),
+    (ROWS + "}\n  - {name: a, rows: [seed]}\n", 4, ["two tables with one name, 'a'; rename one"]),
     (
-        "axes: {seed: [0]}\ntables:\n  - {name: a, rows: [seed]}\n  - {name: a, rows: [seed]}\n",
-        4,
-        ["two tables with one name, 'a'; rename one"],
-    ),
-    (
-        "axes: {seed: [0]}\ntables:\n  - name: a\n    rows: [seed]\n    paper: tab:vison\n",
+        TABLE + "    rows: [seed]\n    paper: tab:vison\n",
         5,
         ["paper has no 'tab:vison'; did you mean 'tab:vision'?"],
     ),
+    (TABLE + "    rows: [seed]\n    average: true\n", 5, ["table a: average needs columns"]),
     (
-        "axes: {seed: [0]}\ntables:\n  - name: a\n    rows: [seed]\n    average: true\n",
-        5,
-        ["table a: average needs columns"],
-    ),
-    (
-        "axes: {budget: [4, 8]}\ntables:\n  - name: a\n    rows: [budget]\n"
-        "    target: {cost: hours, axis: budget, reference: 16}\n",
+        TARGET + ": hours, axis: budget, reference: 16}\n",
         5,
         ["table a: target: axis 'budget' has no label '16'; known: 4, 8"],
     ),
@@ -346,8 +340,7 @@ MISTAKES = [
         ["table a: where leaves out '8', which target needs"],
     ),
     (
-        "axes: {budget: [4, 8]}\ntables:\n  - name: a\n    rows: [budget]\n"
-        "    target: {cost: miles, axis: budget, reference: 8}\n",
+        TARGET + ": miles, axis: budget, reference: 8}\n",
         5,
         ["tables: cost=miles: input should be 'megabytes', 'hours', 'kilojoules' or 'epsilon'"],
     ),
@@ -355,7 +348,7 @@ MISTAKES = [
     ("figures:\n  - {name: a, kind: overhead, where: {x: 1}}\n", 2, ["where: unknown axis 'x'"]),
     ("figures:\n  - {name: a, kind: overheat}\n", 2, ["kind 'overheat' is none of accuracy"]),
     (
-        "axes: {seed: [0]}\nfigures:\n  - name: a\n    kind: overhead\n    options: {series: x}\n",
+        SEED + "figures:\n  - name: a\n    kind: overhead\n    options: {series: x}\n",
         5,
         ["option series='x' must be null, an axis or a list of axes: seed"],
     ),
@@ -372,26 +365,18 @@ MISTAKES = [
         2,
         ["search: samples=0: input should be greater than or equal to 1"],
     ),
-    ("search:\n  space:\n    optimizer.rl: {log: [1, 2]}\n", 3, ["did you mean 'optimizer.lr'?"]),
+    (SPACED + "optimizer.rl: {log: [1, 2]}\n", 3, ["did you mean 'optimizer.lr'?"]),
+    (SPACED + "seed: {int: [1, 2], log: [1, 2]}\n", 3, ["search: seed: needs one of choice"]),
+    (SPACED + "seed: {int: [1.5, 2]}\n", 3, ["int needs whole numbers"]),
+    (SPACED + "optimizer.lr: {log: [0, 1]}\n", 3, ["two numbers above 0, not [0, 1]"]),
+    (SPACED + "optimizer.lr: {uniform: [2, 1]}\n", 3, ["uniform needs [low, high]"]),
+    (SPACED + "seed: {choice: [1, 1]}\n", 3, ["one or more different values"]),
     (
-        "search:\n  space:\n    seed: {int: [1, 2], log: [1, 2]}\n",
-        3,
-        ["search: seed: needs one of choice"],
-    ),
-    ("search:\n  space:\n    seed: {int: [1.5, 2]}\n", 3, ["int needs whole numbers"]),
-    (
-        "search:\n  space:\n    optimizer.lr: {log: [0, 1]}\n",
-        3,
-        ["two numbers above 0, not [0, 1]"],
-    ),
-    ("search:\n  space:\n    optimizer.lr: {uniform: [2, 1]}\n", 3, ["uniform needs [low, high]"]),
-    ("search:\n  space:\n    seed: {choice: [1, 1]}\n", 3, ["one or more different values"]),
-    (
-        "search:\n  space:\n    optimizer.lr: {loguniform: [1, 2]}\n",
+        SPACED + "optimizer.lr: {loguniform: [1, 2]}\n",
         3,
         ["unknown key 'loguniform'; here it is 'log'"],
     ),
-    ("search:\n  space:\n    adapter.heads: {int: [0, 8]}\n", 3, ["adapter.heads=0", "greater"]),
+    (SPACED + "adapter.heads: {int: [0, 8]}\n", 3, ["adapter.heads=0", "greater"]),
     ("early_stopping: {kind: asha, grase: 2}\n", 1, ["did you mean 'grace'?"]),
     (
         "early_stopping: {reduction: 1}\n",
@@ -399,16 +384,12 @@ MISTAKES = [
         ["early_stopping: reduction=1: input should be greater than or equal to 2"],
     ),
     (
-        "axes: {seed: [0]}\ntables: [{name: a, rows: [seed], paper: tab:glue}]\n"
+        SEED + "tables: [{name: a, rows: [seed], paper: tab:glue}]\n"
         "early_stopping: {kind: asha, on: test}\n",
         3,
         ["a table with `paper` shows finished runs only; remove one of them"],
     ),
-    (
-        "search: {kind: random, space: {seed: {int: [1, 2]}}}\n",
-        1,
-        ["set data.validation_share", "or `on: test` in `search`"],
-    ),
+    (SEARCHED, 1, ["set data.validation_share", "or `on: test` in `search`"]),
     (
         "base: {evaluation.every: 0}\nearly_stopping: {grace: 2}\n",
         2,
