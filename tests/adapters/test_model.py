@@ -15,6 +15,14 @@ from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.errors import InputError
 
+FAMILIES = ["vit", "bert", "roberta", "t5", "llama", "llama-classifier"]
+ADAPTERS = ["uneven-heads", "heads", "lora", "mixed"]
+PATHS = ["auto", "merged", "factored"]
+#: Each family with one kind of adapters, and each kind; gradients are tried with every pair.
+EACH_ONCE = pytest.mark.parametrize(
+    ("family", "adapters"), [(family, ADAPTERS[n % 4]) for n, family in enumerate(FAMILIES)]
+)
+
 
 def logits(output):
     return output.logits.detach()
@@ -40,7 +48,7 @@ def assert_same(model, before):
         assert torch.equal(now_value, value)
 
 
-@pytest.mark.parametrize("adapters", ["uneven-heads", "heads", "lora", "mixed"])
+@EACH_ONCE
 def test_the_start_is_the_pretrained_model(make, family, adapters):
     bench = make(family, adapters)
     bench.twin.requires_grad_(False)  # a frozen model may use another attention kernel
@@ -56,7 +64,7 @@ def test_the_start_is_the_pretrained_model(make, family, adapters):
     assert torch.equal(logits(bench.adapted.forward(**bench.inputs)), expected)
 
 
-@pytest.mark.parametrize("adapters", ["uneven-heads", "heads", "lora", "mixed"])
+@EACH_ONCE
 def test_detach_restores_the_original_model(make, backbone, family, adapters):
     model = backbone(family).train()
     model.get_submodule(find_layers(model)[0].name).weight.requires_grad_(False)
@@ -80,7 +88,7 @@ def test_detach_restores_the_original_model(make, backbone, family, adapters):
         adapted.bind(Trained(vector))
 
 
-@pytest.mark.parametrize("adapters", ["uneven-heads", "heads", "lora", "mixed"])
+@EACH_ONCE
 def test_merge_writes_the_bound_model_into_plain_weights(make, family, adapters):
     bench = make(family, adapters)
     state = bench.random_state()
@@ -107,8 +115,10 @@ def test_merge_writes_the_bound_model_into_plain_weights(make, family, adapters)
         assert torch.equal(plain.get_parameter(name), parameter), name
 
 
-@pytest.mark.parametrize("adapters", ["uneven-heads", "heads", "lora", "mixed"])
-@pytest.mark.parametrize("path", ["auto", "merged", "factored"])
+@pytest.mark.parametrize(
+    ("family", "adapters", "path"),
+    [(f, a, PATHS[(i + j) % 3]) for i, f in enumerate(FAMILIES) for j, a in enumerate(ADAPTERS)],
+)
 def test_gradients_are_those_of_a_plain_model_in_float64(make, family, adapters, path):
     """Against autograd through `W + delta(params)` written into a plain copy of the model."""
     bench = make(family, adapters, path=path, dtype=torch.float64)
