@@ -34,18 +34,6 @@ def test_later_layers_win(tmp_path):
     assert experiment.method.lam == 0.1
 
 
-def test_short_names_and_another_method():
-    experiment = load_experiment(None, ["method=ravan", "model=some/where"])
-    assert experiment.method.name == "ravan"
-    assert experiment.model.name == "some/where"
-    deep = load_experiment(None, ["method=ravan", "method.scalars=fixed"])
-    assert deep.method.scalars == "fixed"
-
-
-def test_a_number_in_scientific_notation():
-    assert load_experiment(None, ["optimizer.lr=1e-3"]).optimizer.lr == 1e-3
-
-
 @pytest.mark.parametrize(
     "words", [["method=fedit", "seed=3"], ["dataset=cifar100", "method=ffalora"]]
 )
@@ -75,26 +63,18 @@ def test_a_resolved_config_reads_back_as_itself(words, tmp_path):
         (["method=ravn"], "unknown method 'ravn'; known: fedavg, "),
         (["method=ravn"], "did you mean 'ravan'?"),
         (["partition.alpha=0"], "partition.alpha=0: input should be greater than 0"),
-        (["partition.alpha=-1"], "partition.alpha=-1: input should be greater than 0"),
         (["partition.alpha=.nan"], "partition.alpha=nan: input should be a finite number"),
-        (
-            ["partition.kind=shards"],
-            "partition.kind='shards': input should be 'iid', 'dirichlet' or 'natural'",
-        ),
+        (["partition.kind=shards"], "'shards': input should be 'iid', 'dirichlet' or 'natural'"),
         (["budget=huge"], "budget='huge'"),
         (["budget=0"], "budget=0"),
         (["seed=-1"], "seed=-1: input should be greater than or equal to 0"),
         (["seed=1.5"], "seed=1.5"),
-        (["method=nosuch"], "unknown method 'nosuch'; known: "),
         (["method.lam=-1"], "method.lam=-1: input should be greater than or equal to 0"),
         (["method.prox_every=0"], "method.prox_every=0"),
         (["method.head_fraction=1.5"], "method.head_fraction=1.5"),
         (["optimizer.lr=fast"], "optimizer.lr='fast': input should be a valid number"),
         (["optimizer.name=lion"], "optimizer.name='lion': input should be 'adam' or 'sgd'"),
-        (
-            ["federation.clients=2", "federation.clients_per_round=3"],
-            "exceeds federation.clients=2",
-        ),
+        (["federation.clients=2", "clients_per_round=3"], "exceeds federation.clients=2"),
         (["federation.rounds=0"], "federation.rounds=0"),
         (["federation.quorum=0"], "federation.quorum=0"),
         (["federation=3"], "federation"),
@@ -102,6 +82,7 @@ def test_a_resolved_config_reads_back_as_itself(words, tmp_path):
         (["rounds"], "'rounds' is not of the form key=value"),
         (["=3"], "'=3' is not of the form key=value"),
         (["federation.rounds=[1"], "value is not YAML"),
+        (["federation={rounds: 2, rounds: 3}"], "appears twice"),
         (["task.verbalizers=[a, b"], "value is not YAML"),
         (["federation.rounds=2024-13-45"], "value is not YAML"),
         (["adapter.targets=q_proj"], "input should be a valid tuple; write a list: [q_proj]"),
@@ -190,34 +171,23 @@ def test_truth_is_no_number(field, tmp_path):
         (f"a: {2000 * '['}{2000 * ']'}\n", "is not YAML: values are nested too deeply"),
         ("seed: 2001-99-99\n", "is not YAML: a value cannot be read: month must be in 1"),
         ("seed: !!timestamp x\n", "is not YAML: a value cannot be read"),
+        ("a:\n  b: 2\n  b: 3\n", r"line 3: 'b' appears twice \(first in line 2\); remove one"),
     ],
 )
 def test_invalid_config_files(tmp_path, text, expected):
     path = tmp_path / "bad.yaml"
+    with pytest.raises(InputError, match=r"bad\.yaml does not exist"):
+        load_experiment(path)
     path.write_text(text)
     with pytest.raises(InputError, match=expected):
         load_experiment(path)
 
 
-def test_a_key_that_stands_twice_is_refused_with_its_lines(tmp_path):
-    path = tmp_path / "my.yaml"
-    path.write_text("method: fedit\nfederation:\n  rounds: 2\n  rounds: 3\n")
-    with pytest.raises(InputError) as caught:
-        load_experiment(path)
-    assert "line 4: 'rounds' appears twice (first in line 3); remove one" in str(caught.value)
-    with pytest.raises(InputError, match="appears twice"):
-        load_experiment(None, ["federation={rounds: 2, rounds: 3}"])
-
-
 def test_the_last_part_of_a_name_is_enough_where_it_is_unique():
-    short = ["unsent=zero", "method=hetlora", "rounds=3", "lr=0.5"]
-    whole = ["method=hetlora", "method.unsent=zero", "federation.rounds=3", "optimizer.lr=0.5"]
+    short = ["unsent=zero", "method=hetlora", "model=some/where", "rounds=3", "lr=5e-1"]
+    whole = ["method.unsent=zero", "method.name=hetlora", "model.name=some/where"]
+    whole += ["federation.rounds=3", "optimizer.lr=0.5"]
     assert load_experiment(None, short) == load_experiment(None, whole)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"no\.yaml does not exist"):
-        load_experiment(tmp_path / "no.yaml")
 
 
 #: Raje et al., "RAVAN", NeurIPS 2025, arXiv 2506.05568, Table 8, row by row as printed. A row is
@@ -260,67 +230,54 @@ def test_the_whole_published_table():
     for (budget, kind), methods in RAVAN_TABLE_8.items():
         for method, rates in methods.items():
             for dataset, rate in zip(DATASETS, rates, strict=False):
-                made = load_experiment(
-                    None,
-                    [
-                        f"dataset={dataset}",
-                        f"method={method}",
-                        f"budget={budget}",
-                        f"partition.kind={kind}",
-                    ],
-                ).optimizer
-                assert made.lr == rate, (dataset, method, budget, kind)
-                assert made.lr_source == "RAVAN Table 8"
+                words = [f"dataset={dataset}", f"method={method}", f"budget={budget}"]
+                made = load_experiment(None, [*words, f"partition.kind={kind}"]).optimizer
+                assert (made.lr, made.lr_source) == (rate, "RAVAN Table 8"), (words, kind)
                 checked += 1
     assert checked == 90
+
+
+TABLE_8 = "RAVAN Table 8"
+BORROWED = f"{TABLE_8}; borrowed from"
+OURS = "our choice by kind of adapter: no source names a rate for digits"
 
 
 @pytest.mark.parametrize(
     ("overrides", "rate", "source"),
     [
-        ([], 5e-4, "RAVAN Table 8; borrowed from ravan, for trishul"),
-        (
-            ["method=fedit", "optimizer.name=sgd"],
-            5e-3,
-            "RAVAN Table 8; borrowed from Adam, for SGD",
-        ),
+        ([], 5e-4, f"{BORROWED} ravan, for trishul"),
+        (["method=fedit", "optimizer.name=sgd"], 5e-3, f"{BORROWED} Adam, for SGD"),
         (
             ["method=ravan", "budget=16"],
             5e-4,
-            "RAVAN Table 8; borrowed from the budgets of LoRA rank 32 and 64, for 16",
+            f"{BORROWED} the budgets of LoRA rank 32 and 64, for 16",
         ),
         (
             ["method=ravan", "model=vit-digits"],
             5e-4,
-            "RAVAN Table 8; borrowed from google/vit-base-patch16-224-in21k, for vit-digits",
+            f"{BORROWED} google/vit-base-patch16-224-in21k, for vit-digits",
         ),
         (
             ["method=ravan", "partition.kind=natural"],
             5e-4,
-            "RAVAN Table 8; borrowed from a Dirichlet partition, for natural clients",
+            f"{BORROWED} a Dirichlet partition, for natural clients",
         ),
         (["method=fullft"], 1e-4, "our choice: no source names a rate for fullft"),
         (["method=fedit", "optimizer.lr=0.3"], 0.3, RateSource.USER),
+        (["dataset=digits"], 2e-3, f"{OURS}; borrowed from ravan, for trishul"),
+        (["partition.alpha=0.05"], 5e-4, f"{BORROWED} ravan, for trishul; from α = 0.3, for 0.05"),
+        (["partition.kind=iid", "partition.alpha=0.05", "method=ravan"], 5e-4, TABLE_8),
         (
-            ["dataset=digits"],
-            2e-3,
-            "our choice by kind of adapter: no source names a rate for digits; borrowed from "
-            "ravan, for trishul",
+            ["dataset=glue/rte", "partition.kind=dirichlet", "optimizer.name=sgd", "budget=8"],
+            5e-5,
+            f"{BORROWED} ravan, for trishul; from Adam, for SGD; from the budgets of LoRA rank 32 "
+            "and 64, for 8; from an IID partition, for Dirichlet",
         ),
     ],
 )
 def test_the_rate_and_its_source(overrides, rate, source):
     options = load_experiment(None, ["dataset=cifar100", *overrides]).optimizer
     assert (options.lr, options.lr_source) == (rate, source)
-
-
-def test_the_source_names_everything_borrowed():
-    words = ["dataset=glue/rte", "partition.kind=dirichlet", "optimizer.name=sgd", "budget=8"]
-    source = load_experiment(None, words).optimizer.lr_source
-    assert source == (
-        "RAVAN Table 8; borrowed from ravan, for trishul; from Adam, for SGD; from the budgets of "
-        "LoRA rank 32 and 64, for 8; from an IID partition, for Dirichlet"
-    )
 
 
 def test_a_backbone_may_have_rates_of_its_own_on_a_dataset(register_newcomer):
@@ -339,17 +296,6 @@ def test_the_source_without_a_look_up(register_newcomer):
     assert options.lr == 5e-4 and options.lr_source is RateSource.GENERAL
     assert build_experiment({}).optimizer.lr_source is RateSource.GENERAL
     assert build_experiment({"optimizer": {"lr": 0.1}}).optimizer.lr_source is RateSource.USER
-
-
-def test_the_source_names_another_alpha():
-    def source(alpha):
-        words = ["dataset=cifar100", f"partition.alpha={alpha}"]
-        return load_experiment(None, words).optimizer.lr_source
-
-    assert source(0.3) == "RAVAN Table 8; borrowed from ravan, for trishul"
-    assert source(0.05) == f"{source(0.3)}; from α = 0.3, for 0.05"
-    words = ["dataset=cifar100", "partition.kind=iid", "partition.alpha=0.05", "method=ravan"]
-    assert load_experiment(None, words).optimizer.lr_source == "RAVAN Table 8"
 
 
 @pytest.fixture
@@ -397,16 +343,16 @@ def test_tuned_rates_replace_others_and_say_what_they_were_tuned_for(tuned_file)
 
 
 def test_a_file_of_tuned_rates_that_cannot_be_read_is_named(tuned_file):
-    word = f"optimizer.rates={tuned_file}"
+    def refused(message):
+        with pytest.raises(InputError, match=message):
+            load_experiment(None, [f"optimizer.rates={tuned_file}"])
+
     tuned_file.write_text("rates: [{dataset: digits}]")
-    with pytest.raises(InputError, match=r"is no file of tuned rates: rates\.0\.method: Field req"):
-        load_experiment(None, [word])
+    refused(r"is no file of tuned rates: rates\.0\.method: Field req")
     tuned_file.write_text("[]")
-    with pytest.raises(InputError, match="must contain key: value pairs"):
-        load_experiment(None, [word])
+    refused("must contain key: value pairs")
     tuned_file.unlink()
-    with pytest.raises(InputError, match="does not exist; `trishul rates` writes such a file"):
-        load_experiment(None, [word])
+    refused("does not exist; `trishul rates` writes such a file")
 
 
 @pytest.mark.parametrize("dataset", ["cifar100", "svhn", "20newsgroups", "mrqa", "glue", "mine"])
