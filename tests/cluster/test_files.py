@@ -51,6 +51,7 @@ def test_ray_accepts_the_file(name):
     prepared = prepare_local(config)[0] if name == "onprem.yaml" else config
     jsonschema.validate(prepared, json.loads(schema.read_text()))
     assert config["cluster_name"] == "trishul-ray"
+    assert "--dashboard-host=127.0.0.1" in " ".join(config["head_start_ray_commands"])
     # Files that are copied to the nodes lie in this project, or in the user's home.
     for remote, local in config["file_mounts"].items():
         assert remote.startswith("~/")
@@ -60,25 +61,21 @@ def test_ray_accepts_the_file(name):
     assert not mounted & {".git", "runs", ".venv", "data"}
 
 
-def node_types(config):
-    return config["available_node_types"]
+AWS = load("aws.yaml")
+NODES = AWS["available_node_types"]
 
 
 def test_the_head_does_no_work_and_is_on_demand():
-    config = load("aws.yaml")
-    head = node_types(config)[config["head_node_type"]]
+    head = NODES[AWS["head_node_type"]]
     assert head["resources"] == {"CPU": 0}
     assert "InstanceMarketOptions" not in head["node_config"]
     assert "--num-cpus=0" in " ".join(load("onprem.yaml")["head_start_ray_commands"])
 
 
 def test_gpu_workers_are_spot_of_several_types_with_an_alternative():
-    workers = {n: t for n, t in node_types(load("aws.yaml")).items() if "GPU" in t["resources"]}
-    spot = {
-        name: each
-        for name, each in workers.items()
-        if each["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
-    }
+    workers = {name: each for name, each in NODES.items() if "GPU" in each["resources"]}
+    market = {n: each["node_config"]["InstanceMarketOptions"] for n, each in workers.items()}
+    spot = {n: each for n, each in workers.items() if market[n] == {"MarketType": "spot"}}
     assert len({each["node_config"]["InstanceType"] for each in spot.values()}) >= 3
     # One kind of GPU: results depend on it.
     families = {each["node_config"]["InstanceType"].split(".")[0] for each in workers.values()}
@@ -88,24 +85,22 @@ def test_gpu_workers_are_spot_of_several_types_with_an_alternative():
     # Ray takes the highest priority: what costs least, first.
     order = sorted(workers, key=lambda name: -workers[name]["priority"])
     assert [name in spot for name in order] == [True] * len(spot) + [False]
-    for name, each in node_types(load("aws.yaml")).items():
+    for name, each in NODES.items():
         market = "spot" if name in spot else "on-demand"
         assert each.get("labels", {}).get("ray.io/market-type", "on-demand") == market
 
 
 def test_nodes_are_not_kept_and_not_ended_too_early():
-    config = load("aws.yaml")
-    assert config["provider"]["cache_stopped_nodes"] is False
-    assert config["idle_timeout_minutes"] >= 15
-    for each in node_types(config).values():
+    assert AWS["provider"]["cache_stopped_nodes"] is False
+    assert AWS["idle_timeout_minutes"] >= 15
+    for each in NODES.values():
         (disk,) = each["node_config"]["BlockDeviceMappings"]
         assert disk["Ebs"]["DeleteOnTermination"] is True
         assert disk["Ebs"]["VolumeSize"] >= (200 if "GPU" in each["resources"] else 100)
 
 
 def test_nodes_get_their_rights_and_firewall_from_the_account():
-    config = load("aws.yaml")
-    for name, each in node_types(config).items():
+    for name, each in NODES.items():
         node = each["node_config"]
         profile = "trishul-ray-head" if name == "head" else "trishul-ray-worker"
         assert node["IamInstanceProfile"] == {"Name": profile}
@@ -113,21 +108,12 @@ def test_nodes_get_their_rights_and_firewall_from_the_account():
         assert node["LaunchTemplate"]["LaunchTemplateName"] == "trishul-ray"
         assert not {"SecurityGroupIds", "ImageId", "KeyName"} & node.keys()
         assert node["MetadataOptions"]["HttpTokens"] == "required"
-    assert "security_group" not in config["provider"]
-    assert "aws_credentials" not in config["provider"]
-
-
-@pytest.mark.parametrize("name", ["aws.yaml", "onprem.yaml"])
-def test_the_dashboard_listens_on_localhost(name):
-    start = " ".join(load(name)["head_start_ray_commands"])
-    assert "--dashboard-host=127.0.0.1" in start
+    assert not {"security_group", "aws_credentials"} & AWS["provider"].keys()
 
 
 def test_spot_workers_watch_for_their_end():
-    start = load("aws.yaml")["worker_start_ray_commands"]
-    assert any(
-        "python ~/trishul-ray/cluster/spot_watcher.py --address" in command for command in start
-    )
+    start = " ".join(AWS["worker_start_ray_commands"])
+    assert "python ~/trishul-ray/cluster/spot_watcher.py --address" in start
 
 
 def test_every_shell_of_a_node_has_the_token_mode_and_the_versions():
@@ -220,17 +206,12 @@ def account(monkeypatch):
         parameters = {"BucketName": "results-of-mine", "SshFrom": "203.0.113.7/32"}
         # Only AWS itself may write below /aws.
         template = (CLUSTER / "aws-account.yaml").read_text(encoding="utf-8")
-        template = re.sub(
-            r"Default: /aws/service/deeplearning/.*", "Default: /test/image", template
-        )
+        image_of_aws = r"Default: /aws/service/deeplearning/.*"
+        template = re.sub(image_of_aws, "Default: /test/image", template)
         session.client("cloudformation").create_stack(
-            StackName="trishul-ray",
-            TemplateBody=template,
-            Capabilities=["CAPABILITY_NAMED_IAM"],
-            Parameters=[
-                {"ParameterKey": key, "ParameterValue": value} for key, value in parameters.items()
-            ],
-        )
+            StackName="trishul-ray", TemplateBody=template, Capabilities=["CAPABILITY_NAMED_IAM"],
+            Parameters=[{"ParameterKey": k, "ParameterValue": v} for k, v in parameters.items()],
+        )  # fmt: skip
         yield session
 
 
@@ -276,7 +257,6 @@ def test_the_head_ends_its_own_nodes_and_gives_no_rights_away(account):
             by_action.setdefault(action, []).append(statement)
     # It starts instances with the cluster's tag alone, of the types that our file asks for, by the
     # template, and so behind its firewall.
-    config = load("aws.yaml")
     for statement in by_action["ec2:RunInstances"]:
         assert "*" not in listed(statement["Resource"])
         kinds = {arn.split(":")[5].partition("/")[0] for arn in listed(statement["Resource"])}
@@ -287,15 +267,15 @@ def test_the_head_ends_its_own_nodes_and_gives_no_rights_away(account):
         if "instance" in kinds:
             condition, asked = statement["Condition"], kinds
     assert asked == {"instance"}
-    assert condition["StringEquals"] == {"aws:RequestTag/ray-cluster-name": config["cluster_name"]}
+    assert condition["StringEquals"] == {"aws:RequestTag/ray-cluster-name": AWS["cluster_name"]}
     assert condition["ArnEquals"]["ec2:LaunchTemplate"].split("/")[-1].startswith("lt-")
-    workers = [kind for name, kind in node_types(config).items() if name != "head"]
+    workers = [kind for name, kind in NODES.items() if name != "head"]
     types = {kind["node_config"]["InstanceType"] for kind in workers}
     assert set(condition["StringLike"]["ec2:InstanceType"]) == types
     (passes,) = by_action["iam:PassRole"]
     assert listed(passes["Resource"]) == [worker]
     (ends,) = by_action["ec2:TerminateInstances"]
-    tag = {"aws:ResourceTag/ray-cluster-name": load("aws.yaml")["cluster_name"]}
+    tag = {"aws:ResourceTag/ray-cluster-name": AWS["cluster_name"]}
     assert ends["Condition"] == {"StringEquals": tag}
     assert all("Condition" in statement for statement in by_action["ec2:CreateTags"])
 
@@ -365,25 +345,20 @@ RAY_JOB = fields(
 )
 
 
-def kubernetes_documents():
-    for name in ("kuberay.yaml", "rayjob.yaml"):
-        text = (CLUSTER / name).read_text(encoding="utf-8")
-        for document in yaml.safe_load_all(text):
-            yield pytest.param(document, id=f"{name}-{document['kind']}")
+DOCUMENTS = [
+    document
+    for name in ("kuberay.yaml", "rayjob.yaml")
+    for document in yaml.safe_load_all((CLUSTER / name).read_text(encoding="utf-8"))
+]
+KINDS = {document["kind"]: document for document in DOCUMENTS}
+CLUSTERS = [KINDS["RayCluster"]["spec"], KINDS["RayJob"]["spec"]["rayClusterSpec"]]
 
 
 def templates_of(cluster):
-    yield cluster["headGroupSpec"]["template"]
-    for group in cluster["workerGroupSpecs"]:
-        yield group["template"]
+    return [each["template"] for each in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
 
 
-def pods_of(cluster):
-    for template in templates_of(cluster):
-        yield template["spec"]
-
-
-@pytest.mark.parametrize("document", list(kubernetes_documents()))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document["kind"])
 def test_kubernetes_accepts_the_document(document):
     if document["apiVersion"] != "ray.io/v1":
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
@@ -393,7 +368,8 @@ def test_kubernetes_accepts_the_document(document):
     assert cluster["rayVersion"] == ray.__version__
     assert cluster["authOptions"] == {"mode": "token"}
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
-    for pod in pods_of(cluster):
+    for template in templates_of(cluster):
+        pod = template["spec"]
         as_pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod}
         kubernetes_validate.validate(as_pod, KUBERNETES, strict=True)
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -406,14 +382,10 @@ def test_kubernetes_accepts_the_document(document):
 
 
 def test_the_policy_covers_every_pod_and_trusts_no_label_of_another_namespace():
-    of_kind = {}
-    for parameter in kubernetes_documents():
-        (document,) = parameter.values
-        of_kind[document["kind"]] = document.get("spec")
-    policy, job = of_kind["NetworkPolicy"], of_kind["RayJob"]
+    policy = KINDS["NetworkPolicy"]["spec"]
     label = policy["podSelector"]["matchLabels"].items()
-    templates = [*templates_of(of_kind["RayCluster"]), *templates_of(job["rayClusterSpec"])]
-    templates.append(job["submitterPodTemplate"])  # it asks the head, too
+    templates = [template for cluster in CLUSTERS for template in templates_of(cluster)]
+    templates.append(KINDS["RayJob"]["spec"]["submitterPodTemplate"])  # it asks the head, too
     assert len(templates) == 7
     assert all(label <= template["metadata"]["labels"].items() for template in templates)
     (rule,) = policy["ingress"]
@@ -423,26 +395,21 @@ def test_the_policy_covers_every_pod_and_trusts_no_label_of_another_namespace():
 
 def test_a_driver_on_kubernetes_knows_what_the_groups_may_grow_to():
     """Ray itself does not know of pods that have not started."""
-    of_kind = {}
-    for parameter in kubernetes_documents():
-        (document,) = parameter.values
-        of_kind[document["kind"]] = document
-    told = yaml.safe_load(of_kind["ConfigMap"]["data"]["ray_bootstrap_config.yaml"])
-    job = of_kind["RayJob"]["spec"]["rayClusterSpec"]
-    for cluster in (of_kind["RayCluster"]["spec"], job):
+    told = yaml.safe_load(KINDS["ConfigMap"]["data"]["ray_bootstrap_config.yaml"])
+    for cluster in CLUSTERS:
         groups = {}
         for group in cluster["workerGroupSpecs"]:
             (container,) = group["template"]["spec"]["containers"]
             asked = container["resources"]["requests"]
             amounts = {"CPU": asked["cpu"], "GPU": asked.get("nvidia.com/gpu", 0)}
             resources = {name: int(amount) for name, amount in amounts.items() if amount}
-            groups[group["groupName"]] = {"max_workers": group["maxReplicas"]}
-            groups[group["groupName"]] |= {"resources": resources}
+            known = {"max_workers": group["maxReplicas"], "resources": resources}
+            groups[group["groupName"]] = known
         assert told == {"available_node_types": groups}
 
 
 def test_a_job_on_kubernetes_leaves_nothing_behind():
-    spec = load("rayjob.yaml")["spec"]
+    spec = KINDS["RayJob"]["spec"]
     assert spec["shutdownAfterJobFinishes"] is True
     assert spec["entrypointNumCpus"] == 1
 
