@@ -51,7 +51,6 @@ def test_ray_accepts_the_file(name):
     prepared = prepare_local(config)[0] if name == "onprem.yaml" else config
     jsonschema.validate(prepared, json.loads(schema.read_text()))
     assert config["cluster_name"] == "trishul-ray"
-    assert "--dashboard-host=127.0.0.1" in " ".join(config["head_start_ray_commands"])
     # Files that are copied to the nodes lie in this project, or in the user's home.
     for remote, local in config["file_mounts"].items():
         assert remote.startswith("~/")
@@ -109,6 +108,11 @@ def test_nodes_get_their_rights_and_firewall_from_the_account():
         assert not {"SecurityGroupIds", "ImageId", "KeyName"} & node.keys()
         assert node["MetadataOptions"]["HttpTokens"] == "required"
     assert not {"security_group", "aws_credentials"} & AWS["provider"].keys()
+
+
+@pytest.mark.parametrize("name", ["aws.yaml", "onprem.yaml"])
+def test_the_dashboard_listens_on_localhost(name):
+    assert "--dashboard-host=127.0.0.1" in " ".join(load(name)["head_start_ray_commands"])
 
 
 def test_spot_workers_watch_for_their_end():

@@ -29,9 +29,9 @@ EFFICIENCY = {"fp32": 0.6, "tf32": 0.4, "bf16": 0.4, "fp64": 0.3}
 #: Time of a run beyond its rounds: its data, its clients, its results.
 RUN_SECONDS = 3.0
 
-#: Operations of one proximal map of an r x r core, in units of r^3: 21 steps of two products for
-#: each of two signs, and the final ones, of 2 r^3 operations each.
-PROX_OPERATIONS = 174
+#: Operations of one proximal map of an r x r core, in units of r^3: 19 steps of two products for
+#: each of two signs, and four more, of 2 r^3 operations each.
+PROX_OPERATIONS = 160
 
 
 @dataclass(frozen=True)
