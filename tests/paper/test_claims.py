@@ -31,6 +31,8 @@ from trishul_ray.tracking.progress import RunProgress
 
 SEEDS = ("0", "1", "2")
 UNIFORM, FILLED = "Uniform", "Concave water-filling (TRISHUL)"
+SETTINGS = ("w/o penalty (lambda=0)", "w/ penalty (lambda=0.01)", "RAVAN")
+LEVELS = {"RAVAN": 1.0, "w/o penalty (lambda=0)": 0.8, "w/ penalty (lambda=0.01)": 0.6}
 LAMBDAS = ("0 (no penalty)", "0.001", "0.01 (ours)", "0.1", "1.0")
 
 
@@ -68,6 +70,10 @@ def allocation(differences, **options):
 def only(outcome, name="water-filling"):
     (finding,) = [each for each in judge([outcome]) if each.claim.name == name]
     return finding
+
+
+def named(name):
+    return next(claim for claim in all_claims() if claim.name == name)
 
 
 def test_every_claim_is_about_cells_that_the_papers_sweeps_have():
@@ -112,6 +118,7 @@ def test_a_profile_without_runs_says_which_command_makes_them(profile, tmp_path,
         ((None, None, None), "no runs"),
         ((0.0, 0.0, 0.0), "not seen"),  # the same runs
         ((1.0, None, None), "undecided"),  # one seed
+        ((1.0, 1.1, None), "seen"),
         ((0.7, 0.7, 0.7), "undecided"),  # no spread
     ],
 )
@@ -123,6 +130,10 @@ def test_the_verdict_of_one_comparison(differences, verdict):
     assert part.seeds == len(known)
     assert part.number == (pytest.approx(np.mean(known)) if known else None)
     assert bool(finding.command) == (verdict == "no runs")
+    if 1 < len(known) < 3:  # a number says how much of what is planned it has
+        assert part.shown.endswith("), 2 of 3")
+    elif verdict == "seen":
+        assert part.shown.endswith(")")
 
 
 TABLES = {
@@ -165,7 +176,7 @@ def test_the_interval_is_that_of_a_paired_t_test(differences):
 @settings(deadline=None, max_examples=40)
 @given(number=st.floats(-3, 3), half=st.floats(0.01, 2), wider=st.floats(1, 3))
 def test_a_claim_and_its_opposite_are_never_both_seen(number, half, wider):
-    claim = next(each for each in all_claims() if each.name == "water-filling")
+    claim = named("water-filling")
     ends = ((number - half, number + half), (number - wider * half, number + wider * half))
     higher, lower = (
         Part("", "score", side, percent=True, number=number, interval=ends[0], strict=ends[1])
@@ -175,11 +186,6 @@ def test_a_claim_and_its_opposite_are_never_both_seen(number, half, wider):
     assert pair != ("seen", "seen") and pair != ("reversed", "reversed")
     if pair[0] == "reversed":
         assert pair[1] in ("seen", "not seen")
-
-
-def test_a_number_says_how_much_of_what_is_planned_it_has():
-    assert only(allocation((1.0, 1.1, 0.9))).parts[0].shown.endswith(")")
-    assert only(allocation((1.0, 1.1, None))).parts[0].shown.endswith("), 2 of 3")
 
 
 def test_equal_scores_of_runs_that_differ_show_no_effect_and_no_absence_of_one():
@@ -202,20 +208,15 @@ def test_equal_scores_of_runs_that_differ_show_no_effect_and_no_absence_of_one()
     ],
 )
 def test_a_bound_is_seen_if_all_runs_are_below_it(tmp_path, missing, error, verdict):
-    axes = {
-        "setting": ("RAVAN", "w/o penalty (lambda=0)", "w/ penalty (lambda=0.01)"),
-        "dataset": ("cifar100",),
-    }
-    rounds = [{"round": 0.0}] + [
-        {"round": float(number), "aggregation_error": value}
-        for number, value in ((1, 1e-8), (2, error))
-    ]
-    outcome = sweep(
-        "nuclear",
-        axes,
-        lambda labels: None if labels["seed"] == missing else 60.0,
-        records=(Store.open(str(tmp_path)), lambda labels: rounds),
-    )
+    axes = {"setting": SETTINGS, "dataset": ("cifar100",)}
+    rounds = [{"round": 0.0}, {"round": 1.0, "aggregation_error": 1e-8}]
+    rounds.append({"round": 2.0, "aggregation_error": error})
+    records = (Store.open(str(tmp_path)), lambda labels: rounds)
+
+    def value(labels):
+        return None if labels["seed"] == missing else 60.0
+
+    outcome = sweep("nuclear", axes, value, records=records)
     assert only(outcome, "exact-aggregation").verdict == verdict
 
 
@@ -255,7 +256,7 @@ def test_one_part_of_several_fails_only_at_a_stricter_level():
     for of in (1, 4):
         low, _ = stats.t.interval(1 - 0.05 / of, 2, values.mean, values.deviation / math.sqrt(3))
         assert values.interval(of)[0] == pytest.approx(low)
-    claim = next(each for each in all_claims() if each.name == "lambda-peak")
+    claim = named("lambda-peak")
     assert claim.least is not None
     part = Part("", "score", "higher", True, values.mean, values.interval(), values.interval(4), 3)
     assert part.verdict(claim) == "not seen" or part.strict[1] >= claim.least
@@ -271,14 +272,9 @@ def test_the_lead_is_compared_between_partitions():
     leads = dict(zip(axes["partition"], (3.2, 4.3, 6.0), strict=True))
 
     def value(labels):
-        wobble = 0.05 * math.sin(5 * int(labels["seed"]) + len(labels["partition"]))
-        return (
-            60
-            + wobble
-            + leads[labels["partition"]]
-            * (labels["method"] == "TRISHUL")
-            * (1 + 0.02 * int(labels["seed"]))
-        )
+        seed, lead = int(labels["seed"]), leads[labels["partition"]]
+        wobble = 0.05 * math.sin(5 * seed + len(labels["partition"]))
+        return 60 + wobble + lead * (labels["method"] == "TRISHUL") * (1 + 0.02 * seed)
 
     finding = only(sweep("heterogeneity", axes, value), "gains")
     assert finding.verdict == "seen"
@@ -292,8 +288,7 @@ def test_the_lead_is_compared_between_partitions():
 
 def diagnosed(tmp_path, levels, **more):
     """The sweep of the penalty, with diagnostics; ``levels(setting)`` are factors."""
-    settings = ("w/o penalty (lambda=0)", "w/ penalty (lambda=0.01)", "RAVAN")
-    axes = {"setting": settings, "dataset": ("cifar100",), "partition": ("dirichlet(0.3)",)}
+    axes = {"setting": SETTINGS, "dataset": ("cifar100",), "partition": ("dirichlet(0.3)",)}
 
     def rounds(labels):
         seed = int(labels["seed"])
@@ -311,8 +306,7 @@ def diagnosed(tmp_path, levels, **more):
 
 
 def test_diagnostics_come_from_the_records(tmp_path):
-    levels = {"RAVAN": 1.0, "w/o penalty (lambda=0)": 0.8, "w/ penalty (lambda=0.01)": 0.6}
-    found = {f.claim.name: f for f in judge([diagnosed(tmp_path, levels)])}
+    found = {f.claim.name: f for f in judge([diagnosed(tmp_path, LEVELS)])}
     for name in ("exact-aggregation", "variance", "alignment", "entropy-and-rank", "between"):
         assert found[name].verdict == "seen", name
     assert len(found["between"].parts) == 10
@@ -331,8 +325,7 @@ def test_lambda_0_beyond_ravan_is_not_between(tmp_path):
 
 
 def test_unreadable_files_cost_their_claims_alone(tmp_path):
-    levels = {"RAVAN": 1.0, "w/o penalty (lambda=0)": 0.8, "w/ penalty (lambda=0.01)": 0.6}
-    outcome = diagnosed(tmp_path, levels)
+    outcome = diagnosed(tmp_path, LEVELS)
     outcome.cells[0].home.write("metrics.parquet", b"nothing")
     found = {f.claim.name: f for f in judge([outcome])}
     assert found["between"].problem and found["between"].verdict == "no runs"
