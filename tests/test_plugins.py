@@ -252,13 +252,10 @@ def test_a_dataset_and_a_task_of_a_file(tmp_path, called):
     )
     code, said, error = called("datasets", "--plugin", str(file))
     assert code == 0 and "notes" in said, error
-    made = load_experiment(
-        None,
-        [f"plugins={file}", "dataset=notes", "model=bert-tiny", "task.kind=halved", "budget=2"],
-    )
+    words = ["dataset=notes", "model=bert-tiny", "budget=2"]
+    made = load_experiment(None, [f"plugins={file}", *words, "task.kind=halved"])
     assert [plugin.name for plugin in made.plugins] == ["both"]
-    only_data = load_experiment(None, ["dataset=notes", "model=bert-tiny", "budget=2"])
-    assert only_data.plugins == made.plugins
+    assert load_experiment(None, words).plugins == made.plugins
 
 
 def test_sweeps_take_plugins(called, mine, tmp_path):
