@@ -3,6 +3,7 @@ import warnings
 
 import pytest
 import torch
+from pairwise import pairwise
 from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 
@@ -21,11 +22,11 @@ def trained_logits(bench, state):
 
 @pytest.mark.parametrize(
     ("family", "adapters", "train_head"),
-    [
-        (family, adapters, (i + j) % 2 == 0)  # each pair of two of them
-        for i, family in enumerate(("vit", "bert", "roberta", "t5", "llama", "llama-classifier"))
-        for j, adapters in enumerate(("uneven-heads", "lora", "mixed"))
-    ],
+    pairwise(
+        ("vit", "bert", "roberta", "t5", "llama", "llama-classifier"),
+        ("uneven-heads", "lora", "mixed"),
+        (True, False),
+    ),
 )
 def test_peft_loads_the_adapter_with_equal_logits(make, family, adapters, train_head, tmp_path):
     bench = make(family, adapters, train_head=train_head)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import pairwise
 from torch import nn
 
 from trishul_ray.adapters.base import LayerSpec
@@ -69,9 +70,9 @@ def layer_of(adapter, path="auto", width=32):
     return layer, params, base
 
 
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("path", ["auto", "merged", "factored"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "path", "trains"), pairwise(KINDS, ["auto", "merged", "factored"], [True, False])
+)
 def test_small_updates_reach_the_output(kind, path, trains):
     """An update of a thousandth of the weight, from the adapter or the base. Rounding the summed
     weight to bfloat16, or adding to a rounded output, would lose half of it or more."""

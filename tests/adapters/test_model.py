@@ -5,6 +5,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from pairwise import pairwise
 from tolerances import forward
 from torch import nn
 
@@ -115,10 +116,7 @@ def test_merge_writes_the_bound_model_into_plain_weights(make, family, adapters)
         assert torch.equal(plain.get_parameter(name), parameter), name
 
 
-@pytest.mark.parametrize(
-    ("family", "adapters", "path"),
-    [(f, a, PATHS[(i + j) % 3]) for i, f in enumerate(FAMILIES) for j, a in enumerate(ADAPTERS)],
-)
+@pytest.mark.parametrize(("family", "adapters", "path"), pairwise(FAMILIES, ADAPTERS, PATHS))
 def test_gradients_are_those_of_a_plain_model_in_float64(make, family, adapters, path):
     """Against autograd through `W + delta(params)` written into a plain copy of the model."""
     bench = make(family, adapters, path=path, dtype=torch.float64)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import pairwise
 from torch.nn import functional
 
 from trishul_ray.adapters.base import FrozenLinear, LayerSpec
@@ -108,10 +109,11 @@ def test_stacked_clients_compute_with_aligned_heads():
     torch.testing.assert_close(found, adapter.forward_stacked(rows, frozen, both, "factored"))
 
 
-@pytest.mark.parametrize("routes", ROUTES)
-@pytest.mark.parametrize("d_out, d_in", [(5, 9), (9, 5)])
-@pytest.mark.parametrize("tokens", [(2,), (3, 4)])
-def test_gradcheck(routes, d_out, d_in, tokens):
+@pytest.mark.parametrize(
+    ("routes", "shape", "tokens"), pairwise(ROUTES, [(5, 9), (9, 5)], [(2,), (3, 4)])
+)
+def test_gradcheck(routes, shape, tokens):
+    d_out, d_in = shape
     adapter, frozen, params, x = case(d_out, d_in, 2, 2, tokens)
     leaves = x.requires_grad_(), adapter.product(params).requires_grad_()
     assert torch.autograd.gradcheck(lambda x, p: multihead_linear(x, p, frozen, routes), leaves)

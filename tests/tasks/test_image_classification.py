@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import pairwise
 from PIL import Image
 from tolerances import rounding
 
@@ -48,10 +49,12 @@ def test_the_stored_rows_are_left_as_they_were():
     assert torch.equal(stored["pixels"], rows()["pixels"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("have", "want"), [(1, 3), (3, 1), (1, 1), (3, 3)])
-@pytest.mark.parametrize("side", [5, 8, 16])
-def test_shapes_and_channels_become_the_models(dtype, have, want, side):
+@pytest.mark.parametrize(
+    ("channels", "side", "dtype"),
+    pairwise([(1, 3), (3, 1), (1, 1), (3, 3)], [5, 8, 16], [torch.float32, torch.bfloat16]),
+)
+def test_shapes_and_channels_become_the_models(channels, side, dtype):
+    have, want = channels
     batch = task(image_size=side, channels=want).prepare_batch(rows(c=have), "cpu", dtype)
     assert batch["pixel_values"].shape == (4, want, side, side)
     assert batch["pixel_values"].dtype == dtype
