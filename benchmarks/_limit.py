@@ -108,8 +108,8 @@ class _Clocked:
         self._after(bench.task, "prepare_batch")
         self._after(bench.task, "loss")
         self._before(bench.method, "before_step")
-        self._before(bench.method, "after_step")
-        self._after(bench.method, "after_step")
+        self._before(bench.method, "after_steps")
+        self._after(bench.method, "after_steps")
 
     def _mark(self) -> None:
         if self.marks:  # empty while the limit runs

@@ -492,9 +492,9 @@ def eager(place: Place, experiment: Experiment, prepared: Prepared) -> Section:
     limit, steps = Limit(bench), first_steps(bench)
     compute = endless(steps)
 
-    def after_step() -> None:
+    def prox() -> None:
         with torch.no_grad():
-            bench.method.after_step(steps.run, 1, steps.last)
+            bench.method.after_steps([steps.run], 1, steps.last)
 
     with steps.bound():
         batch = steps.batch(1)
@@ -504,7 +504,7 @@ def eager(place: Place, experiment: Experiment, prepared: Prepared) -> Section:
             ),
             "local step": per_call(place, compute),
             "of it: batch": per_call(place, lambda: steps.batch(1)),
-            "of it: prox": per_call(place, after_step),
+            "of it: prox": per_call(place, prox),
             "launches alone, not waited for": launches(place, compute),
         }
         kernels = profile(place, compute)

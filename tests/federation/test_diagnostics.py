@@ -155,7 +155,7 @@ def test_the_time_of_a_client_is_that_of_its_local_steps(small, monkeypatch, eve
     monkeypatch.setattr(local.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(local, "new_run", slow(local.new_run, 10.0))
     monkeypatch.setattr(Trishul, "upload", slow(Trishul.upload, 100.0))
-    monkeypatch.setattr(Trishul, "after_step", slow(Trishul.after_step, 1.0))
+    monkeypatch.setattr(Trishul, "after_steps", slow(Trishul.after_steps, 1.0))
     bench = InlineExecutor(experiment, prepare_run(experiment)).bench
     start = bench.method.initial_state(bench.model.layout, bench.initial, {})
     _, report = local.train_client(bench, start.map(to_array), TrainJob(1, 0))

@@ -19,8 +19,8 @@ BOUNDS = {
     "vit fedit": (586, 1.4, None),
     "vit fullft": (1144, 3.9, None),
     "vit trishul fp32": (611, 2.8, 169),
-    "vit trishul stacked": (1023, 3.9, None),
-    "vit fedit stacked": (802, 3.8, None),
+    "vit trishul stacked": (1019, 3.9, None),
+    "vit fedit stacked": (798, 3.8, None),
     "t5 trishul": (2826, 2.6, None),
     "llama trishul": (2196, 5.8, 914),
 }

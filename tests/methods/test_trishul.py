@@ -102,7 +102,7 @@ def test_prox_cadence_keeps_the_total_threshold(executor, steps):
     for inline in (every, thirds):
         run = local_run(inline.bench, start.clone())
         for step in range(1, steps + 1):
-            inline.bench.method.after_step(run, step, steps)
+            inline.bench.method.after_steps([run], step, steps)
         results.append(run.vector)
         banks = zip(run.layout.core_banks(run.vector), run.layout.core_banks(start), strict=True)
         for after, before in banks:
@@ -119,7 +119,7 @@ def test_scalars_are_clipped(executor):
     views = run.layout.views(run.vector)
     names = [n for n in views if n.endswith(".scale")]
     views[names[0]].fill_(-2.0)
-    inline.bench.method.after_step(run, 1, 4)
+    inline.bench.method.after_steps([run], 1, 4)
     assert (views[names[0]] == 0).all()
     assert all((views[n] == 1.5).all() for n in names[1:])
 
@@ -144,7 +144,7 @@ def test_the_prox_on_the_change_shrinks_the_change(executor, share):
     step = 0.1 * torch.randn(before.shape, generator=generator)
     step = step if mask is None else step * mask
     run_.vector.add_(step)
-    bench.method.after_step(run_, 1, 4)
+    bench.method.after_steps([run_], 1, 4)
     banks = [run_.layout.core_banks(v) for v in (before, step, run_.vector)]
     for old, change, new in zip(*banks, strict=True):
         u, s, vt = torch.linalg.svd(change.double())

@@ -10,9 +10,10 @@ Legend: P trainables of a client, S local steps, b batch size.
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -264,7 +265,11 @@ class LocalSteps:
         if decays and self._mask is not None:
             self._untrained = run.vector * (1 - self._mask)
         run.vector.grad = run.grad
-        self.optimizer = make_optimizer(settings.optimizer, run.vector)
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """That of the client alone."""
+        return make_optimizer(self.bench.settings.optimizer, [self.run.vector])
 
     def bound(self) -> AbstractContextManager[None]:
         """Let the model compute with the client's vector inside, as :meth:`compute` needs it."""
@@ -282,26 +287,24 @@ class LocalSteps:
     def compute(self, step: int, batch: Mapping[str, Tensor]) -> Tensor:
         """Run a step on a prepared batch and return its loss, a scalar on the device."""
         loss = self._differentiate(batch)
-        self.update(step, loss)
-        with torch.no_grad():
-            self.bench.method.after_step(self.run, step, self.last)
+        _end_step(self.bench, self.optimizer, [self], step, [loss])
         return loss
 
-    def update(self, step: int, loss: Tensor) -> None:
-        """Make the step of a gradient that is in ``run.grad``: correct it, and move the vector."""
-        run, method, settings = self.run, self.bench.method, self.bench.settings
+    def correct(self, step: int, loss: Tensor) -> None:
+        """Correct the gradient of a step, which is in ``run.grad``."""
+        run, clip_norm = self.run, self.bench.settings.optimizer.clip_norm
         run.step, run.loss = step, loss
-        method.before_step(run)
+        self.bench.method.before_step(run)
         if self._mask is not None:
             run.grad.mul_(self._mask)
-        if settings.optimizer.clip_norm is not None:
+        if clip_norm is not None:
             # Clip what the optimizer reads: corrected, and without inactive core heads.
-            torch.nn.utils.clip_grad_norm_([run.vector], settings.optimizer.clip_norm)
-        self.optimizer.param_groups[0]["lr"] = run.rates[step - 1]
-        with torch.no_grad():
-            self.optimizer.step()
-            if self._untrained is not None and self._mask is not None:
-                run.vector.mul_(self._mask).add_(self._untrained)
+            torch.nn.utils.clip_grad_norm_([run.vector], clip_norm)
+
+    def restore(self) -> None:
+        """Put back what is not trained."""
+        if self._untrained is not None and self._mask is not None:
+            self.run.vector.mul_(self._mask).add_(self._untrained)
 
     def _differentiate(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Put the gradient of a batch into ``run.grad`` and return the loss."""
@@ -327,7 +330,8 @@ class SharedSteps:
     ) -> None:
         self.bench, self.each, self.last = bench, each, each[0].last
         self.losses, self._grads = (len(each),), grads
-        broadcast = each[0].run.broadcast
+        broadcast, optimizer = each[0].run.broadcast, bench.settings.optimizer
+        self._optimizer = make_optimizer(optimizer, [steps.run.vector for steps in each])
         self._trained = Trained(vectors, broadcast.base, broadcast.constants)
 
     @contextmanager
@@ -346,11 +350,27 @@ class SharedSteps:
     def compute(self, step: int, batch: Mapping[str, Tensor]) -> Tensor:
         """Run a step of every client and return their losses [k], on the device."""
         losses = _compute_gradient(self.bench, self._trained, self._grads, batch, len(self.each))
-        for steps, loss in zip(self.each, losses, strict=True):
-            steps.update(step, loss)
-        with torch.no_grad():
-            self.bench.method.after_steps([steps.run for steps in self.each], step, self.last)
+        _end_step(self.bench, self._optimizer, self.each, step, losses)
         return losses
+
+
+def _end_step(
+    bench: Workbench,
+    optimizer: torch.optim.Optimizer,
+    each: Sequence[LocalSteps],
+    step: int,
+    losses: Iterable[Tensor],
+) -> None:
+    """End a step of clients whose gradients are computed: they have one optimizer and one prox."""
+    for steps, loss in zip(each, losses, strict=True):
+        steps.correct(step, loss)
+    runs = [steps.run for steps in each]
+    optimizer.param_groups[0]["lr"] = runs[0].rates[step - 1]  # that of all, by the round
+    with torch.no_grad():
+        optimizer.step()
+        for steps in each:
+            steps.restore()
+        bench.method.after_steps(runs, step, each[0].last)
 
 
 @contextmanager
@@ -399,12 +419,12 @@ def _forward_backward(
     return losses.detach()
 
 
-def make_optimizer(settings: "OptimizerConfig", vector: Tensor) -> torch.optim.Optimizer:
-    """Build a fresh optimizer over the flat vector [P]."""
+def make_optimizer(settings: "OptimizerConfig", vectors: list[Tensor]) -> torch.optim.Optimizer:
+    """Build a fresh optimizer over flat vectors [P]."""
     lr, decay, betas = settings.lr, settings.weight_decay, (settings.beta1, settings.beta2)
     if settings.name == "sgd":
-        return torch.optim.SGD([vector], lr=lr, momentum=settings.momentum, weight_decay=decay)
-    return torch.optim.AdamW([vector], lr=lr, betas=betas, weight_decay=decay, fused=True)
+        return torch.optim.SGD(vectors, lr=lr, momentum=settings.momentum, weight_decay=decay)
+    return torch.optim.AdamW(vectors, lr=lr, betas=betas, weight_decay=decay, fused=True)
 
 
 def gradient_mask(run: LocalRun, wire: tuple[str, ...]) -> Tensor | None:

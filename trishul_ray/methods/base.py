@@ -217,7 +217,7 @@ class Method:
         """End local step ``step`` of 1..``steps``, e.g. by a prox or a clip (default: nothing)."""
 
     def after_steps(self, runs: Sequence[LocalRun], step: int, steps: int) -> None:
-        """End it for clients that train together (default: one after the other)."""
+        """End it for the clients that train together (default: :meth:`after_step` of each)."""
         for run in runs:
             self.after_step(run, step, steps)
 

@@ -216,12 +216,8 @@ class Trishul(Ravan):
                 stack.origin = stack.bank.clone()
         return stacks
 
-    def after_step(self, run: LocalRun, step: int, steps: int) -> None:
-        """Clip the scalars, then apply the prox of ``λη||.||_*`` to the trained cores."""
-        self.after_steps([run], step, steps)
-
     def after_steps(self, runs: Sequence[LocalRun], step: int, steps: int) -> None:
-        """Do so for clients that train together, with one prox."""
+        """Clip the scalars, then apply the prox of ``λη||.||_*`` to the trained cores."""
         for run in runs:
             # Scalars of heads that are not trained are 1, so clipping leaves them.
             run.vector[run.layout.scalars].clamp_(0.0, self.config.scalar_max)

@@ -59,7 +59,7 @@ def test_a_relative_prox_every_k_steps_removes_what_k_would(executor):
             start = torch.randn(bench.initial.shape, generator=torch_rng(0, "x"))
         current = local_run(bench, start.clone())
         for step in range(1, 8):
-            bench.method.after_step(current, step, 7)
+            bench.method.after_steps([current], step, 7)
         layout = current.layout
         banks = zip(layout.core_banks(current.vector), layout.core_banks(start), strict=True)
         for after, before in banks:
