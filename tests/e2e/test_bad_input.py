@@ -50,7 +50,6 @@ def one_line(text):
 
 COMMAND_LINES = [
     (["run", "nosuch.yaml"], "config file nosuch.yaml does not exist"),
-    (["run", "federation.cilents=3"], "did you mean 'federation.clients'?"),
     (["run", "rounds", "3"], "as one word, rounds=3"),
     (["run", "--frsh"], "No such option: --frsh"),
     (["rum"], "No such command 'rum'"),

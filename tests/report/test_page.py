@@ -121,10 +121,8 @@ def test_the_table_shows_what_the_paper_prints(full):
     page, _ = full
     (block,) = page.find("figure", id="paper-vision")
     table = block.find("table")[0]
-    assert [e.words for e in table.find("th", scope="rowgroup")] == [
-        "budget: lower",
-        "budget: higher",
-    ]
+    groups = [e.words for e in table.find("th", scope="rowgroup")]
+    assert groups == ["budget: lower", "budget: higher"]
     body = [row for row in table.find("tr") if row.find("th", scope="row")]
     assert len(body) == 15
     ours = next(row for row in body if row.find("th", scope="row")[0].text == "TRISHUL")
@@ -134,14 +132,8 @@ def test_the_table_shows_what_the_paper_prints(full):
     assert sum(bool(cell.find("strong")) for cell in ours.find("td")) >= 4
     assert ours.find("td")[-1].words == "★ best mean"
     verdicts = " ".join(row.find("td")[-1].words for row in body)
-    for text in (
-        "○ reference",
-        "seeds needed",
-        "▼ worse, decided p = 0.0",
-        "? undecided p = 0.",
-        "against TRISHUL",
-    ):
-        assert text in verdicts
+    said = ["○ reference", "seeds needed", "▼ worse, decided p = 0.0", "? undecided p = 0."]
+    assert all(text in verdicts for text in [*said, "against TRISHUL"]), verdicts
 
 
 def test_a_verdict_stands_under_the_name_where_there_is_no_room_beside_it(full):
@@ -169,9 +161,8 @@ def test_what_says_nothing_about_methods_is_not_judged(report, tmp_path):
         for word in ("decided", "best mean", "★", "✓", "reversed,", " seen,"):
             assert word not in text
         assert "not judged" in text
-    (section,) = (
-        s for s in page.find("section") if s.attrib["aria-labelledby"].startswith("sweep")
-    )
+    found = page.find("section")
+    (section,) = (s for s in found if s.attrib["aria-labelledby"].startswith("sweep"))
     assert section.words.count("500 of 10,000 test rows scored") == 1
     assert not section.find("strong") and not section.find("figcaption")[0].find("b")
 
@@ -298,11 +289,10 @@ def test_gaps_are_visible_with_their_reason(report):
 
 
 def test_nothing_is_finished(report):
-    page = report(vision(status=lambda labels: ("missing", ""), figures=[FIGURE]), sensitivity())
+    nothing = vision(status=lambda labels: ("missing", ""), figures=[FIGURE])
+    page = report(nothing, sensitivity())
     assert "0 of 360 runs finished, 360 missing" in page.words
-    page = report(
-        vision(status=lambda labels: ("missing", ""), figures=[FIGURE]), figures=lambda *_: None
-    )
+    page = report(nothing, figures=lambda *_: None)
     assert "No finished run has what it shows." in page.words
     assert page.words.count("No run has finished.") == 2
 
@@ -333,23 +323,15 @@ def test_the_same_outcomes_give_the_same_bytes(tmp_path):
         sweeps = [vision(figures=[FIGURE], status=half_missing), initialization()]
         write_report(sweeps, tmp_path / name, figures=square)
     first, second = (
-        {
-            p.relative_to(tmp_path / n).as_posix(): p.read_bytes()
-            for p in (tmp_path / n).rglob("*.*")
-        }
-        for n in ("a", "b")
+        {str(p.relative_to(home)): p.read_bytes() for p in home.rglob("*.*")}
+        for home in (tmp_path / "a", tmp_path / "b")
     )
     assert first == second
-    assert set(first) == {
-        "report.html",
-        "report.md",
-        "tables/paper-vision.csv",
-        "tables/paper-vision.tex",
-        "tables/paper-initialization.csv",
-        "tables/paper-initialization.tex",
-        "tables/claims.csv",
-        *(f"figures/figure-paper-vision-curve.{suffix}" for suffix in ("csv", "pdf", "svg")),
-    }
+    tables = ["paper-vision.csv", "paper-vision.tex", "paper-initialization.csv"]
+    tables += ["paper-initialization.tex", "claims.csv"]
+    figures = [f"figure-paper-vision-curve.{suffix}" for suffix in ("csv", "pdf", "svg")]
+    written = [f"tables/{name}" for name in tables] + [f"figures/{name}" for name in figures]
+    assert set(first) == {"report.html", "report.md", *written}
 
 
 def without_time(element):
@@ -386,10 +368,8 @@ def test_what_depends_on_the_clock_is_marked(tmp_path):
 def test_figures_are_inline_and_beside_the_page(full):
     page, folder = full
     blocks = [e for e in page.find("figure") if e.find("svg")]
-    assert [e.attrib["id"] for e in blocks] == [
-        "figure-paper-vision-curve",
-        "figure-paper-vision-other",
-    ]
+    names = ["figure-paper-vision-curve", "figure-paper-vision-other"]
+    assert [e.attrib["id"] for e in blocks] == names
     file = folder / "figures" / "figure-paper-vision-curve.svg"
     assert file.read_text().startswith("<svg")
     assert "an invented curve" in blocks[0].words

@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -76,27 +77,14 @@ def test_a_whole_file(write):
         "seed": ("0", "1", "2"),
     }
     assert sweep.shown == {"method": {"RAVAN": "RAVAN (Gram-Schmidt)"}, "budget": {}, "seed": {}}
-    both = TableLayout(
-        name="both", rows=("budget", "method"), where={"method": ("TRISHUL", "RAVAN")}
-    )
+    where = {"method": ("TRISHUL", "RAVAN")}
+    both = TableLayout(name="both", rows=("budget", "method"), where=where)
     assert both.title == "both"
-    wide = TableLayout(
-        name="wide",
-        title="Wide",
-        rows=("method",),
-        columns=("budget",),
-        paper="tab:vision",
-        average=True,
-    )
+    shown = {"title": "Wide", "paper": "tab:vision", "average": True}
+    wide = TableLayout(name="wide", rows=("method",), columns=("budget",), **shown)
     assert sweep.tables == (both, wide)
-    assert sweep.figures == (
-        FigureLayout(
-            name="curves",
-            kind="convergence",
-            where={"budget": ("lower",)},
-            options={"series": "method"},
-        ),
-    )
+    chosen = {"where": {"budget": ("lower",)}, "options": {"series": "method"}}
+    assert sweep.figures == (FigureLayout(name="curves", kind="convergence", **chosen),)
     assert (sweep.search, sweep.early_stopping) == (None, None)
     assert len(sweep.cells) == len(distinct([sweep, sweep])) == (3 * 2 - 1) * 3
     first, last = sweep.cells[0], sweep.cells[-1]
@@ -508,9 +496,8 @@ def test_search_and_early_stopping(write):
         "adapter.init": Domain("choice", ("gram_schmidt", "random_normal")),
         "partition.alpha": Domain("uniform", (0.1, 1.0)),
     }
-    assert sweep.search == Search(
-        kind="optuna", samples=7, metric="accuracy", mode="max", seed=3, space=space
-    )
+    chosen = {"metric": "accuracy", "mode": "max", "seed": 3}
+    assert sweep.search == Search(kind="optuna", samples=7, space=space, **chosen)
     assert sweep.early_stopping == EarlyStopping(grace=2)
     assert sweep.search.compared == "validation_accuracy"
     assert sweep.search_place.endswith(":4")
@@ -530,12 +517,8 @@ SPACE = "space: {optimizer.lr: {log: [1e-4, 1e-1]}}"
 )
 def test_a_loss_is_minimized_and_the_validation_rows_decide(write, keys, mode, compared):
     share = 0 if "on: test" in keys else 0.1
-    sweep = load_sweep(
-        write(
-            f"base: {{data.validation_share: {share}}}\n"
-            f"search: {{kind: random, samples: 3, {keys}{SPACE}}}\nearly_stopping: {{grace: 1}}\n"
-        )
-    )
+    text = f"base: {{data.validation_share: {share}}}\nearly_stopping: {{grace: 1}}\n"
+    sweep = load_sweep(write(text + f"search: {{kind: random, samples: 3, {keys}{SPACE}}}\n"))
     assert (sweep.search.mode, sweep.search.compared) == (mode, compared)
     assert sweep.early_stopping.on == sweep.search.on
     (table,) = with_random_samples(sweep).tables
@@ -597,22 +580,14 @@ def test_fields_of_chosen_cells(write):
         "base.yaml",
     )
     extended = load_sweep(write("extends: base.yaml\nbase: {optimizer.lr: 0.3}\n"))
-    made = {
-        (c.labels["method"], c.labels["seed"]): (
-            c.experiment.optimizer.lr,
-            c.experiment.budget,
-            c.experiment.seed,
-        )
-        for c in extended.cells
-    }
-    lower = 4
+    made, lower = {}, 4
+    for cell in extended.cells:
+        fields = cell.experiment.optimizer.lr, cell.experiment.budget, cell.experiment.seed
+        made.setdefault(cell.labels["method"], []).append(fields)
     assert made == {
-        ("fedit", "0"): (0.1, 8, 0),
-        ("fedit", "1"): (0.1, 8, 1),
-        ("fedex", "0"): (0.1, 8, 0),
-        ("fedex", "1"): (0.2, 8, 5),  # the later one wins, over the axis, too
-        ("trishul", "0"): (0.3, lower, 0),
-        ("trishul", "1"): (0.3, lower, 1),
+        "fedit": [(0.1, 8, 0), (0.1, 8, 1)],
+        "fedex": [(0.1, 8, 0), (0.2, 8, 5)],  # the later one wins, over the axis, too
+        "trishul": [(0.3, lower, 0), (0.3, lower, 1)],
     }
     # A child's section replaces its parent's, as `except` does.
     without = load_sweep(write("extends: base.yaml\nadjust: []\n"))
@@ -628,29 +603,16 @@ LABELS = st.text("abcxyz", min_size=1, max_size=3)
 )
 def test_cells_are_all_combinations_but_the_exceptions(tmp_path_factory, axes, data):
     """Any axes, with any exceptions that leave a cell."""
-    excluded = data.draw(
-        st.lists(
-            st.fixed_dictionaries(
-                {}, optional={axis: st.sampled_from(labels) for axis, labels in axes.items()}
-            ).filter(bool),
-            max_size=3,
-        )
-        if axes
-        else st.just([])
-    )
+    labels = {axis: st.sampled_from(labels) for axis, labels in axes.items()}
+    some = st.fixed_dictionaries({}, optional=labels).filter(bool)
+    excluded = data.draw(st.lists(some, max_size=3) if axes else st.just([]))
     content = {
         "base": {"dataset": "digits"},
         "axes": {axis: {label: {} for label in labels} for axis, labels in axes.items()},
         "except": excluded,
     }
-    combinations = [{}]
-    for axis, labels in axes.items():
-        combinations = [{**each, axis: label} for each in combinations for label in labels]
-    expected = [
-        each
-        for each in combinations
-        if not any(all(each[a] == label for a, label in e.items()) for e in excluded)
-    ]
+    cells = [dict(zip(axes, labels, strict=True)) for labels in product(*axes.values())]
+    expected = [e for e in cells if not any(each.items() <= e.items() for each in excluded)]
     path = tmp_path_factory.mktemp("sweep") / "s.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     if expected:
@@ -690,18 +652,13 @@ def test_the_guides_examples_are_loaded(tmp_path):
     for name, text in blocks:
         (tmp_path / name).write_text(text)
     sweeps = {name: load_sweep(tmp_path / name) for name, _ in blocks}
-    assert {name: len(sweep.cells) for name, sweep in sweeps.items()} == {
-        "mine.yaml": 9,
-        "more.yaml": 15,
-        "random.yaml": 1,
-        "tune.yaml": 2,
-    }
+    counts = {"mine.yaml": 9, "more.yaml": 15, "random.yaml": 1, "tune.yaml": 2}
+    assert {name: len(sweep.cells) for name, sweep in sweeps.items()} == counts
     mine = sweeps["mine.yaml"]
     rates = {c.experiment.optimizer.lr for c in mine.cells if c.labels["method"] == "fedit"}
     assert rates == {0.005}
     assert {c.experiment.federation.rounds for c in sweeps["more.yaml"].cells} == {20}
-    assert (
-        sweeps["random.yaml"].search.mode == "min" and len(sweeps["random.yaml"].search.space) == 4
-    )
+    search = sweeps["random.yaml"].search
+    assert (search.mode, len(search.space)) == ("min", 4)
     assert sweeps["tune.yaml"].search.kind == "optuna"
     assert sweeps["tune.yaml"].early_stopping.grace == 3
