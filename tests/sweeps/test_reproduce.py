@@ -46,6 +46,14 @@ CASES = """
     """
 
 
+#: A search for a rate, with what is put in the place of the key.
+SEARCH = """
+    base: {{data.validation_share: 0.2}}
+    search: {{{}, space: {{optimizer.lr: {{log: [1.0e-6, 0.1]}}}}}}
+    """
+STOPPED_EARLY = "early_stopping: {grace: 1, reduction: 2}\n"
+
+
 class Followed(SweepProgress):
     """Progress without a terminal, that remembers and may strike at a round."""
 
@@ -338,17 +346,8 @@ def test_a_trial_that_hangs_ends_itself_and_finishes(
 
 
 def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_file, tmp_path):
-    text = """
-        base: {data.validation_share: 0.2}
-        search:
-          kind: random
-          metric: loss
-          samples: 4
-          seed: 3
-          space: {optimizer.lr: {log: [1.0e-6, 0.1]}}
-        early_stopping: {grace: 1, reduction: 2}
-        """
-    sweep = sweep_file(text, "federation.rounds=4", "resources.backend=inline")
+    text = textwrap.dedent(SEARCH.format("kind: random, metric: loss, samples: 4, seed: 3"))
+    sweep = sweep_file(text + STOPPED_EARLY, "federation.rounds=4", "resources.backend=inline")
     progress = Followed()
     result = reproduce([sweep], TuneOptions(concurrency=1), progress)
     stopped = {id: why for id, why in progress.ended.items() if why is not None}
@@ -362,9 +361,8 @@ def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_fil
     assert statuses == {"finished": 4 - len(stopped), "stopped": len(stopped)}
     (table,) = build_tables(result.outcomes)
     assert table.unit == "validation loss" and table.states == statuses
-    assert {cell.gap for row in table.rows for cell in row.cells if not cell.estimate} == {
-        "stopped"
-    }
+    gaps = {cell.gap for row in table.rows for cell in row.cells if not cell.estimate}
+    assert gaps == {"stopped"}
     # Tune compared what the table shows.
     assert all(re.search(r"round \d, validation loss \d", why) for why in stopped.values())
     for cell in outcome.cells:
@@ -381,16 +379,8 @@ def test_a_random_search_with_early_stopping_is_repeated_without_a_run(sweep_fil
 
 def test_an_optuna_search_goes_the_same_way_again(sweep_file):
     pytest.importorskip("optuna")
-    text = """
-        base: {data.validation_share: 0.2}
-        axes: {method: [fedit]}
-        search:
-          kind: optuna
-          metric: loss
-          samples: 5
-          space: {optimizer.lr: {log: [1.0e-6, 0.1]}}
-        early_stopping: {grace: 1, reduction: 2}
-        """
+    text = textwrap.dedent(SEARCH.format("kind: optuna, metric: loss, samples: 5"))
+    text += "axes: {method: [fedit]}\n" + STOPPED_EARLY
     sweep = sweep_file(text, "federation.rounds=4", "resources.backend=inline")
     progress = Followed()
     result = reproduce([sweep], TuneOptions(concurrency=1), progress)
@@ -399,11 +389,8 @@ def test_an_optuna_search_goes_the_same_way_again(sweep_file):
     assert stopped and all(why.startswith("stopped early after round") for why in stopped)
     assert len(outcome.cells) == 5 and result.failures == {}
     (table,) = build_tables(result.outcomes)
-    losses = {
-        cell.id: cell.summary.final["validation_loss"]
-        for cell in outcome.cells
-        if cell.status == "finished"
-    }
+    finished = [cell for cell in outcome.cells if cell.status == "finished"]
+    losses = {cell.id: cell.summary.final["validation_loss"] for cell in finished}
     best = min(losses, key=losses.get)
     marked = [cell.runs[0].id for row in table.rows for cell in row.cells if cell.best]
     assert table.unit == "validation loss" and marked in ([best], [])
@@ -417,11 +404,7 @@ def test_an_optuna_search_goes_the_same_way_again(sweep_file):
 
 
 def test_a_missing_optuna_is_named_with_its_place_before_ray_starts(sweep_file, monkeypatch):
-    text = """
-        base: {data.validation_share: 0.2}
-        search: {kind: optuna, space: {optimizer.lr: {log: [1.0e-6, 0.1]}}}
-        """
-    sweep = sweep_file(text)
+    sweep = sweep_file(SEARCH.format("kind: optuna"))
     monkeypatch.setitem(sys.modules, "optuna", None)
     monkeypatch.setattr(
         "trishul_ray.federation.on_ray.session.ray_session", lambda: pytest.fail("Ray")
@@ -431,10 +414,7 @@ def test_a_missing_optuna_is_named_with_its_place_before_ray_starts(sweep_file, 
 
 
 def test_a_metric_that_the_task_does_not_have_is_refused(sweep_file):
-    text = """
-        base: {data.validation_share: 0.2}
-        search: {kind: random, metric: f1, space: {optimizer.lr: {log: [1.0e-6, 0.1]}}}
-        """
+    text = SEARCH.format("kind: random, metric: f1")
     sweep = sweep_file(text, "resources.backend=inline", "tracking.mlflow=false")
     with pytest.raises(InputError, match=r"search.metric=f1: the task has accuracy, loss"):
         reproduce([sweep], TuneOptions(), Followed())
