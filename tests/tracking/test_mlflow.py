@@ -453,7 +453,8 @@ DRIVER = """
     run = MlflowTracker(sys.argv[1], "trishul")
     run.start(RunStart(sys.argv[2], "a run", {"seed": 0}, {}))
     run.round(1, {"accuracy": 0.5})
-    print(run.run_id)
+    print(run.run_id, flush=True)
+    sys.stdin.readline()
 """
 
 
