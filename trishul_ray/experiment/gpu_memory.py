@@ -5,6 +5,7 @@ backward pass needs: some of them, and the inputs of normalizations and activati
 """
 
 from collections import Counter
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from trishul_ray.adapters.model import scales_logits
 from trishul_ray.adapters.targets import block_of, classifier_module
+from trishul_ray.config import TaskConfig
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.fit import build_site
 from trishul_ray.methods.base import build_method
@@ -78,14 +80,20 @@ def estimated_bytes(experiment: Experiment) -> float:
         bias = 2 * item * config.num_attention_heads * n * n
         row, cached = row + bias, cached + bias
 
-    def logits(rows: int) -> int:
-        positions = rows * m
-        if task.kind == "instruction":
-            whole = method.train_all or scales_logits(module)
-            positions = rows * n if whole else min(positions, CHUNK)
-        return positions * head.out_features * LOGIT if head else 0
-
+    every = n if method.train_all or scales_logits(module) else 0
+    logits = partial(_logits, task, m, every, head.out_features if head else 0)
     clients, scored = min(fed.stacked, fed.clients_per_round), experiment.evaluation.batch_size
     step = fed.batch_size * row + logits(fed.batch_size) + TRAINED * trained
     evaluation = scored * (ALIVE * largest + cached) + logits(scored)
     return weights + max(clients * step, evaluation)
+
+
+def _logits(task: TaskConfig, m: int, every: int, size: int, rows: int) -> int:
+    """Return the bytes of the logits of rows, each of m targets, that are alive at once.
+
+    ``every`` is the number of tokens of a row if an instruction's logits are all computed, else 0.
+    """
+    positions = rows * m
+    if task.kind == "instruction":
+        positions = rows * every if every else min(positions, CHUNK)
+    return positions * size * LOGIT

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -28,6 +29,9 @@ from trishul_ray.runs.results import file_hashes, write_tables
 from trishul_ray.stages import Stages
 from trishul_ray.storage import Store
 from trishul_ray.tracking.progress import RunProgress
+
+if TYPE_CHECKING:
+    from trishul_ray.runs.export import Export
 
 
 def read_finished(
@@ -97,14 +101,8 @@ def restore_files(
             folder = Path(scratch)
             write_tables(experiment, checkpoint, folder)
             if adds or not damaged.keys() <= set(TABLES):
-                prepared = prepare_run(experiment, progress.task_progress("preparing data"))
-                backbone = Backbone.of(experiment.model, experiment.storage.places)
-                ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=False)
-                result = InlineDriver(experiment, prepared, checkpoint.attempt).final()
-                with _no_score_lost(run_folder):
-                    from trishul_ray.runs.artifacts import write_artifacts  # as below
-
-                    export = write_artifacts(experiment, prepared, result, folder, home)
+                attempt = checkpoint.attempt
+                export = _artifacts_again(experiment, attempt, run_folder, folder, progress)
                 summary = replace(summary, export=asdict(export))
             hashes = file_hashes(folder)
             if adds:
@@ -126,6 +124,20 @@ def restore_files(
     else:
         progress.note(f"{faults} in {home.uri}, restored from the last checkpoint: {names}")
     return summary
+
+
+def _artifacts_again(
+    experiment: Experiment, attempt: str, run_folder: RunFolder, folder: Path, progress: RunProgress
+) -> "Export":
+    """Make the artifacts of a finished run in a folder, from its last checkpoint."""
+    prepared = prepare_run(experiment, progress.task_progress("preparing data"))
+    backbone = Backbone.of(experiment.model, experiment.storage.places)
+    ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=False)
+    result = InlineDriver(experiment, prepared, attempt).final()
+    with _no_score_lost(run_folder):
+        from trishul_ray.runs.artifacts import write_artifacts  # as below
+
+        return write_artifacts(experiment, prepared, result, folder, run_folder.home)
 
 
 def add_artifacts(
