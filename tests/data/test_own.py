@@ -413,7 +413,11 @@ UTF16 = "text,label\nun été,0\nb,1\n".encode("utf-16")
         ("x.json", b'[{"text":\n', r"x.json, line 2: not JSON \(Expecting value at column 1\)"),
         *((f"x.{kind}", LFS, "git lfs pull") for kind in ("parquet", "csv", "jsonl")),
         ("x.parquet", b"PAR1 and no more", r"an incomplete download: it ends after 16 bytes"),
-        ("x.csv", gzip.compress(b"a"), r"x.csv: a gzip file, not a CSV file; unpack it: gunzip"),
+        (
+            "x.csv",
+            gzip.compress(b"a", mtime=0),
+            r"x.csv: a gzip file, not a CSV file; unpack it: gunzip",
+        ),
         ("x.jsonl", b"PK\3\4", r"x.jsonl: a zip file \(as those of Excel are\), not a JSON lines"),
         ("x.parquet", b"<html>", r"x.parquet: not a readable parquet file"),
         ("x.xlsx", b"PK", r"data.path='.*x.xlsx': the file must be one of .parquet, .jsonl"),
