@@ -20,7 +20,7 @@ NEWCOMERS = sorted(file.stem for file in FOLDER.glob("*.py"))
 
 @contextmanager
 def unloaded_after():
-    """Forget the plug-ins that are loaded inside: other tests know the built-in methods alone."""
+    """Forget the plug-ins that are loaded inside: other tests know the built-in ones alone."""
     for registry in REGISTRIES:  # the built-in ones are registered before
         registry.all()
     tables = [plugins._owners, plugins._newest, plugins._classes, plugins._datasets]

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.usefixtures("plain_figures")
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     with unloaded_after():
+        for table in (plugins._owners, plugins._newest):
+            table.clear()  # what tests of other files may have left
         yield
 
 

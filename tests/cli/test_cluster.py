@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from newcomers import unloaded_after
 from ports import free_port
 from ray.job_submission import JobDetails, JobStatus, JobType
 
@@ -120,15 +121,16 @@ def test_no_plugin_that_a_job_names_is_run(mine, tmp_path, words):
 
 
 def test_a_plugin_of_ones_own_is_no_obstacle(mine, tmp_path):
-    load_plugin("mine.py")
-    assert mine()
-    for words in (["run", "--plugin", "mine.py"], ["run", "mine.yaml"]):
-        assert (
-            cells_of(*words, runs=tmp_path / "runs")
-            == "0 of 1 done, 0 running, 1 missing, 0 failed"
-        )
-    (tmp_path / "mine.py").write_text("raise SystemExit")  # changed since
-    assert "mine.py is not run here" in cells_of("run", "--plugin", "mine.py", runs=tmp_path)
+    with unloaded_after():
+        load_plugin("mine.py")
+        assert mine()
+        for words in (["run", "--plugin", "mine.py"], ["run", "mine.yaml"]):
+            assert (
+                cells_of(*words, runs=tmp_path / "runs")
+                == "0 of 1 done, 0 running, 1 missing, 0 failed"
+            )
+        (tmp_path / "mine.py").write_text("raise SystemExit")  # changed since
+        assert "mine.py is not run here" in cells_of("run", "--plugin", "mine.py", runs=tmp_path)
 
 
 def test_what_a_terminal_would_obey_is_not_printed():

@@ -8,11 +8,13 @@ import functools
 import json
 import re
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import typer
+from newcomers import unloaded_after
 from PIL import Image
 from public_mirror import COLUMNS, texts, write_mirror, write_table
 from transformers import ViTConfig
@@ -94,15 +96,20 @@ def test_a_documented_command_works(where, words, places, called, tmp_path, monk
     if "mine.py" in words:
         (tmp_path / "mine.py").touch()
         monkeypatch.chdir(tmp_path)
-    command = APP.get_command(None, words[0])
-    context = command.make_context(words[0], list(words[1:]))
-    if words[0] == "pretrain":
+    with unloaded_after() if "mine.py" in words else nullcontext():
+        check_command(*words)
+
+
+def check_command(name, *words):
+    command = APP.get_command(None, name)
+    context = command.make_context(name, list(words))
+    if name == "pretrain":
         get_builtin(context.params["name"], context.params["dataset"])
-    if words[0] == "run":
+    if name == "run":
         check_run(load_arguments(context.params["arguments"]))
-    if words[0] == "rates":
+    if name == "rates":
         assert find_sweeps(["rates"], context.params["profile"])
-    if words[0] in ("table", "sweep", "plan", "report"):
+    if name in ("table", "sweep", "plan", "report"):
         check_sweeps(**context.params)
 
 
