@@ -442,7 +442,7 @@ def test_ui_command_opens_this_store(uri, tmp_path, monkeypatch):
     assert ui_command("http://me:secret@host:5000", "abc") == "http://***@host:5000"
 
 
-#: Opens the store when told to.
+#: Script of a driver, which opens the store after it has read a line.
 DRIVER = """
     import sys
     import mlflow.tracking

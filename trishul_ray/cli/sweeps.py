@@ -57,12 +57,15 @@ NamesOrFiles = Annotated[
         show_default=False,
     ),
 ]
-_REPORT: dict[str, Any] = {
-    "metavar": "DIR",
-    "help": "Where the report is written: a folder or URI.",
-    "envvar": "TRISHUL_REPORT",
-}
-ReportFolder = Annotated[str, typer.Option("--report", **_REPORT)]
+
+
+def _report_option(*names: str) -> Any:
+    """Return the option of where the report is written; by default, named as its parameter."""
+    where = "Where the report is written: a folder or URI."
+    return typer.Option(*names, metavar="DIR", help=where, envvar="TRISHUL_REPORT")
+
+
+ReportFolder = Annotated[str, _report_option("--report")]
 
 
 def table(
@@ -239,7 +242,7 @@ def report(
     arguments: NamesOrFiles,
     profile: Profile = "paper",
     runs: RunsOption = None,
-    output: Annotated[str, typer.Option(**_REPORT)] = "report",
+    output: Annotated[str, _report_option()] = "report",
     plugin: Plugins = None,
 ) -> None:
     """Write tables and figures from finished runs: one HTML page, Markdown, LaTeX and CSV.

@@ -268,7 +268,7 @@ class LocalSteps:
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
-        """That of the client alone."""
+        """Optimizer of the vector of a client that trains alone."""
         return make_optimizer(self.bench.settings.optimizer, [self.run.vector])
 
     def bound(self) -> AbstractContextManager[None]:
@@ -365,7 +365,7 @@ def _end_step(
     for steps, loss in zip(each, losses, strict=True):
         steps.correct(step, loss)
     runs = [steps.run for steps in each]
-    optimizer.param_groups[0]["lr"] = runs[0].rates[step - 1]  # that of all, by the round
+    optimizer.param_groups[0]["lr"] = runs[0].rates[step - 1]  # all have the rates of the round
     with torch.no_grad():
         optimizer.step()
         for steps in each:

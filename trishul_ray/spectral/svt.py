@@ -124,33 +124,28 @@ def svt(
 def svt_of_stacks(stacks: Sequence[tuple[Tensor, Threshold]]) -> list[Tensor]:
     """Apply :func:`svt` to stacks [n_i, r_i, r_i], each with its threshold.
 
-    On a GPU, neighbors of one rank and kind of threshold are one stack: they take the kernels of
-    one, and each result is that of its stack alone up to the last bits.
+    On a GPU, neighbors of one rank and kind of threshold, or one number as threshold, are one
+    stack: they take the kernels of one, and each result is that of its stack alone up to the last
+    bits.
     """
     found: list[Tensor] = []
-    for (_, relative, hard), same in groupby(stacks, _kind):
+    for (_, relative, hard, number), same in groupby(stacks, _kind):
         cores, taus = zip(*((cores, threshold.tau) for cores, threshold in same), strict=True)
         if cores[0].device.type == "cpu" or len(cores) == 1:
             each = zip(cores, taus, strict=True)
             found += [svt(core, tau, relative=relative, hard=hard) for core, tau in each]
-            continue
-        sizes, tau = [len(core) for core in cores], taus[0]
-        if any(isinstance(other, torch.Tensor) or other != tau for other in taus):
-            tau = torch.cat(
-                [
-                    other
-                    if isinstance(other, torch.Tensor)
-                    else core.new_full((len(core),), other, dtype=torch.float64)
-                    for core, other in zip(cores, taus, strict=True)
-                ]
-            )
-        found += svt(torch.cat(cores), tau, relative=relative, hard=hard).split(sizes)
+        else:
+            tau = torch.cat(taus) if number is None else number
+            shrunk = svt(torch.cat(cores), tau, relative=relative, hard=hard)
+            found += shrunk.split([len(core) for core in cores])
     return found
 
 
-def _kind(stack: tuple[Tensor, Threshold]) -> tuple[int, bool, bool]:
+def _kind(stack: tuple[Tensor, Threshold]) -> tuple[int, bool, bool, float | None]:
+    """Return the rank of the cores, the kind of their threshold, and the number if it is one."""
     cores, threshold = stack
-    return cores.shape[-1], threshold.relative, threshold.hard
+    number = None if isinstance(threshold.tau, torch.Tensor) else threshold.tau
+    return cores.shape[-1], threshold.relative, threshold.hard, number
 
 
 def svt_stats(
