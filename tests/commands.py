@@ -44,6 +44,13 @@ def describe(process):
         return "gone"
 
 
+def _name(process):
+    try:
+        return process.name()
+    except psutil.Error:  # it has ended since it was found
+        return ""
+
+
 def hear_signals():
     """Undo what a child inherits of tests in the background (no SIGINT) or of nohup (no SIGHUP)."""
     for signum in (signal.SIGINT, signal.SIGHUP):
@@ -81,9 +88,9 @@ class Command:
         self.errors.append(rest or "")
         return self.process.returncode, out, "".join(self.errors)
 
-    def processes(self):
-        """Its processes that live now."""
-        return marked(self.mark)
+    def processes(self, name=""):
+        """Its processes that live now, those whose name begins so."""
+        return [process for process in marked(self.mark) if _name(process).startswith(name)]
 
     def left_behind(self, seconds=15):
         """Its processes that still live after a grace period, as text."""

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from commands import describe
 from fake_metadata import FakeMetadata
 from ports import free_port
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
@@ -41,12 +42,7 @@ class RayNode:
 
     def processes(self, name=""):
         """Its live processes whose command line has ``name``, without watchers."""
-        found = []
-        for process in self.command.processes():
-            words = " ".join(process.cmdline())
-            if name in words:
-                found.append(process)
-        return found
+        return [process for process in self.command.processes() if name in describe(process)]
 
     def kill(self):
         """Take the machine away: kill all its processes at once."""

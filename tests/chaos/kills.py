@@ -236,7 +236,7 @@ def kill(place, command, victim, rng):
         command.process.kill()
     elif victim in TITLES:
         named = [p for p in command.processes() if describe(p).startswith(TITLES[victim])]
-        named += [p for p in command.processes() if p.name() == TITLES[victim]]
+        named += command.processes(TITLES[victim])
         if not named:
             return False
         with suppress(psutil.NoSuchProcess):

@@ -333,7 +333,7 @@ def test_what_a_killed_coordinator_was_writing_into_a_bucket_is_removed(
 
 
 def ray_process(command, name):
-    (found,) = [process for process in command.processes() if process.name().startswith(name)]
+    (found,) = command.processes(name)
     return found
 
 

@@ -133,7 +133,7 @@ def test_a_cell_that_another_command_runs_is_waited_for(sweep, tmp_path, end):
         assert first.process.poll() is None
         time.sleep(0.1)
     # A fast machine would end these cells before the second command looks for them.
-    workers = [process for process in first.processes() if process.name().startswith("ray::")]
+    workers = first.processes("ray::")
     assert workers
     suspend(workers, tmp_path / "runs" / "mlflow.db")
     second = sweep(*words, axes=METHODS)
@@ -161,7 +161,7 @@ def test_a_sweep_that_loses_its_ray_ends_in_order_and_is_continued(sweep, tmp_pa
     first = sweep()
     first.wait_for(f"1/{CELLS} ", LONG_WAIT)
     before = finished_cells(tmp_path)
-    (gcs,) = [process for process in first.processes() if process.name() == "gcs_server"]
+    (gcs,) = first.processes("gcs_server")
     gcs.kill()
     code, _, errors = first.end(LONG_WAIT)
     assert code == 1, errors
