@@ -1,4 +1,6 @@
 import math
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from trishul_ray.adapters import lora
 from trishul_ray.adapters.base import FrozenLinear, LayerSpec
 from trishul_ray.adapters.lora import LoRA, merging_pays
 from trishul_ray.errors import InputError
@@ -20,8 +23,9 @@ SPEC = LayerSpec("layer", "layer", 7, 9)
     st.sampled_from(["auto", "merged", "factored"]),
     st.sampled_from([1.0, 0.5]),
     st.booleans(),
+    st.booleans(),
 )
-def test_values_and_gradients_are_those_of_the_formula(rank, tokens, path, scale, train_A):
+def test_values_and_gradients_are_those_of_the_formula(rank, tokens, path, scale, train_A, on_gpu):
     adapter = LoRA(rank, scale, train_A=train_A)
     generator = torch.Generator().manual_seed(0)
     weight, bias = (torch.randn(*s, generator=generator).double() for s in ((7, 9), (7,)))
@@ -39,7 +43,9 @@ def test_values_and_gradients_are_those_of_the_formula(rank, tokens, path, scale
         else:
             params = {k: leaves[k] for k in adapter.shapes(SPEC)}
             constants = {} if train_A else {"lora_A": leaves["lora_A"].detach()}
-            y = adapter.forward(leaves["x"], FrozenLinear(weight, bias, constants), params, path)
+            with projected_as_on_a_gpu() if on_gpu else nullcontext():
+                frozen = FrozenLinear(weight, bias, constants)
+                y = adapter.forward(leaves["x"], frozen, params, path)
         y.square().sum().backward()
         results.append((y, {k: v.grad for k, v in leaves.items()}))
     (y, got), (y_ref, expected) = results
@@ -48,6 +54,32 @@ def test_values_and_gradients_are_those_of_the_formula(rank, tokens, path, scale
         assert got.pop("lora_A") is None
     for name, gradient in got.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-10)
+
+
+def projected_as_on_a_gpu():
+    return patch.object(lora, "project", lora._Project.apply)
+
+
+@pytest.mark.parametrize("train_A", [True, False])
+def test_stacked_clients_have_the_same_gradients_on_a_gpu(train_A):
+    adapter, results = LoRA(3, 0.5, train_A=train_A), []
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"x": (2, 5, 9), "weight": (7, 9), "lora_A": (2, 3, 9), "lora_B": (2, 7, 3)}
+    sizes |= {} if train_A else {"lora_A": (3, 9)}
+    values = {k: torch.randn(s, generator=generator).double() for k, s in sizes.items()}
+    for context in (nullcontext(), projected_as_on_a_gpu()):
+        leaves = {k: v.clone().requires_grad_(k != "weight") for k, v in values.items()}
+        params = {k: leaves[k] for k in adapter.shapes(SPEC)}
+        constants = {} if train_A else {"lora_A": leaves["lora_A"].detach()}
+        with context:
+            y = adapter.forward_stacked(
+                leaves["x"], FrozenLinear(leaves["weight"], None, constants), params
+            )
+        y.square().sum().backward()
+        results.append((y, {k: v.grad for k, v in leaves.items() if v.grad is not None}))
+    (y, got), (y_ref, expected) = results
+    assert got.keys() == {"x", *adapter.shapes(SPEC)}
+    torch.testing.assert_close((y, got), (y_ref, expected), rtol=1e-12, atol=1e-12)
 
 
 def test_the_start_is_the_pretrained_layer():

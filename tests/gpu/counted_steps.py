@@ -36,7 +36,7 @@ from trishul_ray.models.tokenizers import byte_tokenizer
 from trishul_ray.stages import Stages
 
 COMMON = [
-    "model.init=random", "budget=lower", "federation.local_steps=2", "tracking.mlflow=false",
+    "model.init=random", "budget=lower", "federation.local_steps=3", "tracking.mlflow=false",
     "evaluation.batch_size=64", "resources.backend=inline",
     "adapter.init=random_normal",  # cheap to draw: the kernels are those of any basis
 ]  # fmt: skip
@@ -111,11 +111,11 @@ def load_shapes(self, kind, num_classes, *, seed):
 
 
 class Enough(Exception):
-    """Ends a client's round after its first step."""
+    """Ends a client's round after its second step."""
 
 
 class StepRows(Rows):
-    """Rows of one step, which note its beginning and its end."""
+    """Rows of two steps, which note where each begins and ends."""
 
     def __init__(self, row, note):
         super().__init__(row)
@@ -123,7 +123,7 @@ class StepRows(Rows):
 
     def batch(self, rows):
         self.note()
-        if self.steps:
+        if self.steps == 2:
             raise Enough
         self.steps += 1
         return super().batch(rows)
@@ -134,7 +134,7 @@ def counted(device, experiment, info, row, evaluated):
 
     def note():
         states.append((device.kernels.total(), device.bytes, len(device.waits)))
-        device.peak = device.peak if states[1:] else device.bytes
+        device.peak = device.peak if states[2:] else device.bytes
 
     bench = build_model_bench(experiment, info)
     parts = {part.name: getattr(bench, part.name) for part in fields(ModelBench)}
@@ -151,10 +151,10 @@ def counted(device, experiment, info, row, evaluated):
     device.raising.clear()
     with suppress(Enough):
         local.train_together(bench, start, jobs)
-    (began, before, first), (ended, after, last) = states
+    # The first step makes the optimizer's state, too.
+    _, (began, _, first), (ended, _, last) = states
     found = {"kernels": ended - began, "waits": device.waits[first:last]}
-    # What the first step leaves behind, the optimizer's state, is there in the others.
-    found["GiB"] = (device.peak + after - before) / 2**30
+    found["GiB"] = device.peak / 2**30
     if evaluated:
         model, size = evaluation.EvaluatedModel(bench), experiment.evaluation.batch_size
         for first in (0, size):  # the model is bound for both

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trishul_ray.adapters.base import ComputePath, FrozenLinear, LayerAdapter, is_low_precision
 from trishul_ray.adapters.quantized import QuantizedLinear
-from trishul_ray.adapters.stacked import Stack
+from trishul_ray.adapters.stacked import Stack, as_shape
 
 
 class AdaptedLinear(nn.Module):
@@ -161,7 +161,7 @@ def split_linear(
     y = None if remainder is None else x.detach() @ remainder.t()
     if factors is not None:
         if factors[0].dim() == 3:
-            small = torch.bmm(*factors).view(len(x), -1)
+            small = as_shape(torch.bmm(*factors), len(x), len(weight))
             y = small if y is None else y.add_(small)
         else:
             y = factors[0] @ factors[1] if y is None else y.addmm_(*factors)

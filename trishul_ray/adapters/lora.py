@@ -10,14 +10,16 @@ Legend: r rank; n tokens; d_out, d_in the layer's widths; A [r, d_in], B [d_out,
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from trishul_ray.adapters.base import ComputePath, FrozenLinear, LayerAdapter, LayerSpec, Reads
 from trishul_ray.adapters.linear import split_linear
-from trishul_ray.adapters.stacked import own_linear
+from trishul_ray.adapters.stacked import as_shape, own_linear
 from trishul_ray.errors import InputError
 from trishul_ray.rng import torch_rng
 
@@ -139,8 +141,7 @@ class LoRA(LayerAdapter):
         if merged and not frozen.factored:
             return functional.linear(x, self.merged_weight(weight, frozen.constants, params), bias)
         factor_A, factor_B = factor_A.to(weight.dtype), factor_B.to(weight.dtype)
-        x2 = x.reshape(-1, d_in)
-        thin = x2 @ factor_A.t()  # [n, r]
+        x2, thin = project(x.reshape(-1, d_in), factor_A)  # [n, d_in], [n, r]
         if self.scale != 1.0:
             thin = thin * self.scale
         up = factor_B.t()  # [r, d_out]
@@ -173,7 +174,7 @@ class LoRA(LayerAdapter):
                 weight.expand(clients, -1, -1), factor_B, factor_A, alpha=self.scale
             )
             return own_linear(rows, merged, bias)
-        thin = torch.bmm(rows, factor_A.mT)  # [k, n, r]
+        rows, thin = project(rows, factor_A)  # [k, n, d_in], [k, n, r]
         if self.scale != 1.0:
             thin = thin * self.scale
         x2, up = rows.reshape(-1, d_in), factor_B.mT
@@ -181,7 +182,8 @@ class LoRA(LayerAdapter):
             return split_linear(x2, weight, frozen.remainder, bias, (thin, up)).view(
                 clients, n, d_out
             )
-        return functional.linear(x2, weight, bias).view(clients, n, d_out).baddbmm_(thin, up)
+        y = as_shape(functional.linear(x2, weight, bias), clients, n, d_out)
+        return y.baddbmm_(thin, up)
 
     def merged_weight(
         self, weight: Tensor, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
@@ -221,3 +223,34 @@ class LoRA(LayerAdapter):
     def num_parameters(self, spec: LayerSpec) -> int:
         """Return r (d_in + d_out), or r d_out where A is frozen."""
         return self.rank * (spec.d_out + (spec.d_in if self.train_A else 0))
+
+
+def project(x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x, for a product with the frozen weight, and ``x factor^T``.
+
+    x is [n, d_in] or [k, n, d_in], the factor [r, d_in] or [k, r, d_in]. On a GPU the gradient of x
+    through the thin product is added to that of the other one as it is computed, in one kernel.
+    """
+    if not x.is_cpu and torch.is_grad_enabled():
+        both = _Project.apply(x, factor)  # type: ignore[no-untyped-call]
+        return cast(tuple[Tensor, Tensor], both)
+    return x, x @ factor.mT
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, factor)
+        return x, x @ factor.mT
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor | None, thin: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Add to ``dx``, which the product with the frozen weight has made for this call alone."""
+        x, factor = ctx.saved_tensors
+        need_x, need_factor = ctx.needs_input_grad
+        if need_x:
+            assert dx is not None
+            add = dx.addmm_ if dx.dim() == 2 else dx.baddbmm_
+            add(thin, factor)
+        return dx if need_x else None, thin.mT @ x if need_factor else None

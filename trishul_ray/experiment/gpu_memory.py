@@ -34,12 +34,23 @@ LOGIT = 4 * 5
 ALIVE = 1.5
 
 
+#: Estimates by all that they depend on. Cells of a sweep differ often in their seeds alone.
+_ESTIMATES: dict[str, float] = {}
+
+
 def estimated_bytes(experiment: Experiment) -> float:
     """Return the most bytes that the tensors of one actor take on its GPU.
 
     Raises:
         InputError: The model is not on this machine, or the adapters do not fit it.
     """
+    key = experiment.model_dump_json(exclude={"seed", "resources"})
+    if key not in _ESTIMATES:
+        _ESTIMATES[key] = _estimate(experiment)
+    return _ESTIMATES[key]
+
+
+def _estimate(experiment: Experiment) -> float:
     fed, model, task = experiment.federation, experiment.model, experiment.task
     shape, item = shape_of(model, experiment.storage.places), run_dtype(model).itemsize
     (n, m), module = shape.lengths(task), shape.module

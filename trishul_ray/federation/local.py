@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -415,8 +415,14 @@ def _forward_backward(
     grad.zero_()
     # A client's loss is the mean over its own rows, and the gradient of the sum is its own.
     losses = bench.task.losses(bench.model, batch, clients)
-    losses.sum().backward()
+    torch.autograd.backward(losses, _ones(clients, losses.dtype, losses.device))
     return losses.detach()
+
+
+@cache
+def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ones [count], made once: steps launch nothing for them, and graphs may read them."""
+    return torch.ones(count, dtype=dtype, device=device)
 
 
 def make_optimizer(settings: "OptimizerConfig", vectors: list[Tensor]) -> torch.optim.Optimizer:

@@ -98,7 +98,7 @@ class ImageClassification(Classification):
             if the rows have it.
         """
         moved = to_device({"pixels": batch["pixels"], "labels": batch["label"]}, device)
-        images = self._match_channels(moved["pixels"].to(torch.float32).div_(255))
+        images = self._match_channels(moved["pixels"] / 255)
         side = (self.image_size, self.image_size)
         if images.shape[-2:] != side:
             images = torch.nn.functional.interpolate(
