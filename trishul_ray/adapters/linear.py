@@ -16,7 +16,13 @@ Legend: n tokens; d_out, d_in the layer's widths; R the adapter's total rank.
 import torch
 from torch import Tensor, nn
 
-from trishul_ray.adapters.base import ComputePath, FrozenLinear, LayerAdapter, is_low_precision
+from trishul_ray.adapters.base import (
+    ComputePath,
+    FrozenLinear,
+    LayerAdapter,
+    LayerSpec,
+    is_low_precision,
+)
 from trishul_ray.adapters.quantized import QuantizedLinear
 from trishul_ray.adapters.stacked import Stack, as_shape
 
@@ -42,6 +48,13 @@ class AdaptedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.adapter, self.path = adapter, path
         self.low_precision = is_low_precision(self.dtype)
+        self._two_products_pay = False
+        if self.stored is None and not self.weight.is_cpu:
+            spec = LayerSpec("", "", self.out_features, self.in_features)
+            thin = adapter.multiplications(
+                spec, 1, training=False, path="factored", low_precision=self.low_precision
+            )
+            self._two_products_pay = thin > self.weight.numel()
         self.constants = constants  # float32, for exact updates
         self._bound_constants = constants
         # In the weight's dtype, for the forward; cast once.
@@ -102,8 +115,10 @@ class AdaptedLinear(nn.Module):
                 return y.view(*x.shape[:-1], self.out_features)
             return self.adapter.forward(x, layer, self.params, self.path)
         if self.merged is None:
+            if self.low_precision:
+                frozen = frozen.float()
             if self.remainder is not None:
-                frozen = frozen.float() + self.remainder.float()
+                frozen = frozen + self.remainder.float()
             merged = self.adapter.merged_weight(frozen, self._bound_constants, self.params)
             self.merged, self.remainder = self._parts(merged)
         if self.remainder is None:
@@ -126,11 +141,12 @@ class AdaptedLinear(nn.Module):
     def _uses_merged(self, params: dict[str, Tensor]) -> bool:
         """Return whether the bound state is merged once for all its forwards.
 
-        In low precision a merged weight takes two products. That pays only with a base, where the
-        frozen weight takes two as well. Beside a quantized weight none is kept.
+        In low precision a merged weight takes two products. That pays with a base, where the
+        frozen weight takes two as well, and on a GPU, where a product is one kernel, if the thin
+        factors cost more than the second one. Beside a quantized weight none is kept.
         """
         trains = any(p.requires_grad for p in params.values())
-        exact = not self.low_precision or self.remainder is not None
+        exact = not self.low_precision or self.remainder is not None or self._two_products_pay
         return not (trains or self._is_quantized) and self.path != "factored" and exact
 
 
