@@ -13,9 +13,11 @@ from damage import DAMAGE
 from rich.console import Console
 from tiny_files import TINY_TEXT, change_weights, save_bert, write_notes
 
+from trishul_ray.checksums import to_checked_json
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
+from trishul_ray.report.outcomes import EVALUATION, Evaluated
 from trishul_ray.report.summary import RunSummary, mark_finished, times_finished, unmark_finished
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.storage import Store, remove_unused_copies
@@ -235,6 +237,13 @@ def test_a_finished_run_in_a_bucket_is_read_once(cell, place, cache, s3_bucket):
     mark_finished(home)
     state = examine({there.id: there})[there.id]
     assert state.status == "finished" and state.home.is_local
+    # What the command eval adds later is no part of the copy.
+    sweep = sweep_from_axes(["seed=0..0"], [*WORDS, f"storage.runs={runs}"])
+    scores = {"state_sha256": state.summary.state_sha256, "tuned": {"rouge_l": 0.5}}
+    home.write(EVALUATION, to_checked_json(scores))
+    (outcome,) = collect([sweep], {there.id: state})
+    assert [c.value for c in Evaluated(score="rouge_l").outcomes(outcome.cells)] == [0.5]
+    assert len(outcome.cells[0].records) == 3
     home.write("result.json", b"{}")
     assert examine({there.id: there})[there.id].summary == state.summary
     time.sleep(1.1)  # a bucket has times in seconds

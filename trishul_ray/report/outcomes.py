@@ -187,6 +187,7 @@ class CellOutcome:
         metric: Name of the metric that the cell is read by.
         summary: Content of ``result.json``; None unless finished.
         home: Folder of the run.
+        copy: A copy of the files with its numbers, if there is one; not of what is added later.
     """
 
     labels: Mapping[str, str]
@@ -196,6 +197,7 @@ class CellOutcome:
     metric: str
     summary: RunSummary | None
     home: Store
+    copy: Store | None = field(default=None, kw_only=True)
 
     @property
     def value(self) -> float | None:
@@ -256,15 +258,15 @@ class CellOutcome:
         Empty if the file was deleted since.
         """
         try:
-            return read_metrics(self.home)
+            return read_metrics(self.copy or self.home)
         except FileNotFoundError:
             return []
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays of ``diagnostics.npz``; empty for methods without diagnostics."""
-        name = "diagnostics.npz"
-        return read_arrays(self.home, name) if self.home.exists(name) else {}
+        name, files = "diagnostics.npz", self.copy or self.home
+        return read_arrays(files, name) if files.exists(name) else {}
 
 
 #: Scores of generated answers that are shares, and those that are better if lower.

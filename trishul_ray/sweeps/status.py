@@ -189,7 +189,8 @@ def collect(sweeps: Sequence[Sweep], states: Mapping[str, CellState]) -> tuple[S
             reason=state.reason,
             metric=score_name(metric, cell.rows),
             summary=state.summary,
-            home=state.home or stores[experiment.storage.runs].child(experiment.id),
+            home=stores[experiment.storage.runs].child(experiment.id),
+            copy=state.home,
         )
 
     return tuple(sweep.with_outcomes(map(outcome, sweep.cells)) for sweep in sweeps)
