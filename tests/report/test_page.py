@@ -17,10 +17,17 @@ from invented_outcomes import (
     vision,
 )
 
+from trishul_ray.checksums import to_checked_json
 from trishul_ray.data.prepare import Coverage, RowCounts
 from trishul_ray.errors import InputError
 from trishul_ray.federation.records import RoundRecord
-from trishul_ray.report.outcomes import DrawnFigure, FigureLayout, TableLayout
+from trishul_ray.report.outcomes import (
+    EVALUATION,
+    DrawnFigure,
+    Evaluated,
+    FigureLayout,
+    TableLayout,
+)
 from trishul_ray.report.page import write_report
 from trishul_ray.runs.results import metrics_parquet
 from trishul_ray.storage import Store
@@ -463,3 +470,18 @@ def test_a_figure_whose_files_are_back_is_drawn_by_the_next_call(tmp_path):
     drawn = page.stat().st_mtime_ns
     write_report([sweep], tmp_path / "out")
     assert page.stat().st_mtime_ns == drawn
+
+
+def test_a_page_is_written_again_when_its_runs_have_been_evaluated(tmp_path):
+    def kept(cell):
+        return dataclasses.replace(cell, home=Store.open(str(tmp_path)).child(cell.id))
+
+    column = Evaluated(score="rouge_l")
+    invented = invent_sweep("eval", {"seed": ("0", "1")}, (), (), profile="custom", column=column)
+    sweep = dataclasses.replace(invented, cells=tuple(map(kept, invented.cells)))
+    assert "not measured" in parse(write_report([sweep], tmp_path / "out")).words
+    for cell in sweep.cells:
+        scores = {"state_sha256": cell.result.state_sha256, "tuned": {"rouge_l": 0.5}}
+        cell.home.write(EVALUATION, to_checked_json(scores))
+    (number,) = parse(write_report([sweep], tmp_path / "out")).find("span", **{"class": "value"})
+    assert number.words == "50.00 ± 0.00"

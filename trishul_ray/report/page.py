@@ -282,7 +282,7 @@ def write_report(
 def _made_from(outcomes: Sequence[SweepOutcome]) -> str:
     """Return a hash of what a report shows and of the code that shows it.
 
-    The checksum of a result stands for its files.
+    The checksum of a result stands for its files; what columns of tables read may be added later.
     """
     # Without what Python compiles, which comes and goes beside the code.
     files = [f for f in Path(__file__).parents[1].rglob("*.*") if "__pycache__" not in f.parts]
@@ -291,6 +291,10 @@ def _made_from(outcomes: Sequence[SweepOutcome]) -> str:
     shown: list[object] = [__version__, code, added]
     for sweep in outcomes:
         shown.append(replace(sweep, cells=()))
+        for layout in sweep.tables:
+            if layout.column is not None:
+                read = layout.column.outcomes(sweep.within(layout.where))
+                shown.append([(cell.value, cell.gap) for cell in read])
         for cell in sweep.cells:
             checksum = cell.result.checksum if cell.status == "finished" else None
             shown.append((cell.labels, cell.id, cell.status, cell.reason, cell.metric, checksum))
