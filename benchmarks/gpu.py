@@ -53,6 +53,8 @@ NEEDED = {
     **{name: name for name in ("joblib", "tenacity", "safetensors", "xxhash")},
     **{"PIL": "pillow", "yaml": "PyYAML"},
 }
+#: Some have wheels for the older tag alone, some for the newer.
+PLATFORMS = "--platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64"
 
 
 def missing_packages() -> str:
@@ -64,8 +66,8 @@ def missing_packages() -> str:
     packages = " ".join(NEEDED[name] for name in missing)
     return (
         f"missing: {', '.join(missing)}\n"
-        "with a network:  python -m pip download --only-binary=:all: --platform "
-        f"manylinux2014_x86_64 --python-version {version} -c constraints.txt -d wheels {packages}\n"
+        f"with a network:  python -m pip download --only-binary=:all: {PLATFORMS} "
+        f"--python-version {version} -c constraints.txt -d wheels {packages}\n"
         "here:            python -m pip install --no-index --no-deps --target packages wheels/*.whl"
         " && export PYTHONPATH=packages"
     )
