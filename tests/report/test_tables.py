@@ -432,10 +432,11 @@ def test_losses_and_fractions_have_no_common_mean():
     [
         # Runs that fail may be those that would be worse; those that are missing are not there yet.
         ("failed", {"A": "none", "B": "biased"}),
+        ("stopped", {"A": "none", "B": "biased"}),  # because they lagged behind
         ("missing", {"A": "worse", "B": "best"}),
     ],
 )
-def test_a_row_with_failed_runs_is_not_compared(why, verdicts):
+def test_a_row_with_failed_or_stopped_runs_is_not_compared(why, verdicts):
     first = {("c", seed): 70.0 + 0.1 * int(seed) for seed in "01234"}
     second = {("c", seed): 72.0 - 0.1 * int(seed) if seed in "012" else why for seed in "01234"}
     rows = single_table({"A": first, "B": second}).rows

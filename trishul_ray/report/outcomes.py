@@ -239,7 +239,7 @@ class CellOutcome:
     @property
     def bias(self) -> str:
         """Why a value is missing that is not missing at random; empty if it is, or if there is."""
-        return "failed runs" if self.status == "failed" else ""
+        return f"{self.status} runs" if self.status in ("failed", "stopped") else ""
 
     @property
     def part(self) -> str:

@@ -21,8 +21,8 @@ class Verdict:
         kind: ``best`` has the best mean; ``tied`` shares it with others, as displayed; ``worse``
             is decided to be worse than the best; ``undecided`` is not; ``reference`` is not
             compared; ``apart`` has numbers, but no seed and column in common with the best;
-            ``biased`` lacks values that are not missing at random, such as those of failed runs;
-            ``none`` has nothing to compare.
+            ``biased`` lacks values that are not missing at random, such as those of failed runs and
+            of those that early stopping ended; ``none`` has nothing to compare.
         best: Label of the best row; empty if there is none.
         bias: Why values are missing from a biased row.
         comparison: The numbers of ``worse``, ``undecided``, and all but one of ``tied``.
