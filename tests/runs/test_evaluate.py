@@ -18,6 +18,7 @@ import trishul_ray
 from trishul_ray.checksums import from_checked_json, to_checked_json
 from trishul_ray.cli.run import _print_scores
 from trishul_ray.config import DataConfig
+from trishul_ray.data.instructions import Row
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment.loading import load_experiment
@@ -34,6 +35,7 @@ from trishul_ray.runs.evaluate import (
     rouge_l,
 )
 from trishul_ray.runs.harness import run_harness
+from trishul_ray.runs.prediction import computing
 from trishul_ray.storage import Store
 from trishul_ray.tasks.text import begin_ids
 
@@ -180,6 +182,9 @@ def test_rouge_is_that_of_another_implementation():
         assert rouge_l(answer, reference) == pytest.approx(wanted, abs=1e-6)
     assert rouge_l("", "x") == 0 and math.isnan(rouge_l("x", "日本"))
     assert exact_match("The cat!", "cat") == 1 and exact_match("dog", "cat") == 0
+    # Of these references nothing is left without articles and punctuation.
+    found = {("", "A"): 0, ("the", "A"): 0, ("a.", "A"): 1, ("-", "+"): 0, (" + ", "+"): 1}
+    assert {pair: exact_match(*pair) for pair in found} == found
     number = load_experiment(None, ["dataset=gsm8k"]).task.answer_pattern
     for said, right in {"so 3\n#### 1,200": 1, "#### 1200.": 1, "-1200": 0, "none": 0}.items():
         assert exact_match(said, "2 + <<2=2>>\n#### 1,200", number) == right
@@ -245,6 +250,16 @@ def test_choices_are_scored_by_their_log_likelihoods(chosen):
     assert scores["rows"] == 8 and scores["acc_rows"] == len(own) == 6
     for name, count in right.items():
         assert scores[name] == pytest.approx(count / len(own))
+
+
+def test_a_choice_may_be_longer_than_an_answer_to_generate(chosen):
+    run, row = chosen._trained, Row.of("say it", "", "-")
+    task, model = run.bench.task, run.bench.model
+    choices = ["x" * task.target_length + end for end in ("", "a", "ab")]
+    with computing(run.bench, run.trained):
+        rows = [row.answered(choice) for choice in choices]
+        found = task.log_likelihoods(model, rows, run.bench.device, run.bench.dtype)
+    assert found[0] > found[1] > found[2]
 
 
 def test_the_best_of_several_right_answers_counts(chosen):

@@ -304,16 +304,25 @@ def best(score: Callable[[str, str], float], answer: str, references: Sequence[s
 def exact_match(answer: str, reference: str, pattern: str | None = None) -> float:
     """Return whether two texts are the same without case, punctuation and articles.
 
-    With a pattern, its last matches are compared, without commas; NaN if the reference has none.
+    A text that is nothing else, such as the letter A or a sign, is compared with its articles and,
+    if it has no word at all, with its punctuation. With a pattern, its last matches are compared,
+    without commas; NaN if the reference has none.
     """
     if pattern is not None:
         said, right = ([*re.finditer(pattern, text)] for text in (answer, reference))
         if not right:
             return math.nan
         return float(bool(said) and said[-1][0].replace(",", "") == right[-1][0].replace(",", ""))
-    target: Any = {"answers": {"text": [reference]}, "id": "0"}
-    prediction = {"prediction_text": answer, "id": "0"}
-    return float(torchmetrics.functional.text.squad(prediction, target)["exact_match"]) / 100
+
+    def equal(text: str) -> float:
+        target: Any = {"answers": {"text": [reference]}, "id": "0"}
+        prediction = {"prediction_text": text, "id": "0"}
+        return float(torchmetrics.functional.text.squad(prediction, target)["exact_match"]) / 100
+
+    if (same := equal(answer)) and equal(""):
+        said, right = (re.findall(r"\w+", text.lower()) for text in (answer, reference))
+        return float(said == right and bool(said or answer.strip() == reference.strip()))
+    return same
 
 
 def rouge_l(answer: str, reference: str) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -293,10 +293,14 @@ class Instruction(Task):
     def log_likelihoods(
         self, model: AdaptedModel, rows: Sequence[Row], device: torch.device, dtype: torch.dtype
     ) -> np.ndarray:
-        """Return the log-likelihood of the answer of every row, without its end token, [N]."""
+        """Return the log-likelihood of the answer of every row, without its end token, [N].
+
+        What is scored is not generated: it may be longer than ``task.target_length``.
+        """
         ends = self.prompt.end_ids()
         ids, spans = [], np.zeros((len(rows), 1, 2), dtype=np.int32)
-        for number, found in enumerate(self.prompt.encode(rows, "the choices")):
+        whole = replace(self.prompt, target_length=self.max_length)
+        for number, found in enumerate(whole.encode(rows, "the choices")):
             start, stop = found.spans[-1]
             stop = next((n for n in range(start, stop) if found.ids[n] in ends), stop)
             spans[number, 0] = start, stop
