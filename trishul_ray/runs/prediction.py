@@ -18,7 +18,7 @@ from trishul_ray.adapters.model import Trained
 from trishul_ray.data.columns import get_column, read_texts
 from trishul_ray.data.dataset import LABELLED, Column, DatasetInfo, Split, write_split
 from trishul_ray.data.images import NamedImage, resize_images
-from trishul_ray.data.instructions import plain_messages
+from trishul_ray.data.instructions import LAYOUTS, plain_messages
 from trishul_ray.data.passed_rows import encode_image, is_image, to_table
 from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
@@ -143,11 +143,16 @@ def _instructions(
 ) -> dict[str, Column]:
     """Return rows to answer as a dataset has them, with a dash for the answer.
 
-    A row needs an instruction; its input may be missing. A conversation ends with the user.
+    A row needs an instruction; its input may be missing. A conversation ends with the user. Columns
+    may have the names of any layout.
     """
-    first = names.get(info.fields[0], info.fields[0])
-    first = first if first in table.column_names else info.fields[0]
-    if first not in table.column_names:
+
+    def column(name: str) -> str | None:
+        known = (names.get(name), name, *(layout.get(name) for layout in LAYOUTS))
+        return next((found for found in known if found in table.column_names), None)
+
+    first = column(info.fields[0])
+    if first is None:
         raise InputError(
             f"predict: rows of dataset {info.name} have the columns {', '.join(info.fields)}; "
             f"these have {', '.join(table.column_names)}"
@@ -159,10 +164,9 @@ def _instructions(
         return {"messages": plain_messages(asked, where, first)}
     found: dict[str, Column] = {"instruction": read_texts(table, first, "predict")}
     if "input" in info.fields:
-        name = names.get("input", "input")
+        name = column("input")
         blank = pa.array([""] * len(table), pa.large_string())
-        here = name in table.column_names
-        found["input"] = read_texts(table, name, "predict") if here else blank
+        found["input"] = blank if name is None else read_texts(table, name, "predict")
     return found | {"output": pa.array(["-"] * len(table), pa.large_string())}
 
 
