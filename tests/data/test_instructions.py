@@ -9,10 +9,11 @@ import pytest
 
 from trishul_ray.config import DataConfig
 from trishul_ray.data.instructions import read_rows
-from trishul_ray.data.prepare import prepare
+from trishul_ray.data.prepare import choose_rows, prepare
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import coverage_of, prepare_run
+from trishul_ray.runs.prediction import input_columns
 
 
 def user(text):
@@ -23,8 +24,8 @@ def assistant(text):
     return {"role": "assistant", "content": text}
 
 
-def write(folder, rows, suffix=".jsonl"):
-    file = folder / f"rows{suffix}"
+def write(folder, rows, suffix=".jsonl", name="rows"):
+    file = folder / f"{name}{suffix}"
     if suffix == ".jsonl":
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
@@ -64,6 +65,38 @@ def test_columns_are_known_by_the_names_that_datasets_have(tmp_path, suffix, row
     for split in (data.train, data.test):
         for found in read_rows(split, 0, 2):
             assert (found.instruction, found.input) == asked and found.output == "c"
+    if data.info.fields != ("messages",):
+        said = input_columns(data.info, {}, [row])
+        assert said["instruction"].to_pylist() == ["a"]
+        assert "input" not in said or said["input"].to_pylist() == [asked[1]]
+
+
+def test_what_eval_alone_reads_may_be_in_test_rows_alone(tmp_path):
+    rows = [{"instruction": str(n), "output": "yes"} for n in range(4)]
+    scored = {"choices": ["no", "yes"], "choice": 1, "references": ["yeah"]}
+    write(tmp_path, rows, name="train")
+    write(tmp_path, [rows[0] | scored, {**rows[0], "instruction": "x", **scored}], name="test")
+    data = read(tmp_path, tmp_path)
+    assert data.test.column("choice").tolist() == [1, 1] and "choice" not in data.train.columns
+    config = DataConfig(name="table", path=str(tmp_path), drop_repeated=True)
+    assert len(choose_rows(data, config, cache=tmp_path / "cache").train) == 3
+
+
+@pytest.mark.parametrize(
+    ("files", "more", "said"),
+    [
+        (("train-0", "train-1"), {"client": "x"}, "train-0.jsonl: no column 'client', which .*-1"),
+        (("train-1", "train-0"), {"client": "x"}, "train-1.jsonl: no column 'client', which .*-0"),
+        (("train", "test"), {"input": "b"}, "train.jsonl: no column 'input', which .*test.jsonl"),
+        (("test-0", "test-1", "train"), {"choices": [], "choice": 0}, "test-0.jsonl: .*'choices'"),
+    ],
+)
+def test_a_column_that_files_may_lack_is_in_all_of_them_or_in_none(tmp_path, files, more, said):
+    row = {"instruction": "a", "output": "c"}
+    for number, name in enumerate(files):
+        write(tmp_path, [row | more if number == 1 else row] * 4, name=name)
+    with pytest.raises(InputError, match=said):
+        read(tmp_path, tmp_path)
 
 
 def test_categories_of_dolly_are_groups_and_columns_may_be_named(tmp_path):

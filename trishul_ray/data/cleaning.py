@@ -32,7 +32,7 @@ COLUMN_NAMES = (
 )
 
 #: Columns of instructions that only :mod:`trishul_ray.runs.evaluate` reads.
-_SCORED = ("references", "choices", "choice")
+SCORED = ("references", "choices", "choice")
 
 #: Columns that rows of each kind must have, and those that they may have besides. If several fit,
 #: the first is taken.
@@ -40,8 +40,8 @@ _COLUMNS: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
     ("image", ("image", "label"), ()),
     ("qa", ("question", "context", "answers"), ()),
     ("text", ("text", "label"), ("text_pair",)),
-    ("instruction", ("messages",), _SCORED),
-    ("instruction", ("instruction", "output"), ("input", *_SCORED)),
+    ("instruction", ("messages",), SCORED),
+    ("instruction", ("instruction", "output"), ("input", *SCORED)),
 )
 
 
@@ -85,7 +85,7 @@ class ColumnMapping:
         columns = {name: column for name, column in columns.items() if column in existing}
         # Preferences have prompts, too, which alone are no instructions with answers.
         layout = {} if "chosen" in existing else find_layout(existing) or {}
-        own = (*_ASSIGN, *_SCORED)
+        own = (*_ASSIGN, *SCORED)
         for found in (columns, layout | {k: c for k, c in columns.items() if k in own}):
             for kind, required, further in _COLUMNS:
                 if all(name in found for name in required):
@@ -107,6 +107,27 @@ class ColumnMapping:
 
 #: Pairs of a table's name, for messages, and its rows.
 NamedTables = Sequence[tuple[str, pa.Table]]
+
+
+def check_optional(splits: Mapping[str, NamedTables], mapping: ColumnMapping) -> None:
+    """Raise a CorruptFileError if some files alone have a column that all of them may lack.
+
+    Texts are the same columns in all files; what else belongs to a row, in all files of its split.
+    """
+    fitting = [
+        names for kind, required, names in _COLUMNS
+        if kind == mapping.kind and {*required} <= mapping.columns.keys()
+    ]  # fmt: skip
+    for name in dict.fromkeys((*itertools.chain(*fitting), *_ASSIGN)):
+        column, apart = mapping.columns.get(name, name), name in (*_ASSIGN, *SCORED)
+        for tables in splits.values() if apart else [list(itertools.chain(*splits.values()))]:
+            having = [where for where, table in tables if column in table.column_names]
+            if having and (lacking := [where for where, _ in tables if where not in having]):
+                raise CorruptFileError(
+                    f"{lacking[0]}: no column {column!r}, which {having[0]} has; add it, or remove "
+                    "it there"
+                )
+
 
 #: Columns that hold names: a class, a sub-dataset, a client.
 _NAMES = ("label", "group", "client")

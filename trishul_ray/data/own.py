@@ -19,6 +19,7 @@ from trishul_ray.data.class_folders import find_images
 from trishul_ray.data.cleaning import (
     ColumnMapping,
     NamedTables,
+    check_optional,
     check_unique,
     clean,
     differing_in_case,
@@ -72,7 +73,7 @@ class CustomDataset:
 
     def _key(self, source: str) -> str:
         # The number rises when the same rows get another description.
-        key = f"{source}\n{sorted(self.columns.items())}\n{self.test_share!r}\n4"
+        key = f"{source}\n{sorted(self.columns.items())}\n{self.test_share!r}\n5"
         return f"{key}\nimages {PREPARATION_VERSION}, skip_broken={self.skip_broken}"
 
     def _files_key(self, files: Mapping[str, Iterable[Path]]) -> str:
@@ -120,6 +121,7 @@ class CustomDataset:
                 "without labels; remove it (data.test_share of the training rows is then set "
                 "aside), or put rows with labels in its place"
             )
+        check_optional(tables, mapping)
         tables, mapping = with_plain_messages(tables, mapping)
         cleaned, note, skipped = clean(tables, mapping.columns, skip_broken=self.skip_broken)
         source += note

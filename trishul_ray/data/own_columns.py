@@ -151,13 +151,14 @@ def read_columns(
         columns["label"] = read_raw(table, names["label"], where)
     if mapping.kind == "instruction":
         rows = [at_row(where, row) for row in range(table.num_rows)]
-        # The columns are those of the first table, and references may be in test rows alone.
-        if (further := names.get("references", "references")) in table.column_names:
+        # The columns are those of the first table, and these may be in test rows alone.
+        further, choices, choice = (names.get(n, n) for n in ("references", "choices", "choice"))
+        if further in table.column_names:
             found = table.column(further).to_pylist()
             columns["references"] = plain_references(found, rows, further)
-        if {"choices", "choice"} <= names.keys():
-            lists, right = (table.column(names[n]).to_pylist() for n in ("choices", "choice"))
-            columns |= plain_choices(lists, right, rows, names["choices"])
+        if {choices, choice} <= {*table.column_names}:
+            lists, right = (table.column(name).to_pylist() for name in (choices, choice))
+            columns |= plain_choices(lists, right, rows, choices)
     for name in ("group", "client"):
         if names.get(name) in table.column_names:
             columns[name] = read_raw(table, names[name], where)

@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from trishul_ray import plugins
 from trishul_ray.checksums import SEAL, fault_in, remark, seal
+from trishul_ray.data.cleaning import SCORED
 from trishul_ray.data.dataset import (
     FORMAT_VERSION,
     Column,
@@ -266,7 +267,7 @@ def find_repeated(train: Mapping[str, Column], test: Mapping[str, Column]) -> np
         if "input_ids" in rows:
             pairs = zip(rows["input_ids"], rows["length"].tolist(), strict=True)
             return [ids[:length].tobytes() for ids, length in pairs]
-        columns = [rows[name] for name in sorted(rows)]
+        columns = [rows[name] for name in sorted(rows) if name not in SCORED]
         texts = [column.to_pylist() for column in columns if not isinstance(column, np.ndarray)]
         return list(zip(*texts, strict=True))
 
