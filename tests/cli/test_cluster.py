@@ -73,6 +73,30 @@ def test_what_hides_a_module_is_not_shipped(called, monkeypatch, tmp_path, name,
     assert code == 2 and message in error
 
 
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("runs/a/config.yaml", "runs/a/config.yaml: is not shipped: folders of data and results"),
+        ("mine.yaml", "mine.yaml: is not shipped"),  # named by .gitignore
+        ("credentials.yaml", "credentials.yaml: is not shipped"),
+        ("plugins/no.py", "plugins/no.py: is not shipped"),
+        ("../no.py", "../no.py: is not in ., which is what is shipped"),
+    ],
+)
+def test_a_file_of_the_command_that_is_not_shipped_is_refused(
+    called, monkeypatch, tmp_path, file, message
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text("")
+    Path(".gitignore").write_text("/mine.yaml\nplugins")
+    words = ["--plugin", file] if file.endswith(".py") else [file]
+    with unloaded_after():
+        code, _, error = called("submit", *RUNS, "--", "run", *words)
+    assert code == 2 and message in error
+
+
 @pytest.mark.parametrize("words", [["submit", *RUNS, "--", *TABLE], ["status"], ["stop", "--all"]])
 def test_a_cluster_that_does_not_answer_is_one_paragraph(called, monkeypatch, tmp_path, words):
     monkeypatch.chdir(tmp_path)

@@ -85,7 +85,12 @@ def submit(
     running, or continues one that has ended: finished runs are never repeated. Files that may hold
     secrets (`.env`, `.aws`, keys, tokens) are not shipped, and are named.
     """
-    from trishul_ray.jobs.shipping import check_directory, check_no_secret, find_secrets
+    from trishul_ray.jobs.shipping import (
+        check_directory,
+        check_no_secret,
+        check_shipped,
+        find_secrets,
+    )
 
     place = _place_of_runs(words, runs, cluster)
     check_no_secret([*words, place])
@@ -93,6 +98,7 @@ def submit(
     working_dir = working_dir.resolve()
     check_directory(working_dir)
     left_out = find_secrets(working_dir, ship or ())
+    check_shipped(_files_of(words), working_dir, left_out)
     with _connect(cluster, address) as there:
         job = there.find_active(words, place)
         if job is None:
@@ -237,14 +243,21 @@ def _check_words(words: Sequence[str], directory: Path) -> None:
 
 
 def _check_files(words: Sequence[str], directory: Path) -> None:
-    """Check that the YAML files of a command are in a directory, which is what is shipped."""
-    for word in _parse(words).get("arguments") or ():
-        if word.endswith((".yaml", ".yml")) and "=" not in word:
-            inside = (directory / word).resolve()
-            if Path(word).is_absolute() or not inside.is_relative_to(directory.resolve()):
-                raise InputError(f"{word}: is not in {directory}, which is what is shipped")
-            if not inside.is_file():
-                raise InputError(f"{inside}: does not exist, or is no file")
+    """Check that the files of a command are in a directory, which is what is shipped."""
+    for word in _files_of(words):
+        inside = (directory / word).resolve()
+        if Path(word).is_absolute() or not inside.is_relative_to(directory.resolve()):
+            raise InputError(f"{word}: is not in {directory}, which is what is shipped")
+        if not inside.is_file():
+            raise InputError(f"{inside}: does not exist, or is no file")
+
+
+def _files_of(words: Sequence[str]) -> list[str]:
+    """Return the YAML files and the plug-ins that a command names."""
+    parameters = _parse(words)
+    arguments: list[str] = parameters.get("arguments") or []
+    files = [word for word in arguments if word.endswith((".yaml", ".yml")) and "=" not in word]
+    return files + [str(file) for file in parameters.get("plugin") or ()]
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Shipping of a working directory to a cluster: no secrets, no file that hides a module."""
 
+import os
 import re
 import sys
 import sysconfig
@@ -97,6 +98,17 @@ def find_secrets(directory: Path, wanted: Sequence[str] = ()) -> list[str]:
             f"{join_limited(left_out, 10) or 'nothing'}"
         )
     return left_out
+
+
+def check_shipped(files: Sequence[str], directory: Path, left_out: Sequence[str]) -> None:
+    """Refuse a command that names a file of the directory that is not shipped."""
+    shipped = {*shipped_paths(directory, not_shipped(left_out))} if files else ()
+    for file in files:
+        if Path(os.path.normpath(directory / file)) not in shipped:
+            raise InputError(
+                f"{file}: is not shipped: folders of data and results are not, nor is what "
+                ".gitignore names or may hold secrets; move or rename it"
+            )
 
 
 def not_shipped(left_out: Sequence[str]) -> list[str]:
