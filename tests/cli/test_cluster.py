@@ -107,6 +107,24 @@ def test_a_cluster_that_does_not_answer_is_one_paragraph(called, monkeypatch, tm
     assert "Traceback" not in error
 
 
+def test_the_command_that_continues_a_stopped_job_names_its_cluster_and_results(
+    called, monkeypatch
+):
+    def job(status):
+        details = JobDetails(type=JobType.SUBMISSION, status=status, entrypoint="")
+        return Job("id", ("run", "rounds=3"), "s3://mine/my runs", details)
+
+    class Asked:
+        def __init__(self, address):
+            self.jobs = lambda: [job(JobStatus.RUNNING)]
+            self.stop = self.wait_for_end = lambda id: job(JobStatus.STOPPED)
+
+    monkeypatch.setattr("trishul_ray.jobs.cluster.Cluster", Asked)
+    code, out, _ = called("stop", "--address", "http://head:8265", "--all")
+    again = "trishul submit --address http://head:8265 --runs 's3://mine/my runs' -- run rounds=3"
+    assert code == 0 and out.endswith(f"to continue: {again}\n")
+
+
 def cells_of(*words, runs):
     details = JobDetails(type=JobType.SUBMISSION, status=JobStatus.SUCCEEDED, entrypoint="")
     return _describe_cells(Job("id", words, str(runs), details))

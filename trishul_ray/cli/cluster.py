@@ -180,19 +180,21 @@ def stop(
     """
     if (job is None) != every:
         raise InputError("give either the id of a job, or --all")
+    where = _where(cluster, address)
     with _connect(cluster, address) as there:
         found = there.jobs() if job is None else [there.job(job)]
         active = [each for each in found if each.active]
         for each in found:
             if each in active:
                 there.stop(each.id)
-                print_line(f"{each.id}: ends. {_KEPT}: trishul submit -- {shlex.join(each.words)}")
+                again = shlex.join(["--runs", each.runs, "--", *each.words])
+                print_line(f"{each.id}: ends. {_KEPT}: trishul submit{where} {again}")
             elif not every:
                 print_line(f"{each.id}: had ended before ({each.status.lower()})")
         # The same command would show the output of a job that is still ending.
         for each in active:
             if there.wait_for_end(each.id).active:
-                print_line(f"{each.id}: has not ended yet; see trishul status", err)
+                print_line(f"{each.id}: has not ended yet; see trishul status{where}", err)
 
 
 @contextmanager
