@@ -309,6 +309,12 @@ MISTAKES = [
         6,
         ["table a: where leaves no cell; add labels, or shorten `except`"],
     ),
+    (
+        "axes: {budget: [4, 8], rounds: [1, 2], seed: [0, 1]}\nexcept: [{budget: 8, rounds: 1}]\n"
+        "tables:\n  - {name: a, rows: [budget]}\n",
+        4,
+        ["table a: '4' and '8' would be means over different labels of rounds", "`where`"],
+    ),
     (ROWS + "}\n  - {name: a, rows: [seed]}\n", 4, ["two tables with one name, 'a'; rename one"]),
     (
         TABLE + "    rows: [seed]\n    paper: tab:vison\n",

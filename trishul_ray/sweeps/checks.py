@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from trishul_ray.data.dataset import ScoredSplit, score_name
 from trishul_ray.errors import InputError
 from trishul_ray.report.figures.kind import check_figure
-from trishul_ray.report.outcomes import FigureLayout, TableLayout
+from trishul_ray.report.outcomes import SEED, FigureLayout, TableLayout
 from trishul_ray.report.references import figure_keys, table_keys
 from trishul_ray.sweeps.cells import RATE, Cell, is_chosen, vary
 from trishul_ray.sweeps.placed_yaml import fail
@@ -136,6 +136,7 @@ def check_tables(file: SweepFile, cells: Sequence[Cell]) -> None:
         if table.average and not table.columns:
             file.fail(f"{what}: average needs columns", *loc, "average")
         _check_shown(file, "table", number, table, table_keys(), cells)
+        _check_averages(file, number, table, cells)
         if table.column is not None:
             key = table.column.key
             file.check_labels(table.column.needs, f"{what}: {key}", *loc, key)
@@ -143,6 +144,32 @@ def check_tables(file: SweepFile, cells: Sequence[Cell]) -> None:
                 if left_out := set(labels) - {*table.where.get(axis, labels)}:
                     why = f"where leaves out {min(left_out)!r}, which {key} needs"
                     file.fail(f"{what}: {why}", *loc, key)
+
+
+def _check_averages(
+    file: SweepFile, number: int, table: TableLayout, cells: Sequence[Cell]
+) -> None:
+    """Check that rows that are compared average over the same labels of the other axes.
+
+    A row may have one label each, as where its runs have a model or a rate of their own.
+    """
+    hidden = [axis for axis in file.axes if axis not in (*table.rows, *table.columns, SEED)]
+    found: dict[tuple[str, ...], dict[str, set[tuple[str, ...]]]] = {}
+    for labels in (cell.labels for cell in cells if is_chosen(cell.labels, table.where)):
+        row = labels[table.rows[-1]] if table.rows else ""
+        place = tuple(labels[axis] for axis in (*table.rows[:-1], *table.columns))
+        over = tuple(labels[axis] for axis in hidden)
+        found.setdefault(place, {}).setdefault(row, set()).add(over)
+    for rows in found.values():
+        (first, most), *others = sorted(rows.items(), key=lambda each: -len(each[1]))
+        other = next((row for row, over in others if over != most), None)
+        if len(most) > 1 and other is not None:
+            file.fail(
+                f"table {table.name}: {first!r} and {other!r} would be means over different labels "
+                f"of {' and '.join(hidden)}, of which some are left out; show the axis as rows or "
+                "columns, or choose its labels by `where`",
+                *("tables", number),
+            )
 
 
 def check_figures(file: SweepFile, cells: Sequence[Cell]) -> None:
