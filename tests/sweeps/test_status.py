@@ -33,6 +33,7 @@ from trishul_ray.tracking.mlflow_sweep import SweepRun
 from trishul_ray.tracking.progress import RunProgress
 
 WORDS = ["dataset=hub", "data.path=me/notes", "model=me/bert", *TINY_TEXT]
+SELDOM = "evaluation.every=0"
 
 
 def finish(experiment):
@@ -157,7 +158,7 @@ def test_a_result_from_other_data_or_weights_is_stale(cell, place):
 
 
 def test_a_result_without_a_score_that_is_asked_for_is_stale(cell, place, cache):
-    seldom = experiment_in(place, cache, "evaluation.every=0")
+    seldom = experiment_in(place, cache, SELDOM)
     assert seldom.id == cell.id and state_of(seldom).status == "finished"  # it has more
     few, all_ = (
         experiment_in(place, cache, "seed=3", f"evaluation.every={every}") for every in (0, 1)
@@ -290,5 +291,11 @@ def test_outcomes_have_the_cells_of_the_sweep(cell, place, cache):
     assert done.labels == {"seed": "0", "partition.kind": "dirichlet"}
     assert (done.status, done.metric) == ("finished", "accuracy") and done.value is not None
     assert [record["round"] for record in done.records] == [0, 1, 2]
+    assert all("accuracy" in record for record in done.records)
     assert (missing.status, missing.reason, missing.value) == ("missing", "not run yet", None)
     assert missing.metric == "accuracy" and missing.summary is None
+    # Of a run that has more scores than the sweep asks for, it shows those that other runs have.
+    seldom = sweep_from_axes(["seed=0..1", "partition.kind=dirichlet"], [*WORDS, *places, SELDOM])
+    (outcome,) = collect([seldom], examine(experiments))
+    assert ["accuracy" in record for record in outcome.cells[0].records] == [True, False, True]
+    assert "uploaded_bytes" in outcome.cells[0].records[1]

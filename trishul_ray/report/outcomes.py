@@ -188,6 +188,8 @@ class CellOutcome:
         summary: Content of ``result.json``; None unless finished.
         home: Folder of the run.
         copy: A copy of the files with its numbers, if there is one; not of what is added later.
+        scored: The rounds whose scores its sweep asks for, ascending; None: all. A run that began
+            elsewhere may have more of them than others that it is compared with.
     """
 
     labels: Mapping[str, str]
@@ -198,6 +200,7 @@ class CellOutcome:
     summary: RunSummary | None
     home: Store
     copy: Store | None = field(default=None, kw_only=True)
+    scored: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     @property
     def value(self) -> float | None:
@@ -255,12 +258,19 @@ class CellOutcome:
     def records(self) -> list[dict[str, float]]:
         """The rows of ``metrics.parquet``, one per round; a metric not measured is missing.
 
-        Empty if the file was deleted since.
+        So are the scores of rounds that are not ``scored``. Empty if the file was deleted since.
         """
         try:
-            return read_metrics(self.copy or self.home)
+            rows = read_metrics(self.copy or self.home)
         except FileNotFoundError:
             return []
+        if self.scored is None or self.summary is None:
+            return rows
+        scores = (self.summary.final | self.summary.client_metrics).keys() - {"round"}
+        for row in (row for row in rows if row["round"] not in self.scored):
+            for name in scores & row.keys():
+                del row[name]
+        return rows
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:

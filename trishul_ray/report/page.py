@@ -297,7 +297,8 @@ def _made_from(outcomes: Sequence[SweepOutcome]) -> str:
                 shown.append([(cell.value, cell.gap) for cell in read])
         for cell in sweep.cells:
             checksum = cell.result.checksum if cell.status == "finished" else None
-            shown.append((cell.labels, cell.id, cell.status, cell.reason, cell.metric, checksum))
+            state = cell.status, cell.reason, checksum
+            shown.append((cell.labels, cell.id, *state, cell.metric, cell.scored))
     return hashlib.sha256(repr(shown).encode()).hexdigest()
 
 

@@ -191,6 +191,7 @@ def collect(sweeps: Sequence[Sweep], states: Mapping[str, CellState]) -> tuple[S
             summary=state.summary,
             home=stores[experiment.storage.runs].child(experiment.id),
             copy=state.home,
+            scored=tuple(sorted(experiment.scored_rounds)),
         )
 
     return tuple(sweep.with_outcomes(map(outcome, sweep.cells)) for sweep in sweeps)
