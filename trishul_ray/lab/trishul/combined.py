@@ -122,4 +122,7 @@ class PrivateMoving(MovingTrishul, PrivateTrishul):
 
 def _refuse_unequal(config: RankedConfig, why: str) -> None:
     if config.differ_by == "head":
-        raise ValueError(f"ranks_by='head' cannot be set with method={config.name!r}: {why}")
+        raise ValueError(
+            f"ranks_by='head', the default, cannot be set with method={config.name!r}: {why}; set "
+            "method.ranks_by=block or method.limits=ranks"
+        )
