@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from hub_cache import COMMIT
 from huggingface_hub import close_session
 from PIL import Image
 
@@ -488,6 +489,18 @@ def test_a_dataset_of_a_mirror_with_mapped_columns(tmp_path):
     write_split(hub, "me/films/fr/train-00000-of-00001.parquet", rows)
     message = r"use one of me/films/en, me/films/fr"
     refused(message, "hub", "me/films", tmp_path, hub, columns=columns)
+
+
+def test_a_commit_is_that_of_the_files_in_a_mirror(tmp_path):
+    hub, name = tmp_path / "hub", "data/train-00000-of-00001.parquet"
+    write_split(hub, f"me/films/{name}", [{"text": f"t{n}", "label": n % 2} for n in range(6)])
+    note = hub / f"me/films/.cache/huggingface/download/{name}.metadata"
+    note.parent.mkdir(parents=True)
+    note.write_text(f"{COMMIT}\n")
+    for path in ("me/films", f"me/films@{COMMIT[:8]}", "me/films@main"):
+        assert prepare_own("hub", path, tmp_path, hub).info.source == f"mirror:me/films@{COMMIT}"
+    other = COMMIT[::-1]
+    refused(f"has its files of commit {COMMIT}; ", "hub", f"me/films@{other}", tmp_path, hub)
 
 
 def test_columns_of_the_same_name_are_refused_in_a_mirror(tmp_path):

@@ -415,7 +415,7 @@ class CustomHubDataset(CustomDataset):
         else:
             read = {s: [(f, read_table(f)) for f in of] for s, of in files.items()}
             tables = {s: [(name_rows(f, t), t) for f, t in of] for s, of in read.items()}
-            source = f"mirror:{repo.repo}"
+            source = repo.mirror_source(hub, _all(files))
         used = {"train": tables["train"]}
         for split in ("test", "validation"):
             if "test" not in used and split in tables and has_labels(tables[split], self.columns):
@@ -445,6 +445,13 @@ class CustomHubDataset(CustomDataset):
             raise InputError(
                 f"data.path={self.path!r} has several configurations: use one of {names}"
             )
+        commit = repo.mirror_source(hub, _all(files or {})).partition("@")[2]
+        wanted = repo.revision or ""
+        if commit and re.fullmatch("[0-9a-f]{7,40}", wanted) and not commit.startswith(wanted):
+            raise InputError(
+                f"data.path={self.path!r}: mirror {hub} has its files of commit {commit}; download "
+                "those of the other one, or leave it out"
+            )
         return files
 
     def _download(self, repo: HubRepo, hub: Path | None) -> dict[str, NamedTables]:
@@ -459,6 +466,10 @@ class CustomHubDataset(CustomDataset):
             way_out = f"set TRISHUL_HUB to a folder with {example}, or run once"
             what = f"data.path={self.path!r}"
             raise repo.not_found(what, hub, error, f"{way_out} with internet access") from error
+
+
+def _all(files: Mapping[str, list[Path]]) -> list[Path]:
+    return [file for of in files.values() for file in of]
 
 
 def _hash_of(parts: Any) -> str:
