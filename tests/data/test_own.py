@@ -825,10 +825,11 @@ def test_any_integer_is_a_name(tmp_path, labels, kind, classes):
     table = label_table(labels, kind=kind)
     for name in ("client", "group"):
         table = table.append_column(name, table.column("label"))
-    for door in ("table", "rows"):
-        path = tmp_path / "x.parquet"
-        pq.write_table(table, path)
-        path = path if door == "table" else store_rows(table, tmp_path / "c", {})
+    file, lines = tmp_path / "x.parquet", tmp_path / "x.jsonl"
+    pq.write_table(table, file)
+    lines.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    rows = store_rows(table, tmp_path / "c", {})
+    for door, path in (("table", file), ("table", lines), ("rows", rows)):
         info = prepare_own(door, path, tmp_path).info
         assert [list(names) for names in (info.classes, info.clients, info.groups)] == [classes] * 3
 

@@ -64,6 +64,9 @@ def to_array(values: Sequence[Any], where: str, column: str) -> pa.Array:
     kinds = (pa.ArrowException, TypeError, ValueError, OverflowError)
     try:
         return pa.array(values)
+    except OverflowError:  # ids of 64 bits without sign, if they are
+        with suppress(*kinds):
+            return pa.array(values, pa.uint64(), from_pandas=True)
     except kinds:
         pass
     try:
