@@ -91,6 +91,8 @@ def test_a_resolved_config_reads_back_as_itself(words, tmp_path):
         (["resources.actors=0"], "resources.actors"),
         (["resources.actors=2", "federation.clients_per_actor=1"], "exclude each other"),
         (["model.precision=fp16"], "model.precision='fp16'"),
+        (["optimizer.momentum=0.9"], "momentum=0.9 has no effect with name='adam'"),
+        (["optimizer.name=sgd", "optimizer.beta2=0.9"], "beta2=0.9 has no effect with name='sgd'"),
     ],
 )
 def test_every_mistake_gets_one_line(overrides, expected):

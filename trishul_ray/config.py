@@ -323,6 +323,12 @@ class OptimizerConfig(Section):
             return fields | {"lr_source": RateSource.USER}
         return fields
 
+    @model_validator(mode="after")
+    def _check_fields_are_read(self) -> "OptimizerConfig":
+        unread = {"adam": ["momentum"], "sgd": ["beta1", "beta2"]}
+        self.reject_unused(unread[self.name], f"with name={self.name!r}")
+        return self
+
 
 #: Capacities of clients, as shares of the full budget.
 COMPUTE_LEVELS = (0.25, 0.5, 0.75, 1.0)
