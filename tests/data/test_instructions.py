@@ -223,3 +223,10 @@ def test_groups_are_held_out_of_training_and_repeated_rows_are_counted_or_left_o
         prepared(test_groups=groups)
     with pytest.raises(InputError, match="drop_repeated is for instructions"):
         prepare_run(small("data.drop_repeated=true"))
+
+
+def test_what_is_cut_is_counted_in_every_split(small):
+    words = ["dataset=synthetic/instructions", "task.kind=instruction", "model.name=llama-tiny"]
+    words += ["task.target_length=2", "data.validation_share=0.2"]
+    cut = [line.split()[0] for line in prepare_run(small(*words)).cut if "answers cut" in line]
+    assert cut == ["train", "validation", "test"]

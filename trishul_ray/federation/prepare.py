@@ -72,7 +72,8 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
         _check_passed(backbone, task, dataset)
     cut = [
         f"{name} rows: {remark}"
-        for name in ("train", "test")
+        for name in ("train", "validation", "test")
+        if name in dataset.split_names
         for remark in task.remarks(dataset.split(name))
     ]
     if dataset.info.kind == "instruction":
