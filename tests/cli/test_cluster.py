@@ -9,6 +9,8 @@ from ports import free_port
 from ray.job_submission import JobDetails, JobStatus, JobType
 
 from trishul_ray.cli.cluster import _describe_cells
+from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.jobs.cluster import Job
 from trishul_ray.plugins import load_plugin
 
@@ -125,9 +127,18 @@ def test_the_command_that_continues_a_stopped_job_names_its_cluster_and_results(
     assert code == 0 and out.endswith(f"to continue: {again}\n")
 
 
-def cells_of(*words, runs):
-    details = JobDetails(type=JobType.SUBMISSION, status=JobStatus.SUCCEEDED, entrypoint="")
+def cells_of(*words, runs, status=JobStatus.SUCCEEDED):
+    details = JobDetails(type=JobType.SUBMISSION, status=status, entrypoint="")
     return _describe_cells(Job("id", words, str(runs), details))
+
+
+def test_no_cell_of_a_job_that_has_ended_is_running(tmp_path):
+    words = ["run", f"storage.runs={tmp_path}"]
+    experiment = load_experiment(None, words[1:])
+    run_folder(experiment).child("checkpoints").write("new", b"")  # a moment ago
+    shown = "0 of 1 done, {} running, {} missing, 0 failed"
+    assert cells_of(*words, runs=tmp_path, status=JobStatus.RUNNING) == shown.format(1, 0)
+    assert cells_of(*words, runs=tmp_path, status=JobStatus.STOPPED) == shown.format(0, 1)
 
 
 @pytest.fixture

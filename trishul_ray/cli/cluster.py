@@ -317,10 +317,10 @@ def _describe_cells(job: "Job") -> str:
         return f"cannot be read from here: {error}"
     except (UsageError, typer.Exit):  # of another version, or no command of this program
         return "cannot be read from here: the command is not one of this version"
-    states = progress.states
+    states, running = progress.states, progress.running if job.active else 0
     known = sum(states[status] for status in ("finished", "stopped", "failed"))
-    missing = progress.cells - progress.running - known
-    parts = [f"{states['finished']} of {progress.cells} done", f"{progress.running} running"]
+    missing = progress.cells - running - known
+    parts = [f"{states['finished']} of {progress.cells} done", f"{running} running"]
     parts += [f"{states['stopped']} stopped early"] * bool(states["stopped"])
     parts += [f"{missing} missing", f"{states['failed']} failed"]
     if progress.pace.done and job.active:
