@@ -8,7 +8,7 @@ import pytest
 from invented_outcomes import half_missing, initialization, invent_sweep, sensitivity, vision
 from rich.console import Console
 
-from trishul_ray.report.formats import csv_text, to_csv, to_latex, to_markdown, to_rich
+from trishul_ray.report.formats import caption, csv_text, to_csv, to_latex, to_markdown, to_rich
 from trishul_ray.report.tables import build_tables
 
 HOSTILE = r"a|b & 50% of $x_1$ #{<script>alert(1)</script>} \n ~^ [red]λ±≤"
@@ -134,7 +134,12 @@ def test_no_text_in_a_csv_is_a_formula_and_every_number_stays_one():
     assert read == [*(f"'{text}" for text in texts), *row[5:10], "-2.5", ""]
 
 
-@pytest.mark.parametrize("sweep", [sensitivity(), sensitivity(seeds=1, profile="smoke"), hostile()])
+NARROW = invent_sweep("seeds", {"seed": ("0", "1")}, ("seed",), (), profile="custom")
+
+
+@pytest.mark.parametrize(
+    "sweep", [sensitivity(), sensitivity(seeds=1, profile="smoke"), hostile(), NARROW]
+)
 def test_the_terminal_shows_every_row_as_it_is(sweep):
     table = build(sweep)
     console = Console(width=300, record=True, file=io.StringIO())
@@ -144,3 +149,4 @@ def test_the_terminal_shows_every_row_as_it_is(sweep):
         assert row.label in text
         assert row.verdict.text in text
     assert f"[{table.profile}]" in text
+    assert caption(table) in text

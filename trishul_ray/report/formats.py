@@ -244,8 +244,8 @@ def to_rich(table: SweepTable, width: int) -> Group:
     if table.judged:
         views.append(_rich_verdicts(table))
     views[0].title = Text(f"{table.layout.title}: {table.unit} [{table.profile}]")
-    views[-1].caption = Text(caption(table))
-    return Group(*views)
+    # Not the caption of a view, which wraps it to its own width: that may be a few letters.
+    return Group(*views, Text(caption(table), "italic"))
 
 
 def _rich_part(
