@@ -344,6 +344,8 @@ def _start(cpus: int | None, fork_server: ForkServer | None, folder: str) -> Non
         os.environ["RAY_AUTH_TOKEN"] = _process_token()
     # Ray starts workers at niceness 15: any other process on this machine would starve the clients.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Events of tasks are for the dashboard: without one, they would gather in the GCS.
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     if fork_server is not None:  # forks do not replace workers that start before there is work
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # A forked worker has the signals of the fork server.
