@@ -51,10 +51,10 @@ def _name(process):
         return ""
 
 
-def hear_signals():
-    """Undo what a child inherits of tests in the background (no SIGINT) or of nohup (no SIGHUP)."""
-    for signum in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_DFL)
+#: Undoes what a child inherits of tests in the background (no SIGINT) or of nohup (no SIGHUP). A
+#: function that runs in the child would have gRPC's handlers run at the fork: with a Ray in this
+#: process, that has aborted it.
+HEAR_SIGNALS = ("env", "--default-signal=INT,HUP")
 
 
 class Command:
@@ -64,9 +64,12 @@ class Command:
         self.mark = uuid.uuid4().hex
         self.errors: list[str] = []
         plain = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        options = plain | {"preexec_fn": hear_signals} | options
         self.process = subprocess.Popen(
-            words, env={**env, MARK: self.mark}, cwd=cwd, start_new_session=True, **options
+            [*HEAR_SIGNALS, *words],
+            env={**env, MARK: self.mark},
+            cwd=cwd,
+            start_new_session=True,
+            **(plain | options),
         )
 
     def wait_for(self, text, seconds=90):

@@ -133,7 +133,6 @@ def test_a_local_ray_is_in_a_folder_of_its_user_alone(monkeypatch, tmp_path):
     long.mkdir()
     monkeypatch.setenv("TMPDIR", str(long))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    before = set(Path("/tmp").glob(".trishul-ray.*"))
     with ray_session(1):
         session = session_folder()
         folder = session.parents[1]
@@ -141,7 +140,6 @@ def test_a_local_ray_is_in_a_folder_of_its_user_alone(monkeypatch, tmp_path):
         assert folder.parent == Path("/tmp") and folder.name.startswith(".trishul-ray.")
         assert list(session.glob("sockets/*"))
     assert not folder.exists()
-    assert set(Path("/tmp").glob(".trishul-ray.*")) <= before
     with pytest.raises(RunError), ray_session(1):
         session = session_folder()
         raise RunError("its logs are kept")
