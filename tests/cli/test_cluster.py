@@ -141,6 +141,14 @@ def test_no_cell_of_a_job_that_has_ended_is_running(tmp_path):
     assert cells_of(*words, runs=tmp_path, status=JobStatus.STOPPED) == shown.format(0, 1)
 
 
+def test_cells_that_a_search_samples_are_not_counted_as_none(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    search = "{kind: optuna, samples: 2, space: {optimizer.lr: {log: [1e-4, 1e-1]}}}"
+    Path("mine.yaml").write_text(f"base: {{data.validation_share: 0.2}}\nsearch: {search}")
+    said = "cannot be read from here: what a search by optuna samples depends on its results"
+    assert cells_of("sweep", "mine.yaml", runs=tmp_path) == said
+
+
 @pytest.fixture
 def mine(monkeypatch, tmp_path):
     """A plug-in in the working directory, and files that name it; tells whether it has run."""

@@ -288,7 +288,9 @@ def _experiments(words: Sequence[str], runs: str | None) -> "dict[str, Experimen
         sweeps = [sweep_from_axes(parameters["axis"], split_arguments(arguments)[1])]
     else:
         sweeps = load_sweeps(arguments, parameters.get("profile") or "paper", None)
-    return distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
+    if any(sweep.is_adaptive for sweep in sweeps):
+        raise InputError("what a search by optuna samples depends on its results")
+    return distinct(sweeps)
 
 
 def _show(job: "Job") -> None:
