@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import csv
 
 from trishul_ray.config import DataConfig
 from trishul_ray.data.instructions import read_rows
@@ -80,6 +81,12 @@ def test_what_eval_alone_reads_may_be_in_test_rows_alone(tmp_path):
     assert data.test.column("choice").tolist() == [1, 1] and "choice" not in data.train.columns
     config = DataConfig(name="table", path=str(tmp_path), drop_repeated=True)
     assert len(choose_rows(data, config, cache=tmp_path / "cache").train) == 3
+    lists = {name: json.dumps(value) for name, value in scored.items()}  # choice: "1"
+    table = pa.Table.from_pylist([row | lists for row in rows])
+    csv.write_csv(table, tmp_path / "rows.csv")
+    data = read(tmp_path, tmp_path / "rows.csv")
+    assert data.test.column("choice").tolist() == [1, 1]
+    assert data.test.texts("choices").to_pylist() == [lists["choices"]] * 2
 
 
 @pytest.mark.parametrize(

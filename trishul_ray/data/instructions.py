@@ -86,6 +86,7 @@ def plain_choices(
     texts, numbers = [], []
     for value, number, row in zip(values, right, where, strict=True):
         found = _list_of_texts(value)
+        number = int(number) if isinstance(number, str) and number.isdecimal() else number  # CSV
         if found is None or (found and not (len(found) > 1 and number in range(len(found)))):
             raise CorruptFileError(
                 f"{row}: {column}={str(value)[:40]!r} with the right one {number!r}; allowed: a "
