@@ -70,6 +70,10 @@ def test_columns_are_known_by_the_names_that_datasets_have(tmp_path, suffix, row
         said = input_columns(data.info, {}, [row])
         assert said["instruction"].to_pylist() == ["a"]
         assert "input" not in said or said["input"].to_pylist() == [asked[1]]
+    elif "messages" in row:
+        form = json.dumps if isinstance(row["messages"], str) else list
+        said = input_columns(data.info, {}, [{"messages": form([user("a")])}])
+        assert json.loads(said["messages"][0].as_py()) == [user("a"), assistant("-")]
 
 
 def test_what_eval_alone_reads_may_be_in_test_rows_alone(tmp_path):

@@ -5,8 +5,9 @@ Rows take the way of the test rows of the run: the same columns, image size, pro
 Shapes: N rows, K classes.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -158,8 +159,7 @@ def _instructions(
             f"these have {', '.join(table.column_names)}"
         )
     if info.fields == ("messages",):
-        answer = {"role": "assistant", "content": "-"}
-        asked = [[*row, answer] for row in table.column(first).to_pylist()]
+        asked = [_with_dash(row) for row in table.column(first).to_pylist()]
         where = [f"predict, row {row}" for row in range(len(asked))]
         return {"messages": plain_messages(asked, where, first)}
     found: dict[str, Column] = {"instruction": read_texts(table, first, "predict")}
@@ -168,6 +168,14 @@ def _instructions(
         blank = pa.array([""] * len(table), pa.large_string())
         found["input"] = blank if name is None else read_texts(table, name, "predict")
     return found | {"output": pa.array(["-"] * len(table), pa.large_string())}
+
+
+def _with_dash(messages: Any) -> Any:
+    """Return a list of messages, or its JSON text, with a dash for the answer; others as it is."""
+    with suppress(ValueError):
+        messages = json.loads(messages) if isinstance(messages, str) else messages
+    answer = {"role": "assistant", "content": "-"}
+    return [*messages, answer] if isinstance(messages, list) else messages
 
 
 def _batch(images: Any, info: DatasetInfo) -> list[np.ndarray]:
