@@ -141,6 +141,12 @@ def test_no_cell_of_a_job_that_has_ended_is_running(tmp_path):
     assert cells_of(*words, runs=tmp_path, status=JobStatus.STOPPED) == shown.format(0, 1)
 
 
+def test_cells_in_a_folder_that_only_the_cluster_has_are_not_called_missing(tmp_path):
+    there = tmp_path / "shared" / "runs"
+    said = f"cannot be read from here: there is no folder {there} on this machine"
+    assert cells_of("run", runs=there) == said
+
+
 def test_cells_that_a_search_samples_are_not_counted_as_none(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     search = "{kind: optuna, samples: 2, space: {optimizer.lr: {log: [1e-4, 1e-1]}}}"
@@ -153,6 +159,7 @@ def test_cells_that_a_search_samples_are_not_counted_as_none(monkeypatch, tmp_pa
 def mine(monkeypatch, tmp_path):
     """A plug-in in the working directory, and files that name it; tells whether it has run."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
     (tmp_path / "mine.yaml").write_text("plugins: [mine.py]")
     (tmp_path / "sweep.yaml").write_text("base: {plugins: [mine.py]}\naxes: {seed: [0, 1]}")

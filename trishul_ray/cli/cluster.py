@@ -309,9 +309,13 @@ def _show(job: "Job") -> None:
 
 def _describe_cells(job: "Job") -> str:
     from trishul_ray.jobs.progress import read_progress
+    from trishul_ray.storage import Store
     from trishul_ray.tracking.progress import format_duration
 
     try:
+        store = Store.open(job.runs)
+        if store.is_local and not store.exists():  # a folder that the nodes share
+            raise InputError(f"there is no folder {store.uri} on this machine")
         with none_run():
             _check_files(job.words, Path.cwd())
             progress = read_progress(_experiments(job.words, job.runs))
