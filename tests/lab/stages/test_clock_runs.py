@@ -200,6 +200,13 @@ def test_clients_that_do_not_count_have_received_the_broadcast(edge_run):
     assert clocks(more)[-1] < clocks(plain)[-1]
 
 
+def test_a_strategy_without_a_clock_wastes_no_broadcast(edge_run):
+    words = ["method=fedit", "federation.clients_per_round=2"]
+    plain, chosen = edge_run(*words), edge_run(*words, "cohort.select=power_of_choice")
+    for one, other in zip(plain.checkpoint.records, chosen.checkpoint.records, strict=True):
+        assert other.downloaded_parameters == one.downloaded_parameters
+
+
 def test_a_round_in_which_too_few_come_is_asked_anew(edge_run):
     words = ["method=fedit", ON, "cohort.dropout=0.6", "federation.rounds=6"]
     records = edge_run(*words).checkpoint.records[1:]

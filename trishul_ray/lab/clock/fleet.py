@@ -99,7 +99,8 @@ class Asked:
     @property
     def wasted(self) -> int:
         """Number of broadcasts that clients have received and do not train with."""
-        return sum(len(each.clients) for each in self.plans) - len(self.clients)
+        asked = sum(len(each.clients) for each in self.plans)
+        return asked - len(self.clients) if self.plans else 0
 
 
 class Fleet:
