@@ -159,6 +159,21 @@ def test_a_paragraph_keeps_its_line_breaks(trishul, monkeypatch):
     assert "nothing is kept; to start again: trishul run" in " ".join(paragraph)
 
 
+def test_a_fresh_run_that_is_stopped_before_the_earlier_one_is_gone_starts_over(
+    trishul, monkeypatch
+):
+    def fail(*_, **__):
+        raise RunError("the cause")
+
+    assert trishul("run", *TINY)[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("trishul_ray.runs.runner.run_experiment", fail)
+        _, error = trishul("run", *TINY, "--fresh")
+    said = " ".join(error[error.index("error: ") :].split())
+    assert "the earlier run is still there; to start over: trishul run" in said.lower()
+    assert said.endswith("--fresh")
+
+
 def test_export_does_not_overwrite(trishul, tmp_path):
     trishul("run", *TINY)
     (home,) = tmp_path.glob("runs/*/")

@@ -287,8 +287,9 @@ def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun"
 
     print_line(f"{label}: {describe(experiment)}", err)
     progress = show_progress(experiment.federation.rounds)
+    earlier = _local_attempt(experiment) if fresh else ""
     with (
-        resumable(progress, partial(_how_to_continue, experiment)),
+        resumable(progress, partial(_how_to_continue, experiment, earlier)),
         _workers_for(experiment, fresh, progress) as workers,
     ):
         from trishul_ray.runs.runner import run_experiment  # while the workers start
@@ -343,9 +344,23 @@ def _workers_for(
         yield workers
 
 
-def _how_to_continue(experiment: "Experiment", fails_again: bool) -> str:
+def _local_attempt(experiment: "Experiment") -> str:
+    """Return the attempt of a run's files; empty without them, or in a remote storage."""
+    from trishul_ray.report.summary import attempt_of
     from trishul_ray.runs.folder import RunFolder
 
+    home = RunFolder.of(experiment).home
+    with suppress(OSError):  # reported by the run itself
+        return attempt_of(home) if home.is_local else ""
+    return ""
+
+
+def _how_to_continue(experiment: "Experiment", earlier: str, fails_again: bool) -> str:
+    """Return how to go on; ``earlier`` is the attempt that was to be removed, if any."""
+    from trishul_ray.runs.folder import RunFolder
+
+    if earlier and _local_attempt(experiment) == earlier:
+        return f"The earlier run is still there; to start over: {typed()}"
     home = RunFolder.of(experiment).home
     # A remote storage may be what has failed: do not ask it.
     any_kept = not home.is_local or home.child("checkpoints").names() != []
