@@ -541,6 +541,16 @@ def test_every_run_ends_as_its_cell_did(uri):
     assert "table" not in runs["done"].data.tags  # its tags were set when it began
 
 
+def test_the_runs_of_another_sweep_of_the_same_name_go_on(uri):
+    parent, other = (open_parent(uri, "mine", sqlite_file(uri).parent / name) for name in "ab")
+    theirs = open_cell(uri, "x", "mine", other.run_id)
+    lost = open_cell(uri, "y", "mine", parent.run_id)
+    assert parent.close({}, {}, "FINISHED") == []
+    client = MlflowClient(uri)
+    assert client.get_run(theirs.run_id).info.status == "RUNNING"
+    assert client.get_run(lost.run_id).info.status == "KILLED"
+
+
 class FailsOnce:
     """A client whose methods each fail once, as they do while a server is gone."""
 

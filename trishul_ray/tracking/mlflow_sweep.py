@@ -125,6 +125,8 @@ class SweepRun(MlflowTracker):
         children = self._children()
         for id, child in children.items():
             cell, was = cells.get(id), child.info.status
+            if cell is None and child.data.tags.get(PARENT_TAG) != self._id:
+                continue  # of another sweep of this name, which may go on
             ended: Status = "KILLED" if cell is None else cell.status
             # A run that is interrupted may see its actors end first, and take that for a failure.
             if was == "RUNNING" or (was == "FAILED" and cell is not None and ended != was):
