@@ -172,6 +172,13 @@ def test_device_hours_are_hours_times_what_the_run_held(sweeps):
     quarter = result(small, 360.0, cpus=4)
     states = states_of(sweeps, **{experiment.id: CellState("finished", "", quarter)})
     assert make_plan(sweeps[:1], states, "cpu").total.hours_done == pytest.approx(0.25)
+    # A cell of a sweep holds a part of its machine, as its result says; in one process, a core.
+    cell = dataclasses.replace(result(experiment, 360.0, cpus=4), held={"CPU": 1.0, "GPU": 0.0})
+    resources = experiment.resources.model_copy(update={"backend": "inline"})
+    inline = result(experiment.model_copy(update={"resources": resources}), 360.0, cpus=4)
+    for run in (cell, inline):
+        states = states_of(sweeps, **{experiment.id: CellState("finished", "", run)})
+        assert make_plan(sweeps[:1], states, "cpu").total.hours_done == pytest.approx(0.25)
 
 
 def test_what_a_rarer_prox_would_save_is_said_of_cards_of_little_float64():

@@ -118,6 +118,7 @@ class RunSummary:
         logged: Whether all of it is where it was to be logged; False while its process ends.
         reports: What stages say of the run, by their names; see ``Stage.report``.
         peak_memory: Peak of the worker that used most, of the process that finished the run.
+        held: ``CPU`` and ``GPU`` of all its actors; empty without actors, or if not known.
         checksum: Hash of the bytes of everything else; empty until it is written.
     """
 
@@ -162,6 +163,7 @@ class RunSummary:
     participation: dict[str, int] = field(default_factory=dict)
     logged: bool = True
     peak_memory: PeakMemory | None = None
+    held: dict[str, float] = field(default_factory=dict)
     checksum: str = ""
 
     @classmethod

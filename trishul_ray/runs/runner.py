@@ -19,7 +19,7 @@ from trishul_ray.data.own import CUSTOM
 from trishul_ray.errors import ArtifactsError, InputError, StorageRefusedError, at_loss
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits, image_size_line, random_weights_line
-from trishul_ray.federation.on_ray.driver import Driver, Workers, open_driver
+from trishul_ray.federation.on_ray.driver import Driver, RayDriver, Workers, open_driver
 from trishul_ray.federation.on_ray.session import opening, ray_session
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
 from trishul_ray.federation.server import RoundReport, RunResult
@@ -237,6 +237,7 @@ class _Run:
             with self.driver(tracker) as driver:
                 late = LATE if self.extras else ()
                 earlier, result = yield from _train(driver, tracker, progress, late)
+                held = driver.slices.total() if isinstance(driver, RayDriver) else {}
             progress.phase("writing results")
             state = result.checkpoint
             before = [r for r in state.records if r.round <= earlier]
@@ -247,6 +248,7 @@ class _Run:
                 reports=reports,
                 logged_to=tracker.place,
                 unread_fields=unread,
+                held=held,
             )
             return self.write(result, summary, tracker)
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.on_ray.slices import plan_slices
+from trishul_ray.federation.on_ray.slices import plan_slices, with_actors
 from trishul_ray.lazy import torch
 from trishul_ray.methods.base import build_method
 from trishul_ray.report.outcomes import CellStatus
@@ -254,6 +254,8 @@ def _share(result: RunSummary) -> float:
     """Return how many GPUs a finished run held, or which share of its machine's cores."""
     sections = {name: result.config[name] for name in ("resources", "federation")}
     cpus, gpus = result.hardware.cpus or 1, len(result.hardware.gpus)
+    if held := result.held:
+        return held["GPU"] or held["CPU"] / cpus
     return _share_of(json.dumps(sections), cpus, gpus)
 
 
@@ -261,7 +263,10 @@ def _share(result: RunSummary) -> float:
 def _share_of(sections: str, cpus: float, gpus: int) -> float:
     free = {"CPU": float(cpus), "GPU": float(gpus)}
     try:
-        slices = plan_slices(Experiment.model_validate_json(sections), free)
+        experiment = Experiment.model_validate_json(sections)
+        if experiment.resources.backend == "inline":
+            experiment = with_actors(experiment, 1)
+        slices = plan_slices(experiment, free)
     except ValueError:
         return 1.0  # it ran on a cluster of several machines
     return slices.actors * (slices.gpus or slices.cpus / free["CPU"])

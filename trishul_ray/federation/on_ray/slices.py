@@ -44,6 +44,10 @@ class Slices:
         bundle = {"CPU": self.cpus, "GPU": self.gpus}
         return [{k: v for k, v in bundle.items() if v > 0} for _ in range(self.actors)]
 
+    def total(self) -> dict[str, float]:
+        """Return what all client actors hold together."""
+        return {"CPU": self.actors * self.cpus, "GPU": self.actors * self.gpus}
+
     def count_in(self, held: Mapping[str, float]) -> int:
         """Return how many actors fit into a bundle, or on a node: one cannot span two."""
         count = int(held.get("CPU", 0.0) / self.cpus + 1e-9)
