@@ -1,5 +1,6 @@
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_the_merged_model_is_loaded_by_from_pretrained(make, family, adapters, t
 
 
 @pytest.mark.parametrize("export", ["peft", "merged"])
-def test_only_an_empty_folder_is_written_to(make, export, tmp_path):
+def test_only_an_empty_folder_is_written_to(make, export, tmp_path, monkeypatch):
     bench = make("vit")
     state = bench.adapted.initial()
 
@@ -114,6 +115,13 @@ def test_only_an_empty_folder_is_written_to(make, export, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "empty", "full"]
     with pytest.raises(InputError):
         write(empty)
+    (tmp_path / "named").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "named")
+    assert write(tmp_path / "link") == write(tmp_path / "new") != []
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(InputError, match="here is the current folder; name a new one"):
+        write(Path())
 
 
 def test_a_model_without_adapters_has_nothing_to_export(make, tmp_path):

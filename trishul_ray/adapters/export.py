@@ -200,6 +200,9 @@ def _portable(tensor: Tensor) -> Tensor:
 @contextmanager
 def _exported(directory: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``directory``, which must be new or empty."""
+    directory = directory.resolve()  # of a link, what it names is written
+    if directory.exists() and directory.samefile("."):  # a shell would stay in what was replaced
+        raise InputError(f"export: {directory} is the current folder; name a new one")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InputError(f"export: {directory} exists and is not an empty folder")
     with complete_folder(directory) as folder:
