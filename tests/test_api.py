@@ -406,6 +406,13 @@ def test_predict_takes_a_batch(tiny):
     ]:
         with pytest.raises(trishul_ray.InputError, match=message):
             result.predict(rows)
+    for row, kind in [(None, "NoneType"), (batch[0].tolist(), "list")]:
+        with pytest.raises(trishul_ray.InputError, match=f"predict, row 0: a {kind} is no image"):
+            result.predict([row])
+    for predict in (result.predict, result.predict_probabilities):
+        for size in (0, -1):
+            with pytest.raises(trishul_ray.InputError, match=f"batch_size={size}: must be at"):
+                predict(batch, batch_size=size)
 
 
 def test_finished_runs_are_listed_and_loaded_by_the_beginning_of_their_ids(tiny, tmp_path):

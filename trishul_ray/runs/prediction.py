@@ -73,6 +73,8 @@ def _predict(
     read: Callable[[Mapping[str, torch.Tensor]], _Read],
 ) -> list[_Read]:
     """Return what ``read`` makes of every prepared batch, with the run's model bound."""
+    if batch_size < 1:
+        raise InputError(f"batch_size={batch_size}: must be at least 1")
     bench, trained = run.bench, run.trained
     task = bench.task
     columns = _encoded(run, input_columns(bench.info, bench.settings.data.columns, rows))
@@ -212,7 +214,11 @@ def _encoded_image(value: Any, where: str) -> NamedImage:
         value = value["bytes"]
     if isinstance(value, str | Path):
         return Path(value).expanduser(), str(value)
-    return (encode_image(value) if is_image(value) else value), where
+    if is_image(value):
+        value = encode_image(value)
+    if not isinstance(value, bytes):
+        raise InputError(f"{where}: a {type(value).__name__} is no image")
+    return value, where
 
 
 def _encoded(run: TrainedRun, columns: Mapping[str, Column]) -> dict[str, np.ndarray]:
