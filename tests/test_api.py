@@ -426,6 +426,8 @@ def test_finished_runs_are_listed_and_loaded_by_the_beginning_of_their_ids(tiny,
     assert table.loc[results[1].id, "seed"] == 1
     assert table.loc[results[1].id, "final"] == results[1].final["accuracy"]
     assert trishul_ray.load(results[0].id[:7], runs=store).id == results[0].id
+    assert trishul_ray.load(results[0].id, runs=Path(store)).id == results[0].id
+    assert trishul_ray.runs(Path(store)).equals(table)
     for prefix, message in [
         ("", "does not exist"),
         (results[0].id[:10] + "zz", f"the nearest are {results[0].id}"),

@@ -199,7 +199,7 @@ def sweep(
 def load(
     run: str | Path,
     *,
-    runs: str = "runs",
+    runs: str | Path = "runs",
     model: nn.Module | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Result:
@@ -219,7 +219,7 @@ def load(
     """
     if model is not None:
         _pass_module(model, tokenizer)
-    home, experiment = open_run(str(run), runs)
+    home, experiment = open_run(str(run), str(runs))
     try:
         summary = RunSummary.read(home)
     except FileNotFoundError:

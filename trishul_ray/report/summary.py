@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import yaml
@@ -357,7 +358,7 @@ def run_ids(store: Store) -> list[str]:
     return [name for name in store.names() if _ID.fullmatch(name)]
 
 
-def table_of_runs(store: str = "runs") -> "pd.DataFrame":
+def table_of_runs(store: str | Path = "runs") -> "pd.DataFrame":
     """Return the finished runs of a folder or URI: one row per run, by id.
 
     The columns are what usually tells runs apart, the name of the headline metric, and its value
@@ -369,7 +370,7 @@ def table_of_runs(store: str = "runs") -> "pd.DataFrame":
     """
     rows = []
     with own_errors():
-        opened = Store.open(store)
+        opened = Store.open(str(store))
         for name in run_ids(opened):
             with suppress(FileNotFoundError, CorruptFileError):
                 rows.append(_row_of(RunSummary.read(opened.child(name))))
