@@ -16,6 +16,7 @@ from transformers import pipeline
 import trishul_ray
 import trishul_ray.runs.export
 from trishul_ray import InputError
+from trishul_ray.models.tokenizers import byte_tokenizer
 from trishul_ray.runs.export import export_run
 
 pytestmark = pytest.mark.usefixtures("plain_figures")
@@ -277,3 +278,30 @@ def test_the_backbone_is_named_so_that_it_is_found(run, tmp_path, vit_folder):
     test = trishul_ray_rows(result)
     (accuracy,) = score([(result.adapter_path, test, list("0123456789"))], tmp_path)
     assert accuracy == pytest.approx(result.final["accuracy"], abs=0.0626)
+
+
+@pytest.mark.parametrize("method", ["fullft", "fedit"])
+def test_an_exported_decoder_stops_where_its_template_ends_answers(method, run, tmp_path):
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    ends = {"bos_token_id": 5, "eos_token_id": 1, "pad_token_id": 0}
+    config = LlamaConfig(vocab_size=400, num_attention_heads=2, **small, **ends)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "chat")
+    tokenizer = byte_tokenizer("llama")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<sep>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "chat")
+    result = run(
+        "synthetic/instructions", model={"name": str(tmp_path / "chat")}, method=method,
+        template="chat", rounds=1, evaluation={"limit": 8},
+        **({"budget": 2} if method == "fedit" else {}),
+    )  # fmt: skip
+    folder = tmp_path / "whole"
+    export_run(result.id, folder, merged=True, runs=str(tmp_path / "runs"))
+    stops = tokenizer.convert_tokens_to_ids(["</s>", "<sep>"])
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == sorted(stops)
+    assert json.loads((folder / "task.json").read_text())["end_ids"] == sorted(stops)
+    assert "`eos_token_id`" in (folder / "README.md").read_text()

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 from safetensors import SafetensorError
@@ -45,6 +46,7 @@ from trishul_ray.stages import ArrayState
 from trishul_ray.storage import Store
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.image_classification import ImageClassification
+from trishul_ray.tasks.instruction import Instruction
 from trishul_ray.version import __version__
 
 #: Ids to name in one message.
@@ -368,8 +370,11 @@ def write_model_files(
         save_module(merge_trained(bench.model, Trained(bench.initial)), folder / COPY)
         # A pipeline of transformers looks for them beside the backbone.
         _write_preparation(task, folder / COPY)
+        _write_ends(bench, folder / COPY)
     elif backbone is not None and isinstance(config, PretrainedConfig):
         config.save_pretrained(str(folder / CONFIG))
+    elif backbone is None:
+        _write_ends(bench, folder)
     info = bench.info
     about = {"task": type(task).__name__, "dataset": info.name, "classes": list(info.classes)}
     _write_json(folder / "task.json", about | task.settings())
@@ -385,6 +390,15 @@ def _write_preparation(task: Task, folder: Path) -> None:
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         tokenizer.save_pretrained(str(folder))
+
+
+def _write_ends(bench: ModelBench, folder: Path) -> None:
+    """Let an exported decoder stop where the run's does: a template may have an end of its own."""
+    if isinstance(bench.task, Instruction):
+        untyped: Any = bench.model.model
+        generation = copy.deepcopy(untyped.generation_config)
+        generation.eos_token_id = bench.task.stop_ids(bench.model)
+        generation.to_json_file(str(folder / "generation_config.json"))
 
 
 def name_classes(model: nn.Module, bench: ModelBench) -> None:
@@ -444,6 +458,8 @@ def model_card(bench: ModelBench, backbone: BackboneName | None, notes: dict[str
     ]
     if not isinstance(bench.task, ImageClassification):
         lines += ["", "`task.json` says how a row becomes the model's input."]
+        if isinstance(bench.task, Instruction):
+            lines[-1] += " Answers end at its `end_ids`: pass them to `generate` as `eos_token_id`."
     elif not python:
         lines += [
             "",
