@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -286,6 +287,12 @@ def test_choices_and_references_that_are_none_are_refused(tmp_path):
         file.write_text("\n".join(map(json.dumps, [row | {"references": ["z"]}, row | wrong])))
         with pytest.raises(CorruptFileError, match=said):
             prepare(config, cache=tmp_path / "cache", hub=None)
+
+
+def test_a_missing_harness_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(InputError, match=r"pip install '\.\[eval\]' in a clone .* 'lm-eval>="):
+        run_harness("any", ["mine"])
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trishul_ray.adapters.export import merge_trained
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, how_to_install
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.files import Json
 from trishul_ray.runs.export import load_trained, open_run
@@ -41,7 +41,8 @@ def run_harness(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise InputError("--tasks: lm-evaluation-harness is missing: trishul-ray[eval]") from error
+        install = how_to_install("eval", "lm-eval>=0.4.13,<0.5")
+        raise InputError(f"--tasks: lm-evaluation-harness is missing: {install}") from error
     home, experiment = open_run(run, runs)
     manager = TaskManager(include_path=None if folder is None else str(folder))
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
