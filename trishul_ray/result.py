@@ -17,6 +17,7 @@ from trishul_ray.report.summary import RunSummary, read_metrics, read_test_rows
 from trishul_ray.runs import prediction
 from trishul_ray.runs.export import TrainedRun, load_trained, name_classes
 from trishul_ray.storage import Store
+from trishul_ray.tasks.instruction import Instruction
 
 
 class Result:
@@ -165,7 +166,11 @@ class Result:
         """
         run = self._trained_by(client)
         name_classes(run.bench.model.model, run.bench)
-        return as_passed(merge_trained(run.bench.model, run.trained)).eval()
+        model = as_passed(merge_trained(run.bench.model, run.trained)).eval()
+        if isinstance(run.bench.task, Instruction):  # its template may have an end of its own
+            untyped: Any = model
+            untyped.generation_config.eos_token_id = run.bench.task.stop_ids(run.bench.model)
+        return model
 
     @own_errors()
     def predict(

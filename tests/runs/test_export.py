@@ -303,5 +303,6 @@ def test_an_exported_decoder_stops_where_its_template_ends_answers(method, run, 
     export_run(result.id, folder, merged=True, runs=str(tmp_path / "runs"))
     stops = tokenizer.convert_tokens_to_ids(["</s>", "<sep>"])
     assert GenerationConfig.from_pretrained(folder).eos_token_id == sorted(stops)
+    assert result.model().generation_config.eos_token_id == sorted(stops)
     assert json.loads((folder / "task.json").read_text())["end_ids"] == sorted(stops)
     assert "`eos_token_id`" in (folder / "README.md").read_text()
