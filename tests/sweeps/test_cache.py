@@ -171,7 +171,7 @@ def worlds(tmp_path_factory, cache):
     write_table(place / "hub/me/notes/train.csv", rng)
     save_bert(place / "hub/me/bert")
     add("data.name=hub", "data.path=me/notes", "model.name=me/bert")
-    for kind in ("table", "images"):
+    for kind, optimizer in (("table", "adam"), ("images", "sgd")):
         place = tmp_path_factory.mktemp(kind)
         files = [place / f"data/{'cat' if n % 2 else 'dog'}/{n}.png" for n in range(12)]
         for file in files:
@@ -180,7 +180,8 @@ def worlds(tmp_path_factory, cache):
             rows = [f"{file.relative_to(place / 'data')},{file.parent.name}" for file in files]
             (place / "data/train.csv").write_text("\n".join(["image,label", *rows, ""]))
         save_vit(place / "vit")
-        add(f"data.name={kind}", f"data.path={place}/data", f"model.name={place}/vit")
+        own = [f"data.name={kind}", f"data.path={place}/data", f"model.name={place}/vit"]
+        add(*own, f"optimizer.name={optimizer}")
     return made
 
 
