@@ -15,9 +15,8 @@ from trishul_ray.models.passed import as_passed
 from trishul_ray.report.statistics import ScoreComparison, compare_scores
 from trishul_ray.report.summary import RunSummary, read_metrics, read_test_rows
 from trishul_ray.runs import prediction
-from trishul_ray.runs.export import TrainedRun, load_trained, name_classes
+from trishul_ray.runs.export import TrainedRun, configure_answers, load_trained
 from trishul_ray.storage import Store
-from trishul_ray.tasks.instruction import Instruction
 
 
 class Result:
@@ -165,12 +164,8 @@ class Result:
             RunError: The last checkpoint is missing, or the backbone has changed.
         """
         run = self._trained_by(client)
-        name_classes(run.bench.model.model, run.bench)
-        model = as_passed(merge_trained(run.bench.model, run.trained)).eval()
-        if isinstance(run.bench.task, Instruction):  # its template may have an end of its own
-            untyped: Any = model
-            untyped.generation_config.eos_token_id = run.bench.task.stop_ids(run.bench.model)
-        return model
+        configure_answers(run.bench)
+        return as_passed(merge_trained(run.bench.model, run.trained)).eval()
 
     @own_errors()
     def predict(

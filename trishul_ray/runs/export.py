@@ -19,7 +19,6 @@ from typing import Any
 
 import yaml
 from safetensors import SafetensorError
-from torch import nn
 from transformers import PretrainedConfig
 
 from trishul_ray.adapters.export import export_merged, export_peft, merge_trained, save_module
@@ -263,7 +262,7 @@ def write_model(
         notes = {"model": whose} | notes
     if (quantize := bench.settings.model.quantize) != "none":
         notes["quantized"] = quantize
-    name_classes(bench.model.model, bench)
+    configure_answers(bench)
     with deterministic(bench.settings), quiet_transformers(), _written(directory):
         if merged or not fits_adapter(bench):
             why = "" if merged else f", since {bench.settings.method.name} trains every weight"
@@ -370,11 +369,8 @@ def write_model_files(
         save_module(merge_trained(bench.model, Trained(bench.initial)), folder / COPY)
         # A pipeline of transformers looks for them beside the backbone.
         _write_preparation(task, folder / COPY)
-        _write_ends(bench, folder / COPY)
     elif backbone is not None and isinstance(config, PretrainedConfig):
         config.save_pretrained(str(folder / CONFIG))
-    elif backbone is None:
-        _write_ends(bench, folder)
     info = bench.info
     about = {"task": type(task).__name__, "dataset": info.name, "classes": list(info.classes)}
     _write_json(folder / "task.json", about | task.settings())
@@ -392,21 +388,18 @@ def _write_preparation(task: Task, folder: Path) -> None:
         tokenizer.save_pretrained(str(folder))
 
 
-def _write_ends(bench: ModelBench, folder: Path) -> None:
-    """Let an exported decoder stop where the run's does: a template may have an end of its own."""
-    if isinstance(bench.task, Instruction):
-        untyped: Any = bench.model.model
-        generation = copy.deepcopy(untyped.generation_config)
-        generation.eos_token_id = bench.task.stop_ids(bench.model)
-        generation.to_json_file(str(folder / "generation_config.json"))
+def configure_answers(bench: ModelBench) -> None:
+    """Write names of classes, and ends of generated answers, into the configuration of a model.
 
-
-def name_classes(model: nn.Module, bench: ModelBench) -> None:
-    """Write the names of the classes into the configuration of a model with a head for them."""
+    A chat template may end answers with another token than the checkpoint.
+    """
+    model: Any = bench.model.model
     config = getattr(model, "config", None)
     if isinstance(config, PretrainedConfig) and bench.task.num_classes is not None:
         config.id2label = dict(enumerate(bench.info.classes))
         config.label2id = {name: index for index, name in enumerate(bench.info.classes)}
+    if isinstance(bench.task, Instruction):
+        model.generation_config.eos_token_id = bench.task.stop_ids(bench.model)
 
 
 def image_processor(task: ImageClassification) -> Json:

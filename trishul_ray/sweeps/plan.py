@@ -252,10 +252,10 @@ def _wall_hours(result: RunSummary, rounds: int | None = None) -> float:
 
 def _share(result: RunSummary) -> float:
     """Return how many GPUs a finished run held, or which share of its machine's cores."""
-    sections = {name: result.config[name] for name in ("resources", "federation")}
     cpus, gpus = result.hardware.cpus or 1, len(result.hardware.gpus)
     if held := result.held:
         return held["GPU"] or held["CPU"] / cpus
+    sections = {name: result.config[name] for name in ("resources", "federation")}
     return _share_of(json.dumps(sections), cpus, gpus)
 
 
