@@ -80,7 +80,7 @@ test-slow: setup
 # The finder of an editable installation would find them where they are not left out.
 EXTENSIONS := lab|paper
 CORE := adapters contract federation methods models spectral tasks \
-  test_experiment.py test_imports.py test_loading.py
+  experiment test_imports.py
 # Other kernels sum in another order: what passes on both rests on no processor's last bits.
 OTHER_KERNELS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 

@@ -13,12 +13,12 @@ from _limit import Limit
 from _results import Goal, Section, Times, paired
 from _setups import Setup
 
-from trishul_ray.draws import batch_order
+from trishul_ray.data.sampling import batch_order
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.on_ray.driver import Workers, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.workbench import Workbench
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
 
 #: Rounds shorter than this are dominated by fixed costs; the goal for Ray does not speak of them.
 LONG_ROUND = 2.0

@@ -12,7 +12,7 @@ from trishul_ray.data.partition import partition
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import Prepared, prepare_run
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
 
 SMALL = "trishul/vit-cifar10-128x6"
 LARGE = "google/vit-base-patch16-224-in21k"

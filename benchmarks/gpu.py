@@ -97,13 +97,13 @@ try:
     from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
     from trishul_ray.federation.prepare import Prepared, prepare_run
     from trishul_ray.federation.workbench import Workbench, build_workbench, new_run
-    from trishul_ray.gpu import cap_device_memory
     from trishul_ray.methods.base import method_names
     from trishul_ray.models.builtin import BUILTINS
     from trishul_ray.models.lookup import KNOWN
     from trishul_ray.models.tokenizers import byte_tokenizer
-    from trishul_ray.rng import numpy_rng, torch_rng
     from trishul_ray.runs.results import hardware
+    from trishul_ray.runtime.gpu import cap_device_memory
+    from trishul_ray.runtime.random_streams import numpy_rng, torch_rng
     from trishul_ray.spectral.svt import svt, svt_by_iteration, svt_stats
 except ModuleNotFoundError as missing:
     raise SystemExit(f"missing: {missing.name}") from missing

@@ -17,7 +17,7 @@ from pathlib import Path
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.report.outcomes import EVALUATION
 from trishul_ray.report.summary import RunSummary
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 
 #: Fields that name the place of a run, and its user.
 PLACES = ["storage.runs=runs", "tracking.mlflow=false", "tracking.parent_run=null"]

@@ -25,7 +25,7 @@ import psutil
 import ray
 from _results import Goal, Report, Section, told_by
 
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
 from trishul_ray.federation.on_ray.session import ray_session
 
 MIB = 2**20
@@ -55,9 +55,9 @@ class Holder:
 
     def take(self, config: ModelConfig, cache: Path, shared: bool) -> tuple[float, int]:
         """Load the backbone and run it once; seconds of loading, and its bytes."""
+        from trishul_ray.config.places import Places
         from trishul_ray.models.backbone import Backbone
         from trishul_ray.models.compute import cast, configure_compute, run_dtype
-        from trishul_ray.places import Places
 
         backbone = Backbone(config, Places(cache, hub=None))
         kind = backbone.family

@@ -32,11 +32,11 @@ from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.quantized import QuantizedLinear
 from trishul_ray.adapters.targets import find_layers
-from trishul_ray.config import ModelConfig, Quantization
+from trishul_ray.config.fields import ModelConfig, Quantization
+from trishul_ray.config.places import Places
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import quantize_layers, run_dtype
-from trishul_ray.places import Places
 
 ALL = ("shape", "actors", "fold", "step")
 MIB = 2**20

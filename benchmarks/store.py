@@ -32,7 +32,7 @@ from rich.console import Console
 
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.runner import run_experiment
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.loading import load_sweep
 from trishul_ray.tracking.progress import RunProgress
 

@@ -60,7 +60,7 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.models.builtin import BUILTINS, VIT_DIGITS
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.runner import run_steps
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 from trishul_ray.tasks.base import task_classes
 from trishul_ray.tracking.progress import RunProgress
 

@@ -11,7 +11,7 @@ from summaries import invented_hardware, invented_summary
 
 from trishul_ray.data.prepare import Coverage, RowCounts
 from trishul_ray.report.outcomes import CellOutcome, FigureLayout, SweepOutcome
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 
 METHODS = {
     "FedIT": {"name": "fedit"},

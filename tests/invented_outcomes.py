@@ -14,7 +14,7 @@ from trishul_ray.report.outcomes import (
     SweepOutcome,
     TableLayout,
 )
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 
 VERSIONS = {"trishul_ray": "0.1.0", "numerics": "3", "python": "3.11.7", "torch": "2.13.0"}
 

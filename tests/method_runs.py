@@ -19,8 +19,8 @@ from trishul_ray.federation.workbench import global_model
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.methods.messages import LocalRun, State
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.rng import torch_rng
-from trishul_ray.storage import Store
+from trishul_ray.runtime.random_streams import torch_rng
+from trishul_ray.storage.store import Store
 
 #: The methods of papers: all but the extensions of TRISHUL and RAVAN in trishul_ray/lab.
 PUBLISHED = [n for n in method_names() if ".lab.trishul." not in method_class(n).__module__]

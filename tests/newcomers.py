@@ -6,8 +6,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from trishul_ray import plugins, stages
+from trishul_ray import stages
 from trishul_ray.methods import base
+from trishul_ray.plugins import registry as plugins
 from trishul_ray.tasks import base as tasks
 
 FOLDER = Path(__file__).parent / "methods" / "newcomers"

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from trishul_ray.data.public import ImageRows, InstructionRows, QuestionRows, TextRows
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
 
 
 def texts(rows):

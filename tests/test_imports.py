@@ -15,45 +15,31 @@ from trishul_ray.methods.base import method_class
 ROOT = Path(trishul_ray.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 #: Parts that every part may import.
-FOUNDATION = {
-    "checksums",
-    "cuda_graphs",
-    "entry_points",
-    "errors",
-    "files",
-    "lazy",
-    "network",
-    "older_fields",
-    "places",
-    "plugins",
-    "redaction",
-    "rng",
-    "section",
-    "shares",
-    "version",
-}
+FOUNDATION = {"errors", "plugins", "runtime", "storage", "version"}
 
 #: Further imports of a part of the package, which is a folder or a file.
 MAY_IMPORT = {
-    **{part: set() for part in sorted(FOUNDATION)},
+    "errors": set(),
+    "plugins": set(),
+    "runtime": set(),
+    "storage": set(),
+    "version": set(),
     "spectral": set(),
     # Names of basis initializations are those of the algebra.
     "config": {"spectral"},
     "adapters": {"spectral"},
     "methods": {"adapters", "config", "spectral"},
-    "storage": set(),
     "data": {"config"},
     "models": {"adapters", "config", "data"},
     # The id has the content of own data and models; some defaults depend on what a backbone takes.
     "experiment": {"adapters", "config", "data", "methods", "models", "stages", "tasks"},
     # A contract, which knows the part of an experiment that it may read as a protocol.
     "stages": {"adapters", "config", "methods"},
-    "draws": {"config"},
     "tasks": {"config", "data", "models"},
     "tracking": {"config", "storage"},
     # Plug-ins: what the guides document, and nothing imports them.
     "lab": {
-        *("adapters", "config", "contract", "draws", "methods", "report", "spectral", "stages"),
+        *("adapters", "config", "contract", "data", "methods", "report", "spectral", "stages"),
     },
 }
 #: Content of the lab and of the folder of the paper, as other parts would name it.
@@ -72,15 +58,14 @@ EXTENSIONS = (
 INTERFACE = {"api", "result"}
 #: Parts that a part may not import: those above it.
 MAY_NOT_IMPORT = {
-    "federation": {"cli", "contract", "doctor", "report", "runs", "sweeps", "tracking"},
-    "contract": {"cli", "doctor", "jobs", "report", "runs", "sweeps", "tracking"},
-    "report": {"cli", "contract", "doctor", "federation", "runs", "sweeps"},
-    "doctor": {"cli", "contract", "report", "runs", "sweeps"},
-    "runs": {"cli", "contract", "doctor", "sweeps"},
+    "federation": {"cli", "contract", "report", "runs", "sweeps", "tracking"},
+    "contract": {"cli", "jobs", "report", "runs", "sweeps", "tracking"},
+    "report": {"cli", "contract", "federation", "runs", "sweeps"},
+    "runs": {"cli", "contract", "sweeps"},
     "sweeps": {"cli", "contract", "jobs"},
-    "jobs": {"cli", "contract", "doctor"},
+    "jobs": {"cli", "contract"},
     # A plug-in with commands of its own: what the guides document, and nothing imports it.
-    "paper": {"contract", "doctor", "federation", "jobs", "runs", "sweeps"},
+    "paper": {"contract", "federation", "jobs", "runs", "sweeps"},
 }
 #: Parts that are plug-ins of the others.
 PLUG_INS = {"lab", "paper"}
@@ -178,7 +163,7 @@ def test_the_python_interface_stands_above_everything_but_commands():
         if part not in {"", "api", "cli", "paper"}:
             assert "api" not in parts(path) and (part in INTERFACE or "result" not in parts(path))
         if part in INTERFACE:
-            assert not parts(path) & {"cli", "doctor"}, module(path)
+            assert not parts(path) & {"cli"}, module(path)
 
 
 def test_no_folder_imports_back():
@@ -214,7 +199,7 @@ def test_no_circle_among_files():
 @pytest.mark.parametrize("package", ONLY)
 def test_who_may_import_a_third_party(package):
     def imports(path):
-        names = {name.removeprefix("trishul_ray.lazy.") for name in imported(path)}
+        names = {name.removeprefix("trishul_ray.runtime.lazy.") for name in imported(path)}
         return any(name == package or name.startswith(f"{package}.") for name in names)
 
     users = [path for path in FILES if imports(path)]

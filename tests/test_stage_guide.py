@@ -9,7 +9,7 @@ from method_runs import resumed, run
 from newcomers import unloaded_after
 
 from trishul_ray.contract.plugin_checks import check_plugin
-from trishul_ray.plugins import load_plugin, used_by
+from trishul_ray.plugins.registry import load_plugin, used_by
 
 PAGE = Path(__file__).parents[1] / "docs" / "plugins.md"
 
@@ -56,7 +56,7 @@ def test_a_broken_promise_is_named(fault, tmp_path):
         "from dataclasses import replace\n"
         "import numpy as np\n"
         "from pydantic import Field\n"
-        "from trishul_ray.config import Section\n"
+        "from trishul_ray.config.fields import Section\n"
         "from trishul_ray.stages import Stage, register_stage\n"
         "class BrokenConfig(Section):\n"
         "    on: bool = Field(False, description='on')\n"

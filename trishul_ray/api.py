@@ -21,19 +21,19 @@ from rich.console import Console
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from trishul_ray.config.places import Places
+from trishul_ray.config.section import Noted
 from trishul_ray.data.passed_rows import store_rows
 from trishul_ray.errors import CorruptFileError, InputError, at_loss, own_errors
 from trishul_ray.experiment.loading import experiment_of_arguments, field_names, full_name
 from trishul_ray.experiment.yaml_files import RawFields
-from trishul_ray.files import scratch_folder
 from trishul_ray.methods.base import method_names
 from trishul_ray.models.passed import pass_model
-from trishul_ray.places import Places
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.result import Result
 from trishul_ray.runs.export import open_run
 from trishul_ray.runs.runner import run_steps
-from trishul_ray.section import Noted
+from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.sweeps.cells import Sweep, TuneOptions
 from trishul_ray.sweeps.loading import load_sweep
 from trishul_ray.sweeps.reproduce import reproduce

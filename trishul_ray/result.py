@@ -16,7 +16,7 @@ from trishul_ray.report.statistics import ScoreComparison, compare_scores
 from trishul_ray.report.summary import RunSummary, read_metrics, read_test_rows
 from trishul_ray.runs import prediction
 from trishul_ray.runs.export import TrainedRun, configure_answers, load_trained
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 
 
 class Result:

@@ -12,7 +12,7 @@ from crashes import ALL, TINY, Place, crash_everywhere
 from jobs_server import JobsServer
 
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.files import remove_unfinished
+from trishul_ray.storage.durable import remove_unfinished
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(7200 if ALL else 900)]
 

@@ -25,7 +25,7 @@ PACED = f"""
 import time
 from pathlib import Path
 
-from trishul_ray.section import Section
+from trishul_ray.config.section import Section
 from trishul_ray.stages import Stage, register_stage
 
 

@@ -12,7 +12,7 @@ from trishul_ray.cli.cluster import _describe_cells
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.jobs.cluster import Job
-from trishul_ray.plugins import load_plugin
+from trishul_ray.plugins.registry import load_plugin
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 TABLE = ["table", "vision", "--profile", "smoke"]

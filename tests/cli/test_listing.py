@@ -15,7 +15,7 @@ from trishul_ray.cli.listing import (
     methods_table,
     models_table,
 )
-from trishul_ray.config import FederationConfig
+from trishul_ray.config.fields import FederationConfig
 from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.methods.base import method_names
 from trishul_ray.models.builtin import BUILTINS

@@ -24,7 +24,7 @@ import yaml
 from moto import mock_aws
 from ray.autoscaler._private.local.config import prepare_local
 
-from trishul_ray.redaction import redact
+from trishul_ray.storage.redaction import redact
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"

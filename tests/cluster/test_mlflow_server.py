@@ -11,10 +11,10 @@ from mlflow_server import PASSWORD, MlflowServer
 from tiny_run import TINY
 
 from trishul_ray.errors import InputError
-from trishul_ray.redaction import redact
 from trishul_ray.report.summary import read_metrics
 from trishul_ray.runs.mlflow_log import grouped_metrics
-from trishul_ray.storage import Store
+from trishul_ray.storage.redaction import redact
+from trishul_ray.storage.store import Store
 from trishul_ray.tracking.mlflow import MlflowTracker
 from trishul_ray.tracking.tracker import RunEnd, RunStart
 

@@ -7,12 +7,12 @@ from newcomers import unloaded_after
 
 from trishul_ray.contract.plugin_checks import check_plugin, run_check, subjects_of
 from trishul_ray.errors import InputError
-from trishul_ray.plugins import load_plugin
+from trishul_ray.plugins.registry import load_plugin
 
 METHOD = """
 from trishul_ray.methods.base import State, register
 from trishul_ray.methods.fedit import FedIT
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
 
 @register("broken")
 class Broken(FedIT):

@@ -6,7 +6,7 @@ import time
 import pytest
 from filelock import FileLock
 
-from trishul_ray.config import DataConfig
+from trishul_ray.config.fields import DataConfig
 from trishul_ray.data.prepare import KEPT, LOCK, UNUSED_SECONDS, prepare, remove_leftovers
 from trishul_ray.errors import InputError
 

@@ -93,7 +93,7 @@ def test_limits_make_a_part(cache, limits, sentence):
 
 
 def test_own_data_are_always_complete(tmp_path):
-    from trishul_ray.config import DataConfig
+    from trishul_ray.config.fields import DataConfig
 
     (tmp_path / "notes.csv").write_text("text,label\n" + "\n".join(f"a,{n % 2}" for n in range(10)))
     own = DataConfig(name="table", path=str(tmp_path / "notes.csv"))

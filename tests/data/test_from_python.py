@@ -12,11 +12,11 @@ import pytest
 from damage import DAMAGE
 from PIL import Image
 
-from trishul_ray.checksums import SEAL, take_remarks
-from trishul_ray.config import DataConfig
+from trishul_ray.config.fields import DataConfig
 from trishul_ray.data.passed_rows import encode_image, store_rows, to_splits, to_table
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError
+from trishul_ray.storage.integrity import SEAL, take_remarks
 
 COLUMNS = {"text": ["b", "a", "c"], "label": [1, 0, 1]}
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
+from trishul_ray.config.places import Places
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.places import Places
 
 
 @pytest.mark.parametrize("inside", ["uoft-cs", "uoft-cs/cifar100"])

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import csv
 
-from trishul_ray.config import DataConfig
+from trishul_ray.config.fields import DataConfig
 from trishul_ray.data.instructions import read_rows
 from trishul_ray.data.prepare import choose_rows, prepare
 from trishul_ray.errors import InputError

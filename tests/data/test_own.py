@@ -17,8 +17,8 @@ from hub_cache import COMMIT
 from huggingface_hub import close_session
 from PIL import Image
 
-from trishul_ray.checksums import sealed_folder
-from trishul_ray.config import DataConfig, ModelConfig, TaskConfig
+from trishul_ray.config.fields import DataConfig, ModelConfig, TaskConfig
+from trishul_ray.config.places import Places
 from trishul_ray.data.cleaning import question_labels
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.images import resize_images
@@ -32,8 +32,8 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.experiment.rows import partition_rows
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.places import Places
 from trishul_ray.runs.prediction import input_columns
+from trishul_ray.storage.integrity import sealed_folder
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.sequence_classification import SequenceClassification
 
@@ -529,7 +529,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_nothing_is_printed(
     close_session()
     waits = []
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", waits.append)
-    monkeypatch.setattr("trishul_ray.network._asked", {})
+    monkeypatch.setattr("trishul_ray.data.network._asked", {})
     for _ in range(2):
         with pytest.raises(InputError, match=r"hub failed: https://huggingface.co does not answer"):
             prepare_own("hub", "me/films", tmp_path)

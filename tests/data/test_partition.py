@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trishul_ray.config import PartitionConfig
+from trishul_ray.config.fields import PartitionConfig
 from trishul_ray.data.dataset import DatasetInfo, Split, write_split
 from trishul_ray.data.partition import (
     Partition,

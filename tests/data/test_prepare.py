@@ -16,12 +16,12 @@ import pytest
 from damage import DAMAGE
 from PIL import Image
 
-from trishul_ray.checksums import take_remarks
-from trishul_ray.config import DataConfig
+from trishul_ray.config.fields import DataConfig
 from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.cifar import CIFAR100
 from trishul_ray.data.prepare import dataset_names, describe_datasets, hold_out, prepare
 from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.storage.integrity import take_remarks
 
 
 def png(pixels: np.ndarray, mode: str = "RGB") -> bytes:

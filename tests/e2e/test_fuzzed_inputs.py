@@ -23,9 +23,8 @@ from safetensors.numpy import save as save_tensors
 from summaries import invented_summary
 from transformers import ViTConfig, ViTForImageClassification
 
-from trishul_ray import plugins
-from trishul_ray.checksums import to_checked_json
-from trishul_ray.config import DataConfig, ModelConfig
+from trishul_ray.config.fields import DataConfig, ModelConfig
+from trishul_ray.config.places import Places
 from trishul_ray.data.images import decode_and_resize
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError
@@ -36,9 +35,10 @@ from trishul_ray.federation.records import RoundRecord
 from trishul_ray.lab.clock.devices import read_devices, read_windows
 from trishul_ray.methods.messages import State
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.places import Places
+from trishul_ray.plugins import registry as plugins
 from trishul_ray.report.summary import RunSummary, table_of_runs, unscored
-from trishul_ray.storage import Store
+from trishul_ray.storage.integrity import to_checked_json
+from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.loading import load_sweep
 
 ROOT = Path(__file__).parents[2]

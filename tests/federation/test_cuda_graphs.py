@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trishul_ray.cuda_graphs import MOST, Graphs, replayed
 from trishul_ray.errors import FailsAgainError
+from trishul_ray.runtime.cuda_graphs import MOST, Graphs, replayed
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from trishul_ray.config import ModelConfig, ResourcesConfig
+from trishul_ray.config.fields import ModelConfig, ResourcesConfig
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.determinism import ENVIRONMENT, WAITING, deterministic

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trishul_ray.config import OptimizerConfig
+from trishul_ray.config.fields import OptimizerConfig
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineExecutor
@@ -17,7 +17,7 @@ from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.schedule import learning_rates
-from trishul_ray.shares import exact_share
+from trishul_ray.runtime.proportions import exact_share
 
 SPANS = st.tuples(st.integers(1, 6), st.integers(1, 9))
 

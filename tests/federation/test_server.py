@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trishul_ray.draws import capacities
+from trishul_ray.data.sampling import capacities
 from trishul_ray.errors import RunError
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor

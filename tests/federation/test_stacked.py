@@ -27,7 +27,7 @@ from trishul_ray.federation.on_ray.driver import open_driver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import Server
 from trishul_ray.methods.base import method_class
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 
 STACKABLE = [name for name in PUBLISHED if not method_class(name).train_all]
 

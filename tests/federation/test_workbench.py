@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
-from trishul_ray.draws import capacities
+from trishul_ray.config.fields import COMPUTE_LEVELS, COMPUTE_PROFILES
+from trishul_ray.data.sampling import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.evaluation import EvaluatedModel, evaluate_chunk

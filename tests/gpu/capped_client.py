@@ -19,7 +19,7 @@ from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.gpu import cap_device_memory
+from trishul_ray.runtime.gpu import cap_device_memory
 
 
 def main(file, device, limit):

@@ -26,7 +26,7 @@ from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import Server
 from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 
 COMMON = [
     "model.init=random", "federation.clients=4", "federation.clients_per_round=2",

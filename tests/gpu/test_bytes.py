@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trishul_ray.config import ResourcesConfig
+from trishul_ray.config.fields import ResourcesConfig
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.inline import InlineDriver

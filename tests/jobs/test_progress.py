@@ -6,7 +6,7 @@ import pytest
 
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.jobs.progress import QUIET_SECONDS, read_progress
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.status import record_failure
 
 NOW = 1_700_000_000.0

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import trishul_ray.lab
-from trishul_ray import entry_points, plugins
 from trishul_ray.methods.base import METHODS, method_class
+from trishul_ray.plugins import installed as entry_points
+from trishul_ray.plugins import registry as plugins
 
 ROOT = Path(trishul_ray.__file__).parent
 

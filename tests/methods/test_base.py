@@ -14,7 +14,7 @@ from trishul_ray.federation.messages import to_tensor
 from trishul_ray.federation.workbench import new_run
 from trishul_ray.methods.base import build_method, method_class, register
 from trishul_ray.methods.fedit import FedIT
-from trishul_ray.shares import exact_share
+from trishul_ray.runtime.proportions import exact_share
 
 
 def takes_limits(name):

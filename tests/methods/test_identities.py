@@ -7,11 +7,11 @@ from method_runs import errors_of_the_mean, initial_state, one_round
 from torch.func import functional_call
 
 from trishul_ray.adapters.model import Trained
-from trishul_ray.draws import batch_order
+from trishul_ray.data.sampling import batch_order
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
 
 AS_RAVAN = [
     "method=trishul",

@@ -12,7 +12,7 @@ from trishul_ray.federation.local import gradient_mask
 from trishul_ray.federation.messages import to_array
 from trishul_ray.federation.workbench import new_run
 from trishul_ray.methods.trishul import TrishulConfig
-from trishul_ray.rng import torch_rng
+from trishul_ray.runtime.random_streams import torch_rng
 
 
 @pytest.mark.parametrize("allocation", ["gradient", "curvature"])

@@ -19,13 +19,13 @@ from transformers import (
 )
 
 from trishul_ray.adapters.targets import find_layers
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
+from trishul_ray.config.places import Places
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment.fit import image_size_line
 from trishul_ray.models import backbone as backbone_module
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.places import Places
 
 ROOT = Path(__file__).parents[2]
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -225,9 +225,9 @@ OFFLINE = """
 import sys
 from pathlib import Path
 from trishul_ray.errors import InputError
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.places import Places
+from trishul_ray.config.places import Places
 try:
     backbone = Backbone(ModelConfig(name="nobody/vit"), Places(Path(sys.argv[1]), None))
     backbone.load("image-classification", 2, seed=0)

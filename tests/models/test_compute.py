@@ -9,12 +9,12 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import find_layers
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
+from trishul_ray.config.places import Places
 from trishul_ray.errors import InputError
 from trishul_ray.models.attention import ATTENTION, recompute_activations, unread_mask
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import cast, configure_compute
-from trishul_ray.places import Places
 
 KINDS = {
     "vit-digits": "image-classification",

@@ -8,11 +8,11 @@ import torch
 from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import find_layers
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
+from trishul_ray.config.places import Places
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import configure_compute
 from trishul_ray.models.last_block import narrow_last_block
-from trishul_ray.places import Places
 
 CLASSIFIERS = {
     "vit-digits": ("image-classification", "vit.layers"),

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
+from trishul_ray.config.places import Places
 from trishul_ray.errors import InputError
 from trishul_ray.models.lookup import local_weights_source
 from trishul_ray.models.passed import (
@@ -18,7 +19,6 @@ from trishul_ray.models.passed import (
     remember,
 )
 from trishul_ray.models.tokenizers import byte_tokenizer
-from trishul_ray.places import Places
 
 
 class Scaled(nn.Module):

@@ -3,7 +3,8 @@ import dataclasses
 import pytest
 import torch
 
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
+from trishul_ray.config.places import Places
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone
@@ -17,7 +18,6 @@ from trishul_ray.models.pretraining import (
     save_backbone,
     train_backbone,
 )
-from trishul_ray.places import Places
 
 SHORT = dataclasses.replace(VIT_DIGITS, recipe=dataclasses.replace(VIT_DIGITS.recipe, epochs=2))
 

@@ -5,7 +5,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
+from trishul_ray.config.places import Places
 from trishul_ray.data.dataset import DatasetInfo, Split, write_split
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone
@@ -31,8 +32,7 @@ from trishul_ray.models.pretraining import (
     save_backbone,
     train_backbone,
 )
-from trishul_ray.places import Places
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
 
 TEXT_MODELS = {
     "bert-tiny": "sequence-classification",

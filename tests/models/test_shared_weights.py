@@ -10,15 +10,15 @@ import torch
 from damage import DAMAGE
 from safetensors.torch import load_file, save_file
 
-from trishul_ray.checksums import SEAL, take_remarks
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
+from trishul_ray.config.places import Places
 from trishul_ray.errors import CorruptFileError
-from trishul_ray.files import KEPT_SECONDS
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.compute import cast, run_dtype
 from trishul_ray.models.pretraining import new_backbone
-from trishul_ray.places import Places
+from trishul_ray.storage.durable import KEPT_SECONDS
+from trishul_ray.storage.integrity import SEAL, take_remarks
 
 ROOT = Path(__file__).parents[2]
 KINDS = [
@@ -171,9 +171,9 @@ def test_what_nobody_opened_for_a_month_is_removed(bert, tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.places import Places
+from trishul_ray.config.places import Places
 config = ModelConfig(name="bert-tiny", init="random")
 backbone = Backbone(config, Places(Path(sys.argv[1]), None))
 model = backbone.load_resident("sequence-classification", 3, seed=0).model

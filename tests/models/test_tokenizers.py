@@ -4,7 +4,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, LlamaConfig, PreTrainedTokenizerFast, T5Config
 
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
+from trishul_ray.config.places import Places
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models import lookup
 from trishul_ray.models.backbone import Backbone
@@ -16,7 +17,6 @@ from trishul_ray.models.builtin import (
     VOCABULARY,
 )
 from trishul_ray.models.tokenizers import byte_tokenizer, tokenizer_key
-from trishul_ray.places import Places
 from trishul_ray.tasks.text import TokenizerRef
 
 TEXT = "Grüße, 世界! \n\t<b> ~ \x00"

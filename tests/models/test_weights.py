@@ -24,12 +24,12 @@ from transformers import (
 from trishul_ray.adapters.export import export_merged
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import classifier_parameters
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
+from trishul_ray.config.places import Places
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.tokenizers import byte_tokenizer
-from trishul_ray.places import Places
-from trishul_ray.rng import torch_rng
+from trishul_ray.runtime.random_streams import torch_rng
 
 ENCODER = {
     "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -23,7 +23,7 @@ from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.report.page import write_report
 from trishul_ray.report.statistics import estimate
 from trishul_ray.runs.runner import run_experiment
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.cells import distinct
 from trishul_ray.sweeps.loading import find_sweeps
 from trishul_ray.sweeps.status import collect, examine

@@ -47,7 +47,7 @@ from trishul_ray.spectral.allocation import (
     water_fill,
 )
 from trishul_ray.spectral.svt import svt
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 from trishul_ray.tracking.progress import RunProgress
 
 SCORES = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=4)

@@ -21,7 +21,7 @@ from trishul_ray.report.figures.kinds.matrices import matrices_of_run, mean_over
 from trishul_ray.report.figures.kinds.spectra import REMOVED, prox_of_run, uploaded_of_run
 from trishul_ray.report.figures.marks import draw_chart
 from trishul_ray.report.figures.style import figure_style
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
 
 
 def rows_of(counts, names=None, what="class"):

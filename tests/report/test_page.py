@@ -17,7 +17,6 @@ from invented_outcomes import (
     vision,
 )
 
-from trishul_ray.checksums import to_checked_json
 from trishul_ray.data.prepare import Coverage, RowCounts
 from trishul_ray.errors import InputError
 from trishul_ray.federation.records import RoundRecord
@@ -30,7 +29,8 @@ from trishul_ray.report.outcomes import (
 )
 from trishul_ray.report.page import write_report
 from trishul_ray.runs.results import metrics_parquet
-from trishul_ray.storage import Store
+from trishul_ray.storage.integrity import to_checked_json
+from trishul_ray.storage.store import Store
 
 
 class Element(ElementTree.Element):

@@ -16,9 +16,8 @@ from torchmetrics.functional.text.rouge import rouge_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trishul_ray
-from trishul_ray.checksums import from_checked_json, to_checked_json
 from trishul_ray.cli.run import _print_scores
-from trishul_ray.config import DataConfig
+from trishul_ray.config.fields import DataConfig
 from trishul_ray.data.instructions import Row
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import CorruptFileError, InputError
@@ -37,7 +36,8 @@ from trishul_ray.runs.evaluate import (
 )
 from trishul_ray.runs.harness import run_harness
 from trishul_ray.runs.prediction import computing
-from trishul_ray.storage import Store
+from trishul_ray.storage.integrity import from_checked_json, to_checked_json
+from trishul_ray.storage.store import Store
 from trishul_ray.tasks.text import begin_ids
 
 WORDS = ["one", "two", "three"]

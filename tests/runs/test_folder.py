@@ -4,7 +4,7 @@ from filelock import FileLock
 
 from trishul_ray.report.summary import mark_finished, times_finished
 from trishul_ray.runs.folder import tidy_finished
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 
 
 def test_the_locks_that_killed_processes_left_beside_finished_runs_are_removed(tmp_path):

@@ -14,7 +14,7 @@ from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import coverage_of, prepare_run
 from trishul_ray.report.summary import attempt_of, write_attempt
 from trishul_ray.runs.results import hardware, kernels, summarize
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 
 
 def test_the_kernels_in_use_are_recorded():

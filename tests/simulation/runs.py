@@ -32,7 +32,7 @@ from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.reduce import combine, partial_sum
 from trishul_ray.federation.server import Server
 from trishul_ray.methods.messages import State
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 
 #: Restarts of an actor, and losses of a coordinator in one round, that a run gets over.
 RESTARTS = 3

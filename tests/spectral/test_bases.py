@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trishul_ray.errors import InputError, warn_once
-from trishul_ray.rng import torch_rng
+from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.spectral.bases import BasisInit, draw_bases, heads_that_fit
 
 INITS = get_args(BasisInit)

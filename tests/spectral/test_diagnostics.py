@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trishul_ray.errors import InputError
-from trishul_ray.rng import torch_rng
+from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.spectral.diagnostics import (
     client_matrices,
     diagnose,

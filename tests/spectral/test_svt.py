@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trishul_ray.errors import InputError
-from trishul_ray.rng import torch_rng
+from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.spectral.svt import (
     SvtStats,
     singular_values,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trishul_ray.rng import torch_rng
+from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.spectral.bases import draw_bases
 from trishul_ray.spectral.svt import svt
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trishul_ray.rng import torch_rng
+from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.spectral.svt import singular_values, svt, svt_by_iteration, svt_stats
 from trishul_ray.spectral.thresholds import (
     MEDIANS,

@@ -13,7 +13,7 @@ from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.report.outcomes import CellOutcome
 from trishul_ray.runs.runner import run_experiment
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.loading import find_sweeps, load_sweep
 from trishul_ray.sweeps.rates import check_rates, choose_rates, rates_table
 from trishul_ray.tracking.progress import RunProgress

@@ -13,14 +13,14 @@ from damage import DAMAGE
 from rich.console import Console
 from tiny_files import TINY_TEXT, change_weights, save_bert, write_notes
 
-from trishul_ray.checksums import to_checked_json
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.report.outcomes import EVALUATION, Evaluated
 from trishul_ray.report.summary import RunSummary, mark_finished, times_finished, unmark_finished
 from trishul_ray.runs.runner import run_steps
-from trishul_ray.storage import Store, remove_unused_copies
+from trishul_ray.storage.integrity import to_checked_json
+from trishul_ray.storage.store import Store, remove_unused_copies
 from trishul_ray.sweeps.loading import sweep_from_axes
 from trishul_ray.sweeps.status import (
     CellState,

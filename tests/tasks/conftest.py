@@ -25,11 +25,11 @@ from transformers import (
 )
 
 from trishul_ray.adapters.model import AdaptedModel
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
+from trishul_ray.config.places import Places
 from trishul_ray.data.dataset import DatasetInfo, Split, write_split
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import EOS, PAD, VOCABULARY
-from trishul_ray.places import Places
 from trishul_ray.tasks.text import TokenizerRef
 
 WIDE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

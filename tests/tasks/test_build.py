@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from trishul_ray.config.places import Places
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import PAD
-from trishul_ray.places import Places
 from trishul_ray.tasks.base import register
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.image_classification import ImageClassification

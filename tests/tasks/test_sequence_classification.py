@@ -11,12 +11,12 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import BertProcessing
 from transformers import BertConfig, PreTrainedTokenizerFast
 
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
+from trishul_ray.config.places import Places
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BOS, CLS, FIRST_BYTE, PAD, SEP
-from trishul_ray.places import Places
 from trishul_ray.tasks.sequence_classification import SequenceClassification
 from trishul_ray.tasks.text import TokenizerRef
 

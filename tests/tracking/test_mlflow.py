@@ -23,8 +23,8 @@ from mlflow.tracking import MlflowClient
 from tiny_run import TINY
 
 from trishul_ray.errors import InputError
-from trishul_ray.redaction import is_secret_name, redact
-from trishul_ray.storage import Store
+from trishul_ray.storage.redaction import is_secret_name, redact
+from trishul_ray.storage.store import Store
 from trishul_ray.tracking import mlflow as mlflow_module
 from trishul_ray.tracking.mlflow import ID_TAG, MlflowTracker, replace_run
 from trishul_ray.tracking.mlflow_store import (

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,7 +24,7 @@ from trishul_ray.adapters.base import is_low_precision
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import classifier_module, classifier_parameters
 from trishul_ray.errors import InputError
-from trishul_ray.files import complete_folder
+from trishul_ray.storage.durable import complete_folder
 
 #: Largest relative error, in the Frobenius norm, of an update that is decomposed. A method rounds a
 #: change of the frozen weight to float32 in every round, which is an error of this size.

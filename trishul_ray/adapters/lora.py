@@ -21,7 +21,7 @@ from trishul_ray.adapters.base import ComputePath, FrozenLinear, LayerAdapter, L
 from trishul_ray.adapters.linear import split_linear
 from trishul_ray.adapters.stacked import as_shape, own_linear
 from trishul_ray.errors import InputError
-from trishul_ray.rng import torch_rng
+from trishul_ray.runtime.random_streams import torch_rng
 
 #: A product with a thin factor is bound by memory, not by arithmetic: reading or writing one entry
 #: of the wide side costs about as much as this many multiplications (measured on AVX-512 CPUs).

@@ -31,7 +31,7 @@ from trishul_ray.adapters.joint import PRODUCT
 from trishul_ray.adapters.linear import split_linear
 from trishul_ray.adapters.stacked import own_linear
 from trishul_ray.errors import InputError
-from trishul_ray.rng import torch_rng
+from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.spectral.bases import BasisInit, Overflow, draw_bases
 
 #: Entries in 16 bytes of a low precision: tensor cores read as many at once, if they lie so. On an

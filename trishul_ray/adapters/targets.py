@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.adapters.base import LayerSpec
 from trishul_ray.errors import InputError
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import nn

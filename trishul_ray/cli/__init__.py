@@ -19,11 +19,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from trishul_ray import plugins
 from trishul_ray.cli import cluster, data, machine, run, sweeps
 from trishul_ray.cli.output import UsageError, wrapped
 from trishul_ray.errors import InputError, RunError, describe_os_error, stop_signals
-from trishul_ray.redaction import redact
+from trishul_ray.plugins import registry as plugins
+from trishul_ray.storage.redaction import redact
 from trishul_ray.version import NUMERICS, __version__
 
 __all__ = ["app", "main"]

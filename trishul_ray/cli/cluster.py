@@ -15,7 +15,7 @@ from trishul_ray.cli.output import Plugins, UsageError, err, print_field, print_
 from trishul_ray.cli.run import load_arguments, run
 from trishul_ray.cli.sweeps import load_sweeps, report, split_arguments, sweep, table
 from trishul_ray.errors import InputError, RunError, StorageError, join_limited
-from trishul_ray.plugins import none_run
+from trishul_ray.plugins.registry import none_run
 
 if TYPE_CHECKING:
     from trishul_ray.experiment.experiment import Experiment
@@ -309,7 +309,7 @@ def _show(job: "Job") -> None:
 
 def _describe_cells(job: "Job") -> str:
     from trishul_ray.jobs.progress import read_progress
-    from trishul_ray.storage import Store
+    from trishul_ray.storage.store import Store
     from trishul_ray.tracking.progress import format_duration
 
     try:

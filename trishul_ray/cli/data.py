@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trishul_ray import plugins
 from trishul_ray.cli.output import Plugins, err, print_field, print_line, print_table, show_progress
 from trishul_ray.errors import InputError
-from trishul_ray.plugins import load_plugin
+from trishul_ray.plugins import registry as plugins
+from trishul_ray.plugins.registry import load_plugin
 
 if TYPE_CHECKING:
     from trishul_ray.experiment.experiment import Experiment
@@ -33,9 +33,9 @@ def pretrain(
     - `trishul pretrain llama-tiny` — a small LLaMA, on the raw texts of 20 Newsgroups
     - `trishul pretrain t5-tiny --dataset mrqa` — on other texts; use it as `model=FOLDER`
     """
+    from trishul_ray.config.places import Places
     from trishul_ray.federation.on_ray.session import ray_session
     from trishul_ray.models import pretraining
-    from trishul_ray.places import Places
 
     builtin = pretraining.get_builtin(name, dataset)
     with show_progress() as progress, ray_session():

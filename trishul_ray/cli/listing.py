@@ -19,14 +19,14 @@ from pydantic.fields import FieldInfo
 from rich.markup import escape
 from rich.table import Column, Table
 
-from trishul_ray.config import SHORT_MODEL_NAMES, ModelConfig
+from trishul_ray.config.fields import SHORT_MODEL_NAMES, ModelConfig
+from trishul_ray.config.places import Places
+from trishul_ray.config.section import Noted
 from trishul_ray.errors import InputError
 from trishul_ray.methods.base import method_classes, method_names
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
-from trishul_ray.places import Places
-from trishul_ray.plugins import Plugin
-from trishul_ray.section import Noted
+from trishul_ray.plugins.registry import Plugin
 from trishul_ray.stages import STAGES
 from trishul_ray.tasks.base import task_kinds
 from trishul_ray.tracking.progress import format_count, format_duration

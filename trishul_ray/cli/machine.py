@@ -28,18 +28,19 @@ def doctor(
     ] = "runs",
 ) -> None:
     """Check versions, devices, Ray, storage and the hub: what would fail, and how to fix it."""
-    from trishul_ray import doctor as checks
-    from trishul_ray.places import Places
+    from trishul_ray.cli.doctor import clean as remove_leftovers
+    from trishul_ray.cli.doctor import diagnose, exit_code, render
+    from trishul_ray.config.places import Places
 
     if clean:
-        removed = checks.clean(Places.at().cache, runs)
+        removed = remove_leftovers(Places.at().cache, runs)
         for folder in removed:
             print_line(f"removed {folder}")
         print_line(f"{len(removed)} removed")
         return
-    found = checks.diagnose(runs=runs, start_ray=start_ray)
-    checks.render(found, out)
-    raise typer.Exit(checks.exit_code(found))
+    found = diagnose(runs=runs, start_ray=start_ray)
+    render(found, out)
+    raise typer.Exit(exit_code(found))
 
 
 def ui(

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from trishul_ray.errors import FailsAgainError, InputError, RunError, at_loss, describe_os_error
-from trishul_ray.plugins import load_plugin
-from trishul_ray.redaction import redact
+from trishul_ray.plugins.registry import load_plugin
+from trishul_ray.storage.redaction import redact
 
 if TYPE_CHECKING:
     from trishul_ray.tracking.progress import RunProgress

@@ -22,13 +22,13 @@ from trishul_ray.cli.output import (
     typed,
 )
 from trishul_ray.errors import InputError
-from trishul_ray.lazy import import_ahead
+from trishul_ray.runtime.lazy import import_ahead
 
 if TYPE_CHECKING:
     from trishul_ray.experiment.experiment import Experiment
     from trishul_ray.federation.on_ray.driver import Workers
-    from trishul_ray.files import Json
     from trishul_ray.runs.runner import FinishedRun
+    from trishul_ray.storage.durable import Json
     from trishul_ray.tracking.progress import RunProgress
 
 Runs = Annotated[
@@ -311,12 +311,12 @@ def _workers_for(
     """
     import ray
 
-    from trishul_ray.cpu import usable_cores
     from trishul_ray.federation.on_ray.fork_server import ForkServer
     from trishul_ray.federation.on_ray.session import forks_workers, joins_cluster, ray_session
     from trishul_ray.federation.on_ray.slices import plan_slices
     from trishul_ray.runs.first_checks import check_first
     from trishul_ray.runs.folder import RunFolder
+    from trishul_ray.runtime.cpu import usable_cores
 
     resources, finished = experiment.resources, False
     with suppress(OSError):  # reported by the run itself, with what is kept

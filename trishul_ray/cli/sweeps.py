@@ -19,7 +19,7 @@ from trishul_ray.cli.output import (
     typed,
 )
 from trishul_ray.errors import InputError, RunError
-from trishul_ray.files import check_writable, scratch_folder
+from trishul_ray.storage.durable import check_writable, scratch_folder
 
 if TYPE_CHECKING:
     from trishul_ray.report.outcomes import SweepOutcome
@@ -351,7 +351,7 @@ def _show(outcomes: "Sequence[SweepOutcome]", report: str) -> None:
 
 def _check_report(place: str) -> None:
     """Check that a report can be written to a folder or URI, or raise an InputError."""
-    from trishul_ray.storage import Store
+    from trishul_ray.storage.store import Store
 
     if "://" in place:
         Store.open(place, field="--report").check_bucket(place, "--report")
@@ -366,7 +366,7 @@ def _write_report(
 ) -> str:
     """Write a report into a folder or to a URI, and return the address of its page."""
     from trishul_ray.report.page import write_report
-    from trishul_ray.storage import Store
+    from trishul_ray.storage.store import Store
 
     with show_progress() as progress:
         progress.phase("writing the page")

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from trishul_ray.config import DataConfig
+from trishul_ray.config.fields import DataConfig
+from trishul_ray.config.places import Places
 from trishul_ray.contract.checks import Check, require
 from trishul_ray.data.dataset import PreparedDataset
 from trishul_ray.data.prepare import official_rows, prepare
-from trishul_ray.places import Places
 
 
 def checks_of(name: str) -> list[Check]:

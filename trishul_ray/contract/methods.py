@@ -37,7 +37,7 @@ from trishul_ray.methods.base import method_class
 from trishul_ray.methods.messages import Round
 from trishul_ray.models.lookup import quiet_transformers
 from trishul_ray.stages import ArrayState
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 
 #: A run of seconds, whose backbone needs no pretraining.
 SMALL = (

@@ -7,15 +7,16 @@ from typing import Literal
 
 import torch
 
-from trishul_ray import entry_points, plugins
 from trishul_ray.contract import datasets, methods, stages, tasks
 from trishul_ray.contract.checks import BrokenPromiseError, Check
 from trishul_ray.data.prepare import dataset_names
 from trishul_ray.errors import InputError
-from trishul_ray.files import scratch_folder
 from trishul_ray.methods.base import method_names
-from trishul_ray.plugins import Plugin, fault_of
+from trishul_ray.plugins import installed as entry_points
+from trishul_ray.plugins import registry as plugins
+from trishul_ray.plugins.registry import Plugin, fault_of
 from trishul_ray.stages import stage_names
+from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.tasks.base import task_kinds
 
 #: The checks of what a field names.

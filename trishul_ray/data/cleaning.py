@@ -18,7 +18,7 @@ from trishul_ray.data.dataset import Kind
 from trishul_ray.data.hub import class_names
 from trishul_ray.data.instructions import find_layout
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean
-from trishul_ray.lazy import pc
+from trishul_ray.runtime.lazy import pc
 
 #: Integers of smaller absolute value are the same as floats.
 _EXACT = 2.0**53

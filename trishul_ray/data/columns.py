@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from trishul_ray.errors import CorruptFileError, did_you_mean, first_line
-from trishul_ray.lazy import pc
+from trishul_ray.runtime.lazy import pc
 
 #: Whole numbers that fit into int64 (no sign, no leading zeros); also as floats are spelled.
 _WHOLE_NUMBER = r"^(0|[1-9][0-9]{0,17})(\.0+)?$"

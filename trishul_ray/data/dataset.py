@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.csv
 
 from trishul_ray.errors import CorruptFileError, InputError, first_line
-from trishul_ray.files import Json, complete_file
-from trishul_ray.lazy import torch
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.lazy import torch
+from trishul_ray.runtime.random_streams import numpy_rng
+from trishul_ray.storage.durable import Json, complete_file
 
 #: Part of every prepared file's key: raise it when the format of the files changes.
 FORMAT_VERSION = 3

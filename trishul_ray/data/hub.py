@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from trishul_ray.checksums import download_fault
 from trishul_ray.data.columns import nfc
+from trishul_ray.data.network import check_depth, hub_fault, hub_or_cache
 from trishul_ray.errors import CorruptFileError, InputError, one_line
-from trishul_ray.lazy import datasets
-from trishul_ray.network import check_depth, hub_fault, hub_or_cache
+from trishul_ray.runtime.lazy import datasets
+from trishul_ray.storage.integrity import download_fault
 
 #: Beginning of the key of rows that are read from the hub itself.
 ON_HUB = "hub:"

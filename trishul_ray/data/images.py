@@ -28,9 +28,9 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image, ImageOps
 
-from trishul_ray.checksums import is_lfs_pointer, lfs_pointer
 from trishul_ray.data.columns import get_column, holds_images
 from trishul_ray.errors import CorruptFileError, InputError, join_limited, one_line
+from trishul_ray.storage.integrity import is_lfs_pointer, lfs_pointer
 
 # Python would print what Pillow logs on malformed files.
 logging.getLogger("PIL").addHandler(logging.NullHandler())

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from trishul_ray.checksums import digest
 from trishul_ray.data.class_folders import find_images
 from trishul_ray.data.cleaning import (
     ColumnMapping,
@@ -57,6 +56,7 @@ from trishul_ray.data.own_columns import (
 from trishul_ray.data.passed_rows import PASSED, ROWS
 from trishul_ray.data.tables import SUFFIXES, column_names, file_signature, name_rows, read_table
 from trishul_ray.errors import InputError, join_limited
+from trishul_ray.storage.integrity import digest
 
 
 @dataclass(frozen=True)

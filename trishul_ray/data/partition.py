@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from trishul_ray.errors import InputError, join_limited
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
 
 if TYPE_CHECKING:
-    from trishul_ray.config import PartitionConfig
+    from trishul_ray.config.fields import PartitionConfig
     from trishul_ray.data.dataset import DatasetInfo, Split
 
 #: Clients to name in one message.

@@ -13,14 +13,14 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from trishul_ray.checksums import discard_damaged, sealed_folder
 from trishul_ray.data.cleaning import check_unique, has_labels
 from trishul_ray.data.columns import is_text, to_array, with_nfc_names
 from trishul_ray.data.hub import class_names
 from trishul_ray.data.images import check_mode, turn_upright
 from trishul_ray.errors import InputError
-from trishul_ray.files import remove_unused
-from trishul_ray.lazy import datasets, pq
+from trishul_ray.runtime.lazy import datasets, pq
+from trishul_ray.storage.durable import remove_unused
+from trishul_ray.storage.integrity import discard_damaged, sealed_folder
 
 #: Name of the dataset of rows passed from Python, and of their folder in the cache.
 ROWS = "rows"

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from filelock import FileLock, Timeout
 
-from trishul_ray import plugins
-from trishul_ray.checksums import SEAL, fault_in, remark, seal
 from trishul_ray.data.cleaning import SCORED
 from trishul_ray.data.dataset import (
     FORMAT_VERSION,
@@ -42,10 +40,12 @@ from trishul_ray.data.own import CUSTOM, CustomHubDataset, LocalImages, LocalTab
 from trishul_ray.data.partition import draw_held_out
 from trishul_ray.data.public import PublicDataset
 from trishul_ray.errors import InputError, did_you_mean, join_limited
-from trishul_ray.files import Json, make_cache_folder
+from trishul_ray.plugins import registry as plugins
+from trishul_ray.storage.durable import Json, make_cache_folder
+from trishul_ray.storage.integrity import SEAL, fault_in, remark, seal
 
 if TYPE_CHECKING:
-    from trishul_ray.config import DataConfig
+    from trishul_ray.config.fields import DataConfig
 
 #: The description of a dataset, and the columns [N, ...] of every split.
 _Contents = tuple[DatasetInfo, Mapping[str, Mapping[str, Column]]]

@@ -42,7 +42,7 @@ from trishul_ray.data.hub import HubRepo, class_names
 from trishul_ray.data.images import MODE_CHANNELS, decode_images, pixel_statistics
 from trishul_ray.data.tables import file_signature, read_table
 from trishul_ray.errors import CorruptFileError, InputError, join_limited
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
 
 #: Class names, or None if the source has none.
 ClassNames = tuple[str, ...] | None

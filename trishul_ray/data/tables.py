@@ -11,11 +11,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.csv
 
-from trishul_ray.checksums import digest, lfs_pointer
 from trishul_ray.data.columns import FileOfLines, nfc, to_array, with_nfc_names
 from trishul_ray.errors import CorruptFileError, first_line
-from trishul_ray.files import Json
-from trishul_ray.lazy import pq
+from trishul_ray.runtime.lazy import pq
+from trishul_ray.storage.durable import Json
+from trishul_ray.storage.integrity import digest, lfs_pointer
 
 #: Formats that :func:`read_table` can read, by suffix of the file's name.
 _FORMATS = {

@@ -1,6 +1,6 @@
 """Settings of different sections that exclude each other. All raise a ValueError."""
 
-from trishul_ray.config import (
+from trishul_ray.config.fields import (
     EvaluationConfig,
     FederationConfig,
     ModelConfig,

@@ -1,8 +1,8 @@
 """An experiment: a frozen, validated description of a federated run, and its identity.
 
-:mod:`trishul_ray.config` defines the fields, :mod:`trishul_ray.experiment.loading` reads them
-from files and the command line. The id of an experiment is the hash of every field that can change
-its numbers. Fields that cannot (folders, tracking, number of actors) are left out.
+:mod:`trishul_ray.config.fields` defines the fields, :mod:`trishul_ray.experiment.loading` reads
+them from files and the command line. The id of an experiment is the hash of every field that can
+change its numbers. Fields that cannot (folders, tracking, number of actors) are left out.
 """
 
 import math
@@ -20,8 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from trishul_ray import plugins
-from trishul_ray.config import (
+from trishul_ray.config.fields import (
     AdapterConfig,
     DataConfig,
     EvaluationConfig,
@@ -34,6 +33,7 @@ from trishul_ray.config import (
     TaskConfig,
     TrackingConfig,
 )
+from trishul_ray.config.section import Section, not_in_id
 from trishul_ray.experiment.checks import (
     check_actors,
     check_cohort,
@@ -42,7 +42,6 @@ from trishul_ray.experiment.checks import (
     check_task,
 )
 from trishul_ray.experiment.ids import id_of, identity_of
-from trishul_ray.files import Json
 from trishul_ray.methods.base import (
     MethodConfig,
     build_method,
@@ -50,10 +49,11 @@ from trishul_ray.methods.base import (
     method_classes,
     read_method,
 )
-from trishul_ray.plugins import Plugin, find_noted, find_plugin
-from trishul_ray.redaction import redact_fields
-from trishul_ray.section import Section, not_in_id
+from trishul_ray.plugins import registry as plugins
+from trishul_ray.plugins.registry import Plugin, find_noted, find_plugin
 from trishul_ray.stages import STAGES, Stages, noted_hashes, stage_names
+from trishul_ray.storage.durable import Json
+from trishul_ray.storage.redaction import redact_fields
 from trishul_ray.version import EDGE_NUMERICS
 
 #: LoRA rank per adapted matrix of each named budget (paper, "Parameter Budget").

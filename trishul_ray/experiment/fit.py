@@ -16,17 +16,17 @@ from trishul_ray.adapters.base import LayerSpec
 from trishul_ray.adapters.check import check_kinds
 from trishul_ray.adapters.quantized import check_library, squared_norm
 from trishul_ray.adapters.targets import block_of, find_layers, scored_layers
+from trishul_ray.config.places import Places
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.hub import ON_HUB
 from trishul_ray.data.own import CUSTOM
 from trishul_ray.data.prepare import find_source, prepare
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
-from trishul_ray.files import write_file
 from trishul_ray.methods.base import build_method
 from trishul_ray.methods.messages import Site
 from trishul_ray.models.builtin import BUILTINS, Builtin
-from trishul_ray.places import Places
+from trishul_ray.storage.durable import write_file
 from trishul_ray.version import __version__
 
 if TYPE_CHECKING:

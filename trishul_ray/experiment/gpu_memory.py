@@ -13,7 +13,7 @@ import torch
 
 from trishul_ray.adapters.model import scales_logits
 from trishul_ray.adapters.targets import block_of, classifier_module
-from trishul_ray.config import TaskConfig
+from trishul_ray.config.fields import TaskConfig
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.fit import build_site
 from trishul_ray.methods.base import build_method

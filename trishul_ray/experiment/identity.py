@@ -15,13 +15,13 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trishul_ray import plugins
+from trishul_ray.config.section import Noted
 from trishul_ray.errors import InputError
-from trishul_ray.section import Noted
+from trishul_ray.plugins import registry as plugins
 from trishul_ray.stages import STAGES, Stages, noted_hashes
 
 if TYPE_CHECKING:
-    from trishul_ray.config import DataConfig, ModelConfig
+    from trishul_ray.config.fields import DataConfig, ModelConfig
     from trishul_ray.data.dataset import ProgressCallback
     from trishul_ray.experiment.experiment import Experiment
 

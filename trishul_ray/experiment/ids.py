@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from trishul_ray.files import Json
 from trishul_ray.stages import STAGES, stage_names
+from trishul_ray.storage.durable import Json
 from trishul_ray.version import NUMERICS
 
 #: Hex digits of an experiment's id.

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
+from trishul_ray.config.section import Section
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.yaml_files import read_yaml
 from trishul_ray.methods.base import method_class
-from trishul_ray.section import Section
 
 #: α of the Dirichlet partitions that rates were published for.
 PUBLISHED_ALPHA = 0.3

@@ -19,8 +19,9 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from trishul_ray import plugins
-from trishul_ray.config import SHORT_MODEL_NAMES
+from trishul_ray.config.fields import SHORT_MODEL_NAMES
+from trishul_ray.config.older_fields import older_fields
+from trishul_ray.config.section import value_types
 from trishul_ray.errors import InputError, one_line
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.identity import note_content, note_plugins
@@ -33,8 +34,7 @@ from trishul_ray.experiment.yaml_files import (
     read_yaml,
 )
 from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.older_fields import older_fields
-from trishul_ray.section import value_types
+from trishul_ray.plugins import registry as plugins
 from trishul_ray.stages import STAGES, Stages, stage_names
 
 #: Fields that have a short name.

@@ -8,7 +8,7 @@ from trishul_ray.data.partition import Partition, partition, partition_column
 from trishul_ray.data.prepare import choose_rows, find_source, prepare
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
 
 
 def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partition:

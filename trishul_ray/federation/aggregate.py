@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from trishul_ray import plugins
-from trishul_ray.config import FederationConfig
+from trishul_ray.config.fields import FederationConfig
 from trishul_ray.errors import FailsAgainError
 from trishul_ray.federation.messages import Outcome, Upload, as_tensor, to_array, to_tensor
 from trishul_ray.federation.reduce import Reducer, finish
 from trishul_ray.federation.uploads import UploadReader
 from trishul_ray.methods.messages import ClientUpload, Round
+from trishul_ray.plugins import registry as plugins
 from trishul_ray.stages import ArrayState, MeanChange, Partial, Stages
 
 

@@ -32,10 +32,10 @@ from trishul_ray.errors import first_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays
 from trishul_ray.federation.records import OPTIONAL, RoundRecord
-from trishul_ray.files import Json
 from trishul_ray.methods.messages import State
 from trishul_ray.stages import ArrayState, Memory
-from trishul_ray.storage import Store
+from trishul_ray.storage.durable import Json
+from trishul_ray.storage.store import Store
 
 _NAME = re.compile(r"round-(\d{6})-([0-9a-f]{64})\.safetensors")
 #: Name of the tensor that holds the JSON, and the keys in the JSON that refer to an array, and to

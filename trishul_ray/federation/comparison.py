@@ -8,7 +8,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from trishul_ray.cpu import usable_cores
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.diagnostics import (
     Diagnostics,
@@ -19,6 +18,7 @@ from trishul_ray.federation.diagnostics import (
 from trishul_ray.federation.messages import Arrays, Blueprint, Upload
 from trishul_ray.federation.reduce import Reducer, rejection_reason, round_units
 from trishul_ray.federation.uploads import UploadReader
+from trishul_ray.runtime.cpu import usable_cores
 from trishul_ray.stages import ArrayState
 
 #: Threads that share a comparison, if there are as many cores.

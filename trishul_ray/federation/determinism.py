@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trishul_ray.errors import FailsAgainError
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trishul_ray import plugins
 from trishul_ray.adapters.model import Trained
-from trishul_ray.draws import batch_order
+from trishul_ray.data.sampling import batch_order
 from trishul_ray.errors import FailsAgainError
 from trishul_ray.federation.messages import (
     TrainJob,
@@ -34,14 +33,15 @@ from trishul_ray.federation.messages import (
 from trishul_ray.federation.reduce import configured_weight
 from trishul_ray.federation.survey import answer_survey
 from trishul_ray.federation.workbench import Workbench, bound, client_stream, new_run
-from trishul_ray.memory import memory_of, peak_memory
 from trishul_ray.methods.base import Method
 from trishul_ray.methods.messages import LocalRun, State, Tensors, count_numbers
-from trishul_ray.rng import numpy_rng
+from trishul_ray.plugins import registry as plugins
+from trishul_ray.runtime.memory import memory_of, peak_memory
+from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import ArrayState, Change, Sender
 
 if TYPE_CHECKING:
-    from trishul_ray.config import OptimizerConfig
+    from trishul_ray.config.fields import OptimizerConfig
 
 #: What takes less memory.
 _LESS = "lower {}, set model.gradient_checkpointing=true or model.precision=bf16"

@@ -13,8 +13,8 @@ import numpy as np
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.data.dataset import DatasetInfo, RowSet
-from trishul_ray.lazy import torch
-from trishul_ray.memory import PeakMemory
+from trishul_ray.runtime.lazy import torch
+from trishul_ray.runtime.memory import PeakMemory
 from trishul_ray.stages import ArrayState, StepFlops
 from trishul_ray.tasks.sums import EvalSums, Metrics
 

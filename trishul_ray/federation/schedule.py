@@ -2,8 +2,8 @@
 
 import math
 
-from trishul_ray.config import OptimizerConfig
-from trishul_ray.shares import exact_share
+from trishul_ray.config.fields import OptimizerConfig
+from trishul_ray.runtime.proportions import exact_share
 
 
 def depends_on_rounds(settings: OptimizerConfig) -> bool:

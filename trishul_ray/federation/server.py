@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from trishul_ray.draws import capacities, participants, uniform_cohort
+from trishul_ray.data.sampling import capacities, participants, uniform_cohort
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.aggregate import Aggregator
@@ -38,10 +38,10 @@ from trishul_ray.federation.reduce import Reducer, finish, round_units
 from trishul_ray.federation.scoring import Scoring
 from trishul_ray.federation.transfers import Transfers, over_clients
 from trishul_ray.federation.uploads import UploadReader
-from trishul_ray.memory import PeakMemory
 from trishul_ray.methods.base import Method, build_method
 from trishul_ray.methods.messages import Round, State
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.memory import PeakMemory
+from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import ArrayState, Cohort, Partial, RunPlan, Sent, Stages
 
 

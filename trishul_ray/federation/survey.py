@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from trishul_ray.draws import batch_order
+from trishul_ray.data.sampling import batch_order
 from trishul_ray.federation.messages import TrainJob, TrainReport, Upload, to_array
 from trishul_ray.federation.workbench import Workbench, client_stream
 from trishul_ray.methods.messages import State, Tensors
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
 
 
 def answer_survey(bench: Workbench, job: TrainJob) -> tuple[Upload, TrainReport]:

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.multihead import MultiHead
-from trishul_ray.cuda_graphs import Graphs
 from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, RowSet, Split
 from trishul_ray.data.partition import Partition, class_mix, client_names
-from trishul_ray.draws import capacities
+from trishul_ray.data.sampling import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import build_site
@@ -25,8 +24,6 @@ from trishul_ray.federation.messages import Arrays, Blueprint, Expected, changed
 from trishul_ray.federation.prepare import Prepared, prepare_dataset
 from trishul_ray.federation.reduce import round_units, unit_sizes
 from trishul_ray.federation.schedule import learning_rates
-from trishul_ray.gpu import device_named
-from trishul_ray.memory import memory_of, reset_peak
 from trishul_ray.methods.base import Method, build_method
 from trishul_ray.methods.messages import LocalRun, Site
 from trishul_ray.models.backbone import Backbone
@@ -35,7 +32,10 @@ from trishul_ray.models.lookup import ModelKind
 from trishul_ray.models.passed import remember
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.models.shared_weights import set_head
-from trishul_ray.rng import numpy_rng, torch_rng
+from trishul_ray.runtime.cuda_graphs import Graphs
+from trishul_ray.runtime.gpu import device_named
+from trishul_ray.runtime.memory import memory_of, reset_peak
+from trishul_ray.runtime.random_streams import numpy_rng, torch_rng
 from trishul_ray.stages import ArrayState, Stages
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task

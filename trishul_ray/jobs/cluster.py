@@ -24,9 +24,9 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 
 from trishul_ray.errors import InputError, RunError, one_line
 from trishul_ray.federation.on_ray.ray_internals import nodes_since_start, quiet_jobs, send_token
-from trishul_ray.files import scratch_for_libraries
 from trishul_ray.jobs.shipping import not_shipped
-from trishul_ray.redaction import redact
+from trishul_ray.storage.durable import scratch_for_libraries
+from trishul_ray.storage.redaction import redact
 
 #: The driver needs a CPU, so that it does not run on a head without CPUs, and takes no machine that
 #: the cloud may take away.

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from trishul_ray.errors import InputError, RunError
-from trishul_ray.redaction import redact
+from trishul_ray.storage.redaction import redact
 
 #: Seconds in which a tunnel must be open, and in which the head must say how it is.
 TUNNEL_SECONDS, STATUS_SECONDS = 60.0, 60.0

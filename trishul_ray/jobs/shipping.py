@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trishul_ray.errors import InputError, join_limited
 from trishul_ray.federation.on_ray.ray_internals import matcher, quiet_jobs, shipped_paths
-from trishul_ray.redaction import redact
+from trishul_ray.storage.redaction import redact
 
 #: Files that are never shipped, in the syntax of .gitignore, besides those that .gitignore names.
 NOT_SHIPPED = (

@@ -24,10 +24,10 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
+from trishul_ray.config.section import Section, in_id_if_set
 from trishul_ray.errors import InputError
-from trishul_ray.rng import numpy_rng
-from trishul_ray.section import Section, in_id_if_set
-from trishul_ray.shares import exact_share
+from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import Change, Sender, Stage, register_stage
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from trishul_ray.lazy import scipy
+from trishul_ray.config.section import Section
 from trishul_ray.methods.base import Method, method_class
-from trishul_ray.section import Section
+from trishul_ray.runtime.lazy import scipy
 from trishul_ray.stages import Change, Partial, Sender, Stage, StageSettings
 
 #: Bytes of an element of the ring.

@@ -25,11 +25,11 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from trishul_ray.config.section import Section
 from trishul_ray.errors import InputError
 from trishul_ray.lab.server_optimizer import ServerConfig
 from trishul_ray.methods.base import Method
-from trishul_ray.section import Section
-from trishul_ray.shares import exact_share
+from trishul_ray.runtime.proportions import exact_share
 from trishul_ray.stages import MeanChange, Stage, norm_of, register_stage
 
 

@@ -22,8 +22,8 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from trishul_ray.config.section import Section
 from trishul_ray.lab.ring import RingSum, SumConfig
-from trishul_ray.section import Section
 from trishul_ray.stages import MeanChange, Stage, StageSettings, register_stage
 
 #: Server learning rates if none is set: the mean itself, and our own for the adaptive ones.

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 import numpy as np
 from pydantic import ValidationError, create_model
 
-from trishul_ray import plugins
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import BlockScores
+from trishul_ray.config.older_fields import of_today
+from trishul_ray.config.section import Section
 from trishul_ray.errors import InputError, did_you_mean
-from trishul_ray.files import Json
-from trishul_ray.lazy import torch
 from trishul_ray.methods.messages import (
     LocalRun,
     Round,
@@ -32,13 +31,14 @@ from trishul_ray.methods.messages import (
     Tensors,
     count_numbers,
 )
-from trishul_ray.older_fields import of_today
-from trishul_ray.section import Section
+from trishul_ray.plugins import registry as plugins
+from trishul_ray.runtime.lazy import torch
+from trishul_ray.storage.durable import Json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trishul_ray.config import AdapterConfig, FederationConfig
+    from trishul_ray.config.fields import AdapterConfig, FederationConfig
 
 #: Shared fields that every kind of adapter reads.
 ADAPTED = frozenset({"budget", "targets", "rank", "path"})

@@ -21,7 +21,7 @@ from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.adapters import FIELDS_READ, attach_adapters, lora_pairs, lora_scale
 from trishul_ray.methods.base import Method, register
 from trishul_ray.methods.messages import LocalRun, Site, State, Tensors
-from trishul_ray.shares import exact_share
+from trishul_ray.runtime.proportions import exact_share
 
 if TYPE_CHECKING:
     from torch import Tensor

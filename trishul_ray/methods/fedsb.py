@@ -26,9 +26,9 @@ from pydantic import Field
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.budget import fed_sb_rank
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.lazy import torch
 from trishul_ray.methods.base import ADAPTED, Method, MethodConfig, register
 from trishul_ray.methods.messages import Round, Site, State, SurveyPlan, Tensors
+from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.lazy import torch
 from trishul_ray.methods.base import MethodConfig, register
 from trishul_ray.methods.fedit import FedIT
 from trishul_ray.methods.messages import LocalRun, Round, State, count_numbers
+from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

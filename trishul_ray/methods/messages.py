@@ -19,13 +19,13 @@ import numpy as np
 
 from trishul_ray.adapters.base import LayerSpec
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypeVar as TypeVarWithDefault
 
-    from trishul_ray.config import AdapterConfig, OptimizerConfig
+    from trishul_ray.config.fields import AdapterConfig, OptimizerConfig
 
     A = TypeVarWithDefault("A", default=Tensor)
 else:

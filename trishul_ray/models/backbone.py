@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from trishul_ray.checksums import stamp
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
+from trishul_ray.config.places import Places
 from trishul_ray.errors import InputError
 from trishul_ray.models import shared_weights, weights
 from trishul_ray.models.builtin import BUILTINS
@@ -27,7 +27,7 @@ from trishul_ray.models.lookup import (
 )
 from trishul_ray.models.shared_weights import Resident
 from trishul_ray.models.tokenizers import load_tokenizer, tokenizer_key
-from trishul_ray.places import Places
+from trishul_ray.storage.integrity import stamp
 
 #: Number of backbones to remember.
 RECENT = 8

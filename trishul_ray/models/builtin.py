@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trishul_ray.checksums import discard_damaged
-from trishul_ray.lazy import transformers
+from trishul_ray.runtime.lazy import transformers
+from trishul_ray.storage.integrity import discard_damaged
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

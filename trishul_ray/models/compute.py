@@ -14,7 +14,7 @@ from trishul_ray.adapters.targets import classifier_module
 from trishul_ray.errors import InputError
 
 if TYPE_CHECKING:
-    from trishul_ray.config import ModelConfig, Quantization
+    from trishul_ray.config.fields import ModelConfig, Quantization
 
 
 def run_dtype(config: "ModelConfig") -> torch.dtype:

@@ -23,7 +23,7 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from huggingface_hub.utils import logging as hub_logging
 
-from trishul_ray.checksums import digest, download_fault, lfs_pointer
+from trishul_ray.data.network import check_depth, hub_fault, hub_or_cache
 from trishul_ray.errors import (
     CorruptFileError,
     InputError,
@@ -31,15 +31,15 @@ from trishul_ray.errors import (
     first_line,
     how_to_install,
 )
-from trishul_ray.lazy import transformers
 from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.network import check_depth, hub_fault, hub_or_cache
+from trishul_ray.runtime.lazy import transformers
+from trishul_ray.storage.integrity import digest, download_fault, lfs_pointer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from trishul_ray.config import ModelConfig
-    from trishul_ray.places import Places
+    from trishul_ray.config.fields import ModelConfig
+    from trishul_ray.config.places import Places
 
 #: The auto class of transformers that a model is built with.
 ModelKind = Literal["image-classification", "sequence-classification", "seq2seq-lm", "causal-lm"]

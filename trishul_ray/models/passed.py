@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import cast, configure_compute, quantize_layers, run_dtype

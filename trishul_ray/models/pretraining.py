@@ -27,11 +27,10 @@ from transformers import (
     AutoModelForSeq2SeqLM,
 )
 
-from trishul_ray.checksums import sealed_folder
+from trishul_ray.config.places import Places
 from trishul_ray.data.dataset import DatasetInfo, ProgressCallback, Split
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError, RunError
-from trishul_ray.files import make_cache_folder, scratch_folder
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import (
     BOS,
@@ -50,8 +49,9 @@ from trishul_ray.models.builtin import (
 from trishul_ray.models.lookup import quiet_transformers
 from trishul_ray.models.tokenizers import byte_tokenizer
 from trishul_ray.models.weights import draw_weights
-from trishul_ray.places import Places
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
+from trishul_ray.storage.durable import make_cache_folder, scratch_folder
+from trishul_ray.storage.integrity import sealed_folder
 
 # The auto class of transformers for each objective; they have no types.
 _AUTO_CLASSES: dict[Objective | None, Any] = {

@@ -9,9 +9,9 @@ from functools import lru_cache
 from typing import Any
 
 from trishul_ray.adapters.targets import classifier_module
-from trishul_ray.config import ModelConfig, TaskConfig
-from trishul_ray.lazy import torch
-from trishul_ray.places import Places
+from trishul_ray.config.fields import ModelConfig, TaskConfig
+from trishul_ray.config.places import Places
+from trishul_ray.runtime.lazy import torch
 
 #: Beginning of the names of a decoder's layers, beside an encoder.
 DECODER = "decoder."

@@ -24,11 +24,11 @@ import transformers
 from filelock import FileLock
 from torch import Tensor, nn
 
-from trishul_ray.checksums import discard_damaged, sealed_folder, stamp
-from trishul_ray.files import make_cache_folder, remove_unused
 from trishul_ray.models.compute import cast, configure_compute, quantize_layers, run_dtype
 from trishul_ray.models.lookup import source_files, weights_source
 from trishul_ray.models.weights import Plan, build_weights, draw_head
+from trishul_ray.storage.durable import make_cache_folder, remove_unused
+from trishul_ray.storage.integrity import discard_damaged, sealed_folder, stamp
 
 #: Part of every file's key. Raise it when the content of the files changes.
 FORMAT_VERSION = 3

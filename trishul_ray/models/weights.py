@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from trishul_ray.adapters.targets import classifier_parameters
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
 from trishul_ray.errors import CorruptFileError, InputError, first_line
 from trishul_ray.models.lookup import ModelFiles, ModelKind, quiet_transformers
-from trishul_ray.rng import torch_rng
+from trishul_ray.runtime.random_streams import torch_rng
 
 #: Standard deviation of drawn weights where the architecture names none.
 INIT_STD = 0.02

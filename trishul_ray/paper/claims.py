@@ -32,6 +32,7 @@ import numpy as np
 import yaml
 from pydantic import Field
 
+from trishul_ray.config.section import Section
 from trishul_ray.errors import why_unreadable
 from trishul_ray.paper.numbers import PAPER
 from trishul_ray.report.outcomes import (
@@ -44,7 +45,6 @@ from trishul_ray.report.outcomes import (
     is_loss,
 )
 from trishul_ray.report.statistics import Array, complete_block, decimals_for, estimate, with_sign
-from trishul_ray.section import Section
 
 VerdictName = Literal["seen", "not seen", "reversed", "undecided", "no runs"]
 VERDICTS: tuple[VerdictName, ...] = get_args(VerdictName)

@@ -13,7 +13,7 @@ from trishul_ray.cli.output import Plugins, as_typed, print_field, print_line, p
 from trishul_ray.cli.run import Runs
 from trishul_ray.cli.sweeps import Profile, RunsOption, load_sweeps, read_outcomes, split_arguments
 from trishul_ray.errors import InputError
-from trishul_ray.files import check_writable, write_file
+from trishul_ray.storage.durable import check_writable, write_file
 
 if TYPE_CHECKING:
     from trishul_ray.paper.claims import Finding
@@ -88,7 +88,7 @@ def theory(
     from trishul_ray import api
     from trishul_ray.paper.theory import run_checks, stand_in_checks
     from trishul_ray.report.summary import RunSummary
-    from trishul_ray.storage import Store
+    from trishul_ray.storage.store import Store
 
     if run:
         home = Store.open(api.load(run, runs=runs).path)

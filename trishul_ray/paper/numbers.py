@@ -9,8 +9,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from trishul_ray.files import Json
 from trishul_ray.report.references import REFERENCES, Reference
+from trishul_ray.storage.durable import Json
 
 #: Keys of a record that say nothing about the position of its value in the table.
 _NO_LABEL = ("metric", "value", "budget_rank", "line")

@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES
+from trishul_ray.config.fields import COMPUTE_LEVELS, COMPUTE_PROFILES
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.paper.numbers import PAPER
 from trishul_ray.report.outcomes import SweepOutcome

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
+from trishul_ray.config.older_fields import of_today
 from trishul_ray.errors import InputError
-from trishul_ray.files import Json
-from trishul_ray.lazy import torch
 from trishul_ray.methods.base import build_method, method_class, method_names
-from trishul_ray.older_fields import of_today
 from trishul_ray.paper.stand_in import (
     Array,
     Course,
@@ -25,7 +23,8 @@ from trishul_ray.paper.stand_in import (
     nuclear,
 )
 from trishul_ray.report.summary import RunSummary, read_arrays, read_metrics
-from trishul_ray.rng import numpy_rng, torch_rng
+from trishul_ray.runtime.lazy import torch
+from trishul_ray.runtime.random_streams import numpy_rng, torch_rng
 from trishul_ray.spectral.allocation import (
     best_integers,
     round_to_total,
@@ -35,9 +34,10 @@ from trishul_ray.spectral.allocation import (
 )
 from trishul_ray.spectral.bases import BasisInit, draw_bases
 from trishul_ray.spectral.diagnostics import significant
+from trishul_ray.storage.durable import Json
 
 if TYPE_CHECKING:
-    from trishul_ray.storage import Store
+    from trishul_ray.storage.store import Store
 
 #: Relative rounding errors that no check counts: of float64, and of exported factors in float32.
 ROUNDING, ROUNDING_OF_FLOAT32 = 1e-9, 1e-5

@@ -22,13 +22,13 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from trishul_ray.checksums import from_checked_json
+from trishul_ray.config.section import Section
 from trishul_ray.errors import CorruptFileError
-from trishul_ray.files import Json
-from trishul_ray.plugins import Registry
+from trishul_ray.plugins.registry import Registry
 from trishul_ray.report.summary import RunSummary, read_arrays, read_metrics
-from trishul_ray.section import Section
-from trishul_ray.storage import Store
+from trishul_ray.storage.durable import Json
+from trishul_ray.storage.integrity import from_checked_json
+from trishul_ray.storage.store import Store
 
 #: The axis whose labels are repetitions.
 SEED = "seed"

@@ -17,9 +17,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from trishul_ray.checksums import digest
 from trishul_ray.errors import why_unreadable
-from trishul_ray.files import Json, write_file
 from trishul_ray.report.figures.kind import FIGURES
 from trishul_ray.report.formats import to_csv, to_latex, to_markdown
 from trishul_ray.report.outcomes import (
@@ -37,6 +35,8 @@ from trishul_ray.report.statistics import ALPHA, POWER
 from trishul_ray.report.summary import Hardware, RunSummary
 from trishul_ray.report.tables import SweepTable, build_tables, labels_text, make_slug
 from trishul_ray.stages import STAGES, stage_names
+from trishul_ray.storage.durable import Json, write_file
+from trishul_ray.storage.integrity import digest
 from trishul_ray.version import EDGE_NUMERICS, NUMERICS, __version__
 
 #: Draws a figure from the finished cells; None if there is nothing to draw.

@@ -6,7 +6,7 @@ reproduces by a key (``paper: tab:vision``).
 
 from collections.abc import Mapping, Sequence
 
-from trishul_ray.plugins import Registry
+from trishul_ray.plugins.registry import Registry
 
 
 class Reference:

@@ -6,7 +6,7 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from trishul_ray.plugins import Registry
+from trishul_ray.plugins.registry import Registry
 from trishul_ray.report.formats import escape_markdown
 from trishul_ray.report.outcomes import STATUSES, SweepOutcome
 from trishul_ray.tracking.progress import format_duration

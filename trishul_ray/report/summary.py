@@ -17,17 +17,17 @@ import numpy as np
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from trishul_ray.checksums import from_checked_json, to_checked_json
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.ids import ID_LENGTH
 from trishul_ray.experiment.yaml_files import parse_yaml
-from trishul_ray.files import Json
-from trishul_ray.lazy import pd, pq
-from trishul_ray.memory import PeakMemory
+from trishul_ray.runtime.lazy import pd, pq
+from trishul_ray.runtime.memory import PeakMemory
 from trishul_ray.stages import stage_names
-from trishul_ray.storage import Store
+from trishul_ray.storage.durable import Json
+from trishul_ray.storage.integrity import from_checked_json, to_checked_json
+from trishul_ray.storage.store import Store
 from trishul_ray.tasks.sums import client_metrics
 
 #: File of a run's folder with the reason why a sweep gave it up.

@@ -17,7 +17,7 @@ from trishul_ray.report.figures.kinds.heads import PREFIX, heads_of_run, rounds_
 from trishul_ray.report.figures.kinds.matrices import matrices_of_run
 from trishul_ray.report.figures.kinds.spectra import prox_of_run, uploaded_of_run
 from trishul_ray.runs.export import Export, fits_adapter, trained_by, write_model
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 
 
 def write_artifacts(

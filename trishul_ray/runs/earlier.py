@@ -18,16 +18,16 @@ from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import Prepared, prepare_run
 from trishul_ray.federation.schedule import depends_on_rounds
 from trishul_ray.federation.server import RunResult
-from trishul_ray.files import scratch_folder
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
-from trishul_ray.plugins import fault_of
+from trishul_ray.plugins.registry import fault_of
 from trishul_ray.report.summary import TABLES, RunSummary, unscored, write_result
 from trishul_ray.runs.folder import RunFolder
 from trishul_ray.runs.results import file_hashes, write_tables
 from trishul_ray.stages import Stages
-from trishul_ray.storage import Store
+from trishul_ray.storage.durable import scratch_folder
+from trishul_ray.storage.store import Store
 from trishul_ray.tracking.progress import RunProgress
 
 if TYPE_CHECKING:

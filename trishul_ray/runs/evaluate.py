@@ -25,7 +25,6 @@ import numpy as np
 import torch
 
 from trishul_ray.adapters.model import Trained
-from trishul_ray.checksums import from_checked_json, to_checked_json
 from trishul_ray.data.dataset import RowSet, Split
 from trishul_ray.data.instructions import Row, read_rows
 from trishul_ray.errors import CorruptFileError, InputError, RunError
@@ -33,15 +32,16 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import prepare_dataset, prepare_rows
 from trishul_ray.federation.workbench import ModelBench
-from trishul_ray.files import Json
-from trishul_ray.lazy import torchmetrics
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.report.outcomes import EVALUATION
 from trishul_ray.report.summary import RunSummary
-from trishul_ray.rng import numpy_rng
 from trishul_ray.runs.export import load_trained, open_run
 from trishul_ray.runs.prediction import computing
-from trishul_ray.storage import Store
+from trishul_ray.runtime.lazy import torchmetrics
+from trishul_ray.runtime.random_streams import numpy_rng
+from trishul_ray.storage.durable import Json
+from trishul_ray.storage.integrity import from_checked_json, to_checked_json
+from trishul_ray.storage.store import Store
 from trishul_ray.tasks.instruction import Instruction
 from trishul_ray.version import versions
 

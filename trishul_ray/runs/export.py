@@ -33,7 +33,6 @@ from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.messages import Arrays, changed_sources
 from trishul_ray.federation.server import broadcast_of
 from trishul_ray.federation.workbench import ModelBench, adapt_to, build_model_bench, global_model
-from trishul_ray.files import Json, check_writable
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
@@ -42,7 +41,8 @@ from trishul_ray.models.passed import PythonBackbone
 from trishul_ray.models.weights import AUTO_CLASSES
 from trishul_ray.report.summary import run_ids
 from trishul_ray.stages import ArrayState
-from trishul_ray.storage import Store
+from trishul_ray.storage.durable import Json, check_writable
+from trishul_ray.storage.store import Store
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.image_classification import ImageClassification
 from trishul_ray.tasks.instruction import Instruction

@@ -11,8 +11,6 @@ from filelock import FileLock, Timeout
 from trishul_ray.errors import BusyError, InputError, StorageError, StorageRefusedError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import CheckpointStore, open_checkpoints, run_folder
-from trishul_ray.files import make_folder
-from trishul_ray.redaction import redact
 from trishul_ray.report.summary import (
     attempt_of,
     mark_finished,
@@ -20,7 +18,9 @@ from trishul_ray.report.summary import (
     unmark_finished,
     write_attempt,
 )
-from trishul_ray.storage import Store, reason
+from trishul_ray.storage.durable import make_folder
+from trishul_ray.storage.redaction import redact
+from trishul_ray.storage.store import Store, reason
 
 #: Seconds to wait for a process that drives the run, such as a killed one that is still ending.
 LOCK_SECONDS = 5.0

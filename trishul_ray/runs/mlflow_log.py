@@ -11,15 +11,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from trishul_ray import entry_points
-from trishul_ray.config import RateSource
+from trishul_ray.config.fields import RateSource
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
-from trishul_ray.files import scratch_folder
+from trishul_ray.plugins import installed as entry_points
 from trishul_ray.report.summary import RunSummary, flatten, read_metrics, write_result
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
-from trishul_ray.storage import Store
+from trishul_ray.storage.durable import scratch_folder
+from trishul_ray.storage.store import Store
 from trishul_ray.tracking.mlflow import ID_TAG, MlflowTracker, has_finished, replace_run
 from trishul_ray.tracking.mlflow_store import SCORES, place_of, tracking_uri, ui_command
 from trishul_ray.tracking.mlflow_sweep import AXIS_TAG, CELL_TAG

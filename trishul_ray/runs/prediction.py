@@ -24,8 +24,8 @@ from trishul_ray.data.passed_rows import encode_image, is_image, to_table
 from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.workbench import ModelBench
-from trishul_ray.files import scratch_folder
 from trishul_ray.runs.export import TrainedRun
+from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.tasks.base import Classification
 
 #: Columns of texts that rows of questions must have.

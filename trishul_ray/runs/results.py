@@ -16,18 +16,18 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
-from trishul_ray.checksums import digest
-from trishul_ray.cpu import usable_cores
 from trishul_ray.data.dataset import ScoredSplit, score_name
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.federation.server import RunResult
-from trishul_ray.files import Json
-from trishul_ray.lazy import pq, torch
 from trishul_ray.report.summary import Hardware, RunSummary
+from trishul_ray.runtime.cpu import usable_cores
+from trishul_ray.runtime.lazy import pq, torch
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
+from trishul_ray.storage.durable import Json
+from trishul_ray.storage.integrity import digest
 from trishul_ray.version import versions
 
 #: Variables that limit the instructions which torch and its libraries may use.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from trishul_ray.config import RateSource
+from trishul_ray.config.fields import RateSource
 from trishul_ray.data.own import CUSTOM
 from trishul_ray.errors import ArtifactsError, InputError, StorageRefusedError, at_loss
 from trishul_ray.experiment import Experiment
@@ -23,12 +23,10 @@ from trishul_ray.federation.on_ray.driver import Driver, RayDriver, Workers, ope
 from trishul_ray.federation.on_ray.session import opening, ray_session
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
 from trishul_ray.federation.server import RoundReport, RunResult
-from trishul_ray.files import scratch_folder
-from trishul_ray.lazy import import_ahead
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained, needs_pretraining
-from trishul_ray.plugins import find_plugin
+from trishul_ray.plugins.registry import find_plugin
 from trishul_ray.report.summary import FAILURE, RunSummary, write_result
 from trishul_ray.runs.earlier import (
     add_artifacts,
@@ -48,8 +46,10 @@ from trishul_ray.runs.mlflow_log import (
     tracker_of,
 )
 from trishul_ray.runs.results import file_hashes, summarize, write_tables
+from trishul_ray.runtime.lazy import import_ahead
 from trishul_ray.stages import Stages
-from trishul_ray.storage import Store
+from trishul_ray.storage.durable import scratch_folder
+from trishul_ray.storage.store import Store
 from trishul_ray.tasks.build import unread_fields
 from trishul_ray.tracking.progress import RunProgress
 from trishul_ray.tracking.tracker import RunEnd, Status, Tracker

@@ -29,7 +29,7 @@ import math
 from typing import TYPE_CHECKING, Literal, get_args
 
 from trishul_ray.errors import InputError, warn_once
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -26,7 +26,7 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 from trishul_ray.errors import InputError
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
 from trishul_ray.spectral.svt import PART
 
 if TYPE_CHECKING:

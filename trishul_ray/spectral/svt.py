@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from trishul_ray.cuda_graphs import replayed
 from trishul_ray.errors import InputError
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.cuda_graphs import replayed
+from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

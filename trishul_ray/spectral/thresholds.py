@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
 from trishul_ray.spectral.svt import SvtStats, singular_values
 
 if TYPE_CHECKING:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from trishul_ray import plugins
-from trishul_ray.config import OptimizerConfig
-from trishul_ray.files import Json
+from trishul_ray.config.fields import OptimizerConfig
+from trishul_ray.config.section import Section
 from trishul_ray.methods.base import Method, MethodConfig, Settings
-from trishul_ray.section import Section
+from trishul_ray.plugins import registry as plugins
 from trishul_ray.stages.messages import (
     ArrayState,
     Change,
@@ -27,6 +26,7 @@ from trishul_ray.stages.messages import (
     Sender,
     Sent,
 )
+from trishul_ray.storage.durable import Json
 
 if TYPE_CHECKING:
     from trishul_ray.data.dataset import Columns, DatasetInfo

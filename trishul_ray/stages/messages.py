@@ -15,7 +15,7 @@ import numpy as np
 from trishul_ray.adapters.layout import Layout, Unit
 from trishul_ray.methods.base import Method
 from trishul_ray.methods.messages import State
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
 
 #: A state as it is sent and stored.
 ArrayState: TypeAlias = State[np.ndarray]

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from trishul_ray.files import Json
-from trishul_ray.section import Noted
+from trishul_ray.config.section import Noted
 from trishul_ray.stages.base import STAGES, Stage, StageSettings
 from trishul_ray.stages.messages import (
     ArrayState,
@@ -24,6 +23,7 @@ from trishul_ray.stages.messages import (
     Sender,
     Sent,
 )
+from trishul_ray.storage.durable import Json
 
 
 class Stages:

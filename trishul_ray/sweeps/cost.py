@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.cpu import usable_cores
 from trishul_ray.data.prepare import choose_rows, official_rows, prepare
 from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import Method, build_method
 from trishul_ray.models.shape import DECODER, shape_of
+from trishul_ray.runtime.cpu import usable_cores
 from trishul_ray.stages import Stages
 
 #: Share of a device's peak that a run's matrix products reach, by precision. At 0.6 in fp32, a

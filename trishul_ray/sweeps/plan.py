@@ -20,10 +20,10 @@ from rich.table import Table
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.slices import plan_slices, with_actors
-from trishul_ray.lazy import torch
 from trishul_ray.methods.base import build_method
 from trishul_ray.report.outcomes import CellStatus
 from trishul_ray.report.summary import RunSummary, flatten
+from trishul_ray.runtime.lazy import torch
 from trishul_ray.sweeps.cells import Sweep, distinct
 from trishul_ray.sweeps.cost import DEVICES, work_of
 from trishul_ray.sweeps.status import CellState

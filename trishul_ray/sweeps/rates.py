@@ -17,8 +17,8 @@ from trishul_ray.data.dataset import score_name
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.learning_rates import TunedRate, TunedRates
-from trishul_ray.files import write_file
 from trishul_ray.report.outcomes import SEED, CellOutcome, SweepOutcome, is_loss
+from trishul_ray.storage.durable import write_file
 from trishul_ray.sweeps.cells import RATE, Sweep
 
 #: The sweep of a profile that chooses learning rates.

@@ -18,7 +18,7 @@ from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.report.summary import attempt_of, read_metrics
 from trishul_ray.runs.folder import RunFolder, tidy_finished
 from trishul_ray.runs.mlflow_log import grouped_metrics, log_reused
-from trishul_ray.storage import Store
+from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.cells import Cell, CellRun, FindRun, Sweep, TuneOptions, distinct
 from trishul_ray.sweeps.samples import sampled, with_random_samples, with_samples
 from trishul_ray.sweeps.status import CellState, collect, examine, read_failure

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from trishul_ray.lazy import ray
 from trishul_ray.report.outcomes import TableLayout
+from trishul_ray.runtime.lazy import ray
 from trishul_ray.sweeps.cells import CHOSEN_ON_TEST, Cell, Sweep, vary
 from trishul_ray.sweeps.search import Search
 

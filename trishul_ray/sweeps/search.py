@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
+from trishul_ray.config.section import Section
 from trishul_ray.data.dataset import ScoredSplit, score_name
 from trishul_ray.report.outcomes import Text, is_loss
-from trishul_ray.section import Section
 from trishul_ray.sweeps.placed_yaml import Items, Pairs, plain
 
 #: Name of the task's main metric in a trial's results; see ``Task.headline``.

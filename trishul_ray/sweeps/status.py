@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from trishul_ray.checksums import from_checked_json, to_checked_json
 from trishul_ray.data.dataset import ProgressCallback, score_name
 from trishul_ray.errors import CorruptFileError
 from trishul_ray.experiment import Experiment
@@ -18,7 +17,6 @@ from trishul_ray.experiment.identity import local_sources
 from trishul_ray.experiment.ids import id_of
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.messages import changed_sources, comparable
-from trishul_ray.redaction import redact
 from trishul_ray.report.outcomes import CellOutcome, CellStatus, SweepOutcome
 from trishul_ray.report.summary import (
     FAILURE,
@@ -29,7 +27,9 @@ from trishul_ray.report.summary import (
     unscored,
 )
 from trishul_ray.runs.folder import RunFolder
-from trishul_ray.storage import Store, copy_in_cache, make_copy
+from trishul_ray.storage.integrity import from_checked_json, to_checked_json
+from trishul_ray.storage.redaction import redact
+from trishul_ray.storage.store import Store, copy_in_cache, make_copy
 from trishul_ray.sweeps.cells import Cell, Sweep
 from trishul_ray.version import NUMERICS
 

@@ -36,6 +36,8 @@ from pydantic import BaseModel, BeforeValidator, Field, PlainValidator
 from pydantic import ValidationError as Invalid
 from pydantic_core import ErrorDetails
 
+from trishul_ray.config.older_fields import older_fields
+from trishul_ray.config.section import Section
 from trishul_ray.errors import InputError, did_you_mean
 from trishul_ray.experiment.loading import (
     SHORT_FIELDS,
@@ -45,7 +47,6 @@ from trishul_ray.experiment.loading import (
     split_override,
 )
 from trishul_ray.methods.base import method_names
-from trishul_ray.older_fields import older_fields
 from trishul_ray.report.outcomes import (
     COLUMNS,
     FigureLayout,
@@ -56,7 +57,6 @@ from trishul_ray.report.outcomes import (
     TableLayout,
     Text,
 )
-from trishul_ray.section import Section
 from trishul_ray.sweeps.placed_yaml import (
     KINDS,
     Items,

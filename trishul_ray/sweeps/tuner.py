@@ -32,10 +32,10 @@ from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.federation.on_ray.process import WorkerEnvironment
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, wanted_actors, with_actors
 from trishul_ray.federation.prepare import prepare_dataset
-from trishul_ray.files import scratch_folder
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
-from trishul_ray.storage import Store
+from trishul_ray.storage.durable import scratch_folder
+from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.cells import CellRun, FindRun, Sweep, TuneOptions
 from trishul_ray.sweeps.monitor import Monitor
 from trishul_ray.sweeps.samples import sampling_space

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
-from trishul_ray import plugins
-from trishul_ray.files import Json
-from trishul_ray.lazy import torch
+from trishul_ray.plugins import registry as plugins
+from trishul_ray.runtime.lazy import torch
+from trishul_ray.storage.durable import Json
 from trishul_ray.tasks.sums import EvalSums, Metrics, RowScores, client_metric_names
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from trishul_ray.adapters.model import AdaptedModel
-    from trishul_ray.config import TaskConfig
+    from trishul_ray.config.fields import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo, Kind, Split
     from trishul_ray.data.prepare import Encoder
     from trishul_ray.models.backbone import Backbone

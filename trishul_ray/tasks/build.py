@@ -7,7 +7,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.tasks.base import Task, task_classes
 
 if TYPE_CHECKING:
-    from trishul_ray.config import TaskConfig
+    from trishul_ray.config.fields import TaskConfig
     from trishul_ray.models.backbone import Backbone
     from trishul_ray.models.lookup import ModelKind
 

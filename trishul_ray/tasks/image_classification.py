@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trishul_ray.errors import InputError
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
 from trishul_ray.tasks.base import (
     Classification,
     constant,
@@ -21,7 +21,7 @@ from trishul_ray.tasks.base import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trishul_ray.config import TaskConfig
+    from trishul_ray.config.fields import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo
     from trishul_ray.models.backbone import Backbone
     from trishul_ray.models.lookup import Preprocessing

@@ -17,8 +17,8 @@ import numpy as np
 
 from trishul_ray.data.instructions import Row, read_rows
 from trishul_ray.errors import InputError
-from trishul_ray.files import Json
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
+from trishul_ray.storage.durable import Json
 from trishul_ray.tasks import prompts
 from trishul_ray.tasks.base import (
     ModelInputs,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from trishul_ray.adapters.model import AdaptedModel
-    from trishul_ray.config import TaskConfig
+    from trishul_ray.config.fields import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo, Split
     from trishul_ray.models.backbone import Backbone
     from trishul_ray.tasks.label_loss import LabelScores

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trishul_ray.errors import CorruptFileError
-from trishul_ray.lazy import torch, torchmetrics
+from trishul_ray.runtime.lazy import torch, torchmetrics
 from trishul_ray.tasks.base import register
 from trishul_ray.tasks.text import CHUNK, read_texts
 from trishul_ray.tasks.text2text import Text2Text

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trishul_ray.errors import InputError
-from trishul_ray.files import Json
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
+from trishul_ray.storage.durable import Json
 from trishul_ray.tasks.base import Classification, ModelInputs, group_column, register, to_device
 from trishul_ray.tasks.text import TokenizerRef, read_texts, trim_padding
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trishul_ray.config import TaskConfig
+    from trishul_ray.config.fields import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo, Split
     from trishul_ray.models.backbone import Backbone
 

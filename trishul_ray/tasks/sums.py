@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trishul_ray.errors import InputError
-from trishul_ray.lazy import torch, transformers
+from trishul_ray.runtime.lazy import torch, transformers
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from trishul_ray.config import TaskConfig
+    from trishul_ray.config.fields import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo, Split
     from trishul_ray.models.backbone import Backbone
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from trishul_ray.errors import InputError
-from trishul_ray.files import Json
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
+from trishul_ray.storage.durable import Json
 from trishul_ray.tasks.base import ModelInputs, Task, group_column, logits_of, register, to_device
 from trishul_ray.tasks.sums import RowScores
 from trishul_ray.tasks.text import (
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trishul_ray.adapters.model import AdaptedModel
-    from trishul_ray.config import TaskConfig
+    from trishul_ray.config.fields import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo, Split
     from trishul_ray.models.backbone import Backbone
 

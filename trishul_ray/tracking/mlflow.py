@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import tenacity
 
 from trishul_ray.errors import InputError, first_line
-from trishul_ray.lazy import mlflow
-from trishul_ray.redaction import is_secret_name, redact
+from trishul_ray.runtime.lazy import mlflow
+from trishul_ray.storage.redaction import is_secret_name, redact
 from trishul_ray.tracking.mlflow_store import (
     TRAINING,
     is_server,

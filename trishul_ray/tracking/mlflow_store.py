@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 from filelock import FileLock, Timeout
 
 from trishul_ray.errors import InputError, first_line
-from trishul_ray.files import make_folder, put_in_place
-from trishul_ray.lazy import mlflow
-from trishul_ray.redaction import MASK, redact
+from trishul_ray.runtime.lazy import mlflow
+from trishul_ray.storage.durable import make_folder, put_in_place
+from trishul_ray.storage.redaction import MASK, redact
 
 if TYPE_CHECKING:
     from mlflow.entities import Experiment

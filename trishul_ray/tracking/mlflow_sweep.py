@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trishul_ray.checksums import stamp
-from trishul_ray.lazy import mlflow
-from trishul_ray.storage import Store
+from trishul_ray.runtime.lazy import mlflow
+from trishul_ray.storage.integrity import stamp
+from trishul_ray.storage.store import Store
 from trishul_ray.tracking.mlflow import (
     ID_TAG,
     PARENT_TAG,

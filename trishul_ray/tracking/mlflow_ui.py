@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trishul_ray.errors import InputError, RunError, join_limited
-from trishul_ray.lazy import mlflow
-from trishul_ray.redaction import redact
+from trishul_ray.runtime.lazy import mlflow
+from trishul_ray.storage.redaction import redact
 from trishul_ray.tracking.mlflow import ID_TAG
 from trishul_ray.tracking.mlflow_store import TRAINING, VIEW, open_client, sqlite_file
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from trishul_ray.redaction import redact
+from trishul_ray.storage.redaction import redact
 
 #: Minimum seconds between two plain lines about one preparation; its last line always appears.
 PLAIN_INTERVAL = 5.0

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import ray
 
-from trishul_ray import files
 from trishul_ray.errors import RunError
 from trishul_ray.federation.on_ray.ray_internals import session_folder
 from trishul_ray.federation.on_ray.session import ray_session
+from trishul_ray.storage import durable as files
 
 
 @ray.remote(num_cpus=1)

@@ -7,7 +7,7 @@ import pytest
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
-from trishul_ray.gpu import GIB
+from trishul_ray.runtime.gpu import GIB
 
 CPUS = {"CPU": 4.0}
 BOX = {"CPU": 8.0, "GPU": 2.0}

@@ -15,7 +15,7 @@ from method_runs import (
 )
 
 from trishul_ray.adapters.model import Trained
-from trishul_ray.draws import capacities
+from trishul_ray.data.sampling import capacities
 from trishul_ray.federation.messages import to_tensor
 from trishul_ray.lab.methods.florist import kept_rank, product_svd
 from trishul_ray.methods.adapters import lora_pairs

@@ -27,7 +27,7 @@ from trishul_ray.lab.codecs.checks import (
     variants,
 )
 from trishul_ray.lab.codecs.integers import largest, pack_integers, unpack_integers
-from trishul_ray.plugins import load_plugin
+from trishul_ray.plugins.registry import load_plugin
 
 FOLDER = Path(__file__).parent / "newcomers"
 CODECS = [*codec_names(), *sorted(file.stem for file in FOLDER.glob("*.py"))]

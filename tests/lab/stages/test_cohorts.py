@@ -18,7 +18,7 @@ from trishul_ray.lab.clock.cohorts import (
     register_cohort,
     strategy_class,
 )
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
 
 
 @st.composite

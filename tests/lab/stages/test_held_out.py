@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from trishul_ray.config import FederationConfig
-from trishul_ray.draws import participants
+from trishul_ray.config.fields import FederationConfig
+from trishul_ray.data.sampling import participants
 from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor

@@ -12,7 +12,7 @@ from opacus.accountants import PRVAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from trishul_ray.draws import uniform_cohort
+from trishul_ray.data.sampling import uniform_cohort
 from trishul_ray.errors import InputError
 from trishul_ray.lab.privacy.accounting import (
     ORDERS,

@@ -22,7 +22,7 @@ from trishul_ray.lab.codecs.base import Units, codec_class, codec_names
 from trishul_ray.lab.codecs.stage import DownloadsConfig, UploadCodec, UploadsConfig, coded_state
 from trishul_ray.lab.privacy.clipping import clip_change
 from trishul_ray.methods.messages import State
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import Change, Sender, norm_of, stage_names
 
 HALF = Path(__file__).parent / "newcomers" / "half.py"

@@ -8,8 +8,8 @@ import torch
 from method_runs import Recording, resumed, run, server_of
 from pydantic import ValidationError
 
-from trishul_ray.config import COMPUTE_LEVELS
-from trishul_ray.draws import capacities
+from trishul_ray.config.fields import COMPUTE_LEVELS
+from trishul_ray.data.sampling import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.lab.trishul.limited import leading_rank

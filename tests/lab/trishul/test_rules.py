@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.methods.base import method_class
-from trishul_ray.rng import torch_rng
+from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.spectral.svt import singular_values
 
 ENTROPY = ("method=trishul-rules", "method.rule=entropy")

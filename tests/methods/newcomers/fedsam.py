@@ -5,10 +5,10 @@ Qu et al.: "Generalized Federated Learning via Sharpness Aware Minimization", IC
 same mini-batch.
 """
 
-from trishul_ray.lazy import torch
 from trishul_ray.methods.base import register
 from trishul_ray.methods.fedit import FedIT
 from trishul_ray.methods.messages import LocalRun
+from trishul_ray.runtime.lazy import torch
 
 
 @register("fedsam")

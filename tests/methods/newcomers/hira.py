@@ -7,9 +7,9 @@ ICLR 2025. ``W <- W + W o (B A)``, whose update depends on the frozen weight and
 from dataclasses import dataclass
 
 from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.lazy import torch
 from trishul_ray.methods.base import ADAPTED, Method, register
-from trishul_ray.rng import torch_rng
+from trishul_ray.runtime.lazy import torch
+from trishul_ray.runtime.random_streams import torch_rng
 
 
 @dataclass(frozen=True)

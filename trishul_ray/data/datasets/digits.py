@@ -11,8 +11,8 @@ import numpy as np
 
 from trishul_ray.data.dataset import DatasetInfo, ProgressCallback
 from trishul_ray.data.images import pixel_statistics
-from trishul_ray.lazy import sklearn
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.lazy import sklearn
+from trishul_ray.runtime.random_streams import numpy_rng
 
 #: Rows of each split. The splits are disjoint and hold all 1797 rows; ``pretrain`` is for the
 #: built-in backbone.

@@ -31,7 +31,7 @@ from trishul_ray.data.datasets.glue import MNLI, QNLI, QQP, RTE, SST2
 from trishul_ray.data.datasets.mrqa import SUBSETS
 from trishul_ray.data.images import pixel_statistics
 from trishul_ray.data.public import PublicDataset, TextRows
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
 
 #: Rows of each split.
 SIZES = MappingProxyType({"train": 600, "test": 150})

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from trishul_ray.checksums import take_remarks
 from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.on_ray.process import Assignment, Process, WorkerEnvironment
 from trishul_ray.federation.on_ray.slices import Slices
-from trishul_ray.gpu import cap_device_memory, why_unusable
+from trishul_ray.runtime.gpu import cap_device_memory, why_unusable
+from trishul_ray.storage.integrity import take_remarks
 
 if TYPE_CHECKING:
     from trishul_ray.federation.inline import InlineExecutor

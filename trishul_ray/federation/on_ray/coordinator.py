@@ -66,7 +66,7 @@ class Coordinator:
 
     def step(self, run: Assignment) -> "RoundReport":
         """Run one round, or none if the run is finished."""
-        from trishul_ray.memory import return_freed
+        from trishul_ray.runtime.memory import return_freed
 
         server = self._open_server(run)
         report = server.progress() if server.finished else server.step()

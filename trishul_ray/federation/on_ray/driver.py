@@ -13,7 +13,6 @@ from typing import Any, Self
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from trishul_ray.cpu import oversubscription_warning, usable_cores
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits
@@ -28,7 +27,8 @@ from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.federation.workbench import Residents
 from trishul_ray.models.passed import passed_model
-from trishul_ray.storage import Store
+from trishul_ray.runtime.cpu import oversubscription_warning, usable_cores
+from trishul_ray.storage.store import Store
 
 #: Seconds to wait for an answer before reporting that clients are waiting for resources.
 WAITING_NOTICE_SECONDS = 10.0

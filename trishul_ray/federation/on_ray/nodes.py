@@ -9,7 +9,7 @@ import yaml
 
 from trishul_ray.errors import RunError, first_line
 from trishul_ray.federation.on_ray.ray_internals import draining_nodes, gpu_memory, started_here
-from trishul_ray.gpu import MEMORY_GB
+from trishul_ray.runtime.gpu import MEMORY_GB
 
 #: File of a cluster's configuration on its head node, by `ray up` and cluster/kuberay.yaml.
 CLUSTER_FILE = "~/ray_bootstrap_config.yaml"

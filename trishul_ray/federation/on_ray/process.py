@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trishul_ray.files import Json
+from trishul_ray.storage.durable import Json
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment

@@ -21,7 +21,7 @@ from ray._private.state import state
 from ray._private.thirdparty import pynvml
 from ray._private.thirdparty.pathspec.pathspec import PathSpec
 
-from trishul_ray.files import Json
+from trishul_ray.storage.durable import Json
 
 _MONITORS = ("start_api_server", "start_log_monitor", "start_monitor")
 _raylet: Any = ray._raylet  # a compiled module without types

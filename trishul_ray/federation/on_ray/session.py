@@ -20,7 +20,6 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trishul_ray.cpu import usable_cores
 from trishul_ray.errors import (
     InputError,
     RunError,
@@ -50,7 +49,13 @@ from trishul_ray.federation.on_ray.ray_internals import (
     without_sigterm_handler,
 )
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
-from trishul_ray.files import keep_logs, remove_abandoned, scratch_folder, temporary_folders
+from trishul_ray.runtime.cpu import usable_cores
+from trishul_ray.storage.durable import (
+    keep_logs,
+    remove_abandoned,
+    scratch_folder,
+    temporary_folders,
+)
 
 #: Variables in which Ray looks for a token, besides ~/.ray/auth_token.
 _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -258,8 +263,8 @@ def ray_session(
 def _temporary_folder() -> Iterator[str]:
     """Yield a folder for a Ray of this process; Ray's own, /tmp/ray, is open to all users.
 
-    It is in the first of :func:`~trishul_ray.files.temporary_folders` that is short enough for
-    the paths of sockets.
+    It is in the first of :func:`~trishul_ray.storage.durable.temporary_folders` that is short
+    enough for the paths of sockets.
 
     Raises:
         RunError: There is none.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trishul_ray.errors import InputError
-from trishul_ray.gpu import GIB, capped_share
+from trishul_ray.runtime.gpu import GIB, capped_share
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from trishul_ray.lab.clock.devices import DevicesConfig, read_windows
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
 
 HOUR, DAY = 3600.0, 86400.0
 

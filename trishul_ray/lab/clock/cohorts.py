@@ -19,9 +19,9 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from trishul_ray import plugins
+from trishul_ray.config.section import Section
 from trishul_ray.errors import did_you_mean
-from trishul_ray.section import Section
+from trishul_ray.plugins import registry as plugins
 
 
 @dataclass(frozen=True)

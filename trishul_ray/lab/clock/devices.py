@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from trishul_ray.checksums import lfs_pointer
+from trishul_ray.config.section import NotedText, PathText, Section, not_in_id
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.lab.clock import DECILES
-from trishul_ray.lazy import pq
-from trishul_ray.rng import numpy_rng
-from trishul_ray.section import NotedText, PathText, Section, not_in_id
+from trishul_ray.runtime.lazy import pq
+from trishul_ray.runtime.random_streams import numpy_rng
+from trishul_ray.storage.integrity import lfs_pointer
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -13,8 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
-from trishul_ray.config import FederationConfig
-from trishul_ray.draws import participants
+from trishul_ray.config.fields import FederationConfig
+from trishul_ray.data.sampling import participants
 from trishul_ray.errors import FailsAgainError
 from trishul_ray.lab.clock import DECILES
 from trishul_ray.lab.clock.availability import DAY, MOST_DAYS, next_time, source_of
@@ -27,8 +27,8 @@ from trishul_ray.lab.clock.cohorts import (
     utility,
 )
 from trishul_ray.lab.clock.devices import Devices, DevicesConfig
-from trishul_ray.rng import numpy_rng
-from trishul_ray.shares import exact_share
+from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import ClientRound, Memory, StepFlops, Traffic
 
 #: Largest number of attempts of a round if too few clients come in time.

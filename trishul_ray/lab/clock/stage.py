@@ -6,13 +6,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from trishul_ray.config import FederationConfig
+from trishul_ray.config.fields import FederationConfig
+from trishul_ray.config.section import Section
 from trishul_ray.lab.clock.availability import source_of
 from trishul_ray.lab.clock.cohorts import COHORTS, CohortConfig, strategy_class
 from trishul_ray.lab.clock.devices import Devices, DevicesConfig
 from trishul_ray.lab.clock.fleet import Asked, ClockState, Fleet, asked_clients
 from trishul_ray.methods.base import Method
-from trishul_ray.section import Section
 from trishul_ray.stages import (
     ArrayState,
     ClientRound,

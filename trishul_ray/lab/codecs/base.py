@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from pydantic import model_validator
 
-from trishul_ray import plugins
+from trishul_ray.config.section import Section, in_id_if_set
 from trishul_ray.errors import did_you_mean
-from trishul_ray.section import Section, in_id_if_set
+from trishul_ray.plugins import registry as plugins
 
 if TYPE_CHECKING:
     from trishul_ray.adapters.layout import Unit

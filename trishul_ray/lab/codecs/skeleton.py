@@ -27,7 +27,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from trishul_ray.lab.codecs.base import Codec, Units, register_codec
-from trishul_ray.lazy import scipy
+from trishul_ray.runtime.lazy import scipy
 
 #: Added to the rank of a core that is sent itself, in place of its change.
 _ITSELF = 2**15

@@ -20,11 +20,11 @@ from typing import ClassVar
 import numpy as np
 from pydantic import model_validator
 
+from trishul_ray.config.section import in_id_if_set
 from trishul_ray.lab.codecs.base import CODECS, NONE, Codec, CodecFields, Units, build_codec
 from trishul_ray.lab.server_optimizer import ServerConfig
 from trishul_ray.methods.base import Method, method_class
-from trishul_ray.rng import numpy_rng
-from trishul_ray.section import in_id_if_set
+from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import ArrayState, Change, Sender, Sent, Stage, norm_of, register_stage
 
 

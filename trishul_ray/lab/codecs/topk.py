@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from trishul_ray.lab.codecs.base import Codec, Units, register_codec
-from trishul_ray.shares import exact_share
+from trishul_ray.runtime.proportions import exact_share
 
 
 @register_codec("topk")

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from trishul_ray.lazy import torch
 from trishul_ray.methods.adapters import lora_pairs
 from trishul_ray.methods.base import MethodConfig, register
 from trishul_ray.methods.fedit import FedIT
 from trishul_ray.methods.messages import LocalRun, State, Tensors
+from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

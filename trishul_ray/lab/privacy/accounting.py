@@ -25,10 +25,10 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from trishul_ray.draws import uniform_cohort
+from trishul_ray.data.sampling import uniform_cohort
 from trishul_ray.errors import InputError, how_to_install
 from trishul_ray.lab.privacy.config import SMALLEST_NOISE, PrivacyConfig, Sampling
-from trishul_ray.lazy import scipy
+from trishul_ray.runtime.lazy import scipy
 
 #: Orders of Rényi divergences: integers, for which there is a closed form.
 ORDERS = (*range(2, 33), *range(36, 65, 4), 80, 96, 128, 192, 256)

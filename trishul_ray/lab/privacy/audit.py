@@ -19,8 +19,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trishul_ray.lazy import scipy
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.lazy import scipy
+from trishul_ray.runtime.random_streams import numpy_rng
 
 #: The probability, at most, that the lower end of an interval is too high; as that of the upper.
 ERROR = 0.05

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from trishul_ray.section import Section, not_in_id
+from trishul_ray.config.section import Section, not_in_id
 
 #: Draw of a round's clients, which decides the guarantee that its noise gives.
 Sampling = Literal["poisson", "fixed", "none"]

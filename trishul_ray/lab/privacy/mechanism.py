@@ -24,12 +24,12 @@ from functools import cached_property
 import numpy as np
 
 from trishul_ray.adapters.layout import Unit
-from trishul_ray.files import Json
 from trishul_ray.lab.privacy import audit
 from trishul_ray.lab.privacy.accounting import Guarantee, bit_deviation, change_noise
 from trishul_ray.lab.privacy.clipping import next_norm
 from trishul_ray.lab.privacy.config import PrivacyConfig
-from trishul_ray.rng import numpy_rng
+from trishul_ray.runtime.random_streams import numpy_rng
+from trishul_ray.storage.durable import Json
 
 #: Content of a run's files that its epsilon does not cover.
 OUTSIDE = (

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from trishul_ray.draws import uniform_cohort
+from trishul_ray.config.section import Section
+from trishul_ray.data.sampling import uniform_cohort
 from trishul_ray.errors import InputError
-from trishul_ray.files import Json
 from trishul_ray.lab.privacy.accounting import Guarantee, affordable, change_noise, guarantee
 from trishul_ray.lab.privacy.clipping import (
     CLIPPED,
@@ -24,8 +24,7 @@ from trishul_ray.lab.ring import Ring
 from trishul_ray.lab.server_optimizer import ServerConfig
 from trishul_ray.methods.base import Method
 from trishul_ray.methods.messages import State
-from trishul_ray.rng import numpy_rng
-from trishul_ray.section import Section
+from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import (
     ArrayState,
     Change,
@@ -39,6 +38,7 @@ from trishul_ray.stages import (
     StageSettings,
     register_stage,
 )
+from trishul_ray.storage.durable import Json
 
 #: Increase this with every change that can change a bit of an audit: ids of runs with canaries
 #: alone have it.

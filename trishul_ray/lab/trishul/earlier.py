@@ -7,7 +7,7 @@ refused with the new spelling.
 from collections.abc import Mapping
 from typing import Any
 
-from trishul_ray.older_fields import Older
+from trishul_ray.config.older_fields import Older
 
 #: The fields that are gone, with the value that has no effect.
 _GONE = {

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.config import COMPUTE_LEVELS
-from trishul_ray.lazy import torch
+from trishul_ray.config.fields import COMPUTE_LEVELS
+from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

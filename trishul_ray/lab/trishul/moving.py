@@ -15,10 +15,10 @@ from pydantic import Field
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lab.trishul import slots, statistics
-from trishul_ray.lazy import torch
 from trishul_ray.methods.base import Settings, register
 from trishul_ray.methods.messages import LocalRun, Round, Site, State, Tensors
 from trishul_ray.methods.trishul import Trishul, TrishulConfig
+from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

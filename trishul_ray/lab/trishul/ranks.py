@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.config import COMPUTE_LEVELS
+from trishul_ray.config.fields import COMPUTE_LEVELS
 from trishul_ray.lab.trishul.allocation import (
     geometric_ranks,
     rank_step,
@@ -30,11 +30,11 @@ from trishul_ray.lab.trishul.limited import (
     leading_rank,
     level_of,
 )
-from trishul_ray.lazy import torch
 from trishul_ray.methods.base import Settings, register
 from trishul_ray.methods.messages import LocalRun, Round, Site, State, Tensors
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.methods.trishul import Stack, Trishul, TrishulConfig
+from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

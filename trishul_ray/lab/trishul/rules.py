@@ -18,11 +18,11 @@ from pydantic import Field, model_validator
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.lab.trishul import statistics
 from trishul_ray.lab.trishul.server_rules import DECAY, LEVELS, denoised, next_shares, rank_shares
-from trishul_ray.lazy import torch
 from trishul_ray.methods.base import Settings, register
 from trishul_ray.methods.messages import LocalRun, Round, State, Tensors
 from trishul_ray.methods.trishul import Stack, Trishul, TrishulConfig, spectra
-from trishul_ray.shares import exact_share
+from trishul_ray.runtime.lazy import torch
+from trishul_ray.runtime.proportions import exact_share
 from trishul_ray.spectral.svt import Threshold, singular_values, svt_summary
 from trishul_ray.spectral.thresholds import hard_threshold
 

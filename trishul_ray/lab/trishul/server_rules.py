@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.lazy import torch
 from trishul_ray.methods.messages import ClientUpload, Tensors
+from trishul_ray.runtime.lazy import torch
 from trishul_ray.spectral.diagnostics import effective_rank
 from trishul_ray.spectral.svt import SvtStats, singular_values
 from trishul_ray.spectral.thresholds import client_noise, denoise, next_level

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import block_of
 from trishul_ray.lab.trishul.allocation import reallocate
-from trishul_ray.lazy import torch
 from trishul_ray.methods.messages import Round, Tensors
+from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.lazy import torch
 from trishul_ray.methods.messages import LocalRun, Round, State, Tensors
+from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

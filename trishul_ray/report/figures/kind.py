@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from trishul_ray import plugins
 from trishul_ray.errors import InputError
+from trishul_ray.plugins import registry as plugins
 from trishul_ray.report.figures.chart import Chart
 from trishul_ray.report.figures.selection import Selection
 from trishul_ray.report.outcomes import FigureLayout, SweepOutcome

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from trishul_ray import doctor, files
+from trishul_ray.cli import doctor
+from trishul_ray.cli.doctor import Check
 from trishul_ray.data.passed_rows import store_rows
-from trishul_ray.doctor import Check
-from trishul_ray.files import KEPT_SECONDS, complete_file, scratch_folder
+from trishul_ray.storage import durable as files
+from trishul_ray.storage.durable import KEPT_SECONDS, complete_file, scratch_folder
 
 
 @pytest.fixture(autouse=True)
@@ -218,7 +219,7 @@ def test_leftovers_are_removed_and_named(called, monkeypatch, tmp_path):
     killed = """
         import os, signal
         from pathlib import Path
-        from trishul_ray.files import complete_file, complete_folder, scratch_folder
+        from trishul_ray.storage.durable import complete_file, complete_folder, scratch_folder
         with (
             scratch_folder("test"),
             complete_folder(Path("cache/weights/key")),

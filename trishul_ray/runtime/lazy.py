@@ -1,9 +1,9 @@
 """Libraries that take long to import, imported at their first use.
 
 A configuration consists of the classes of the methods, which compute with tensors. Modules that
-are imported to read one, or to list datasets, write ``from trishul_ray.lazy import torch`` instead
-of ``import torch``, so that a mistyped field is answered at once, as is a command that finds all
-its runs finished: importing torch takes seconds, and transformers more.
+are imported to read one, or to list datasets, write ``from trishul_ray.runtime.lazy import torch``
+instead of ``import torch``, so that a mistyped field is answered at once, as is a command that
+finds all its runs finished: importing torch takes seconds, and transformers more.
 ``pc`` and ``pq`` are ``pyarrow.compute`` and ``pyarrow.parquet``, ``pd`` is pandas.
 """
 

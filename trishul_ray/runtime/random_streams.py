@@ -11,7 +11,7 @@ import hashlib
 
 import numpy as np
 
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
 
 
 def _entropy(seed: int, purpose: str, path: tuple[int | str, ...]) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 GROUP = "trishul_ray.plugins"
 
 #: File of a checkout of this package that declares its entry points.
-_SOURCE = Path(__file__).parents[1] / "pyproject.toml"
+_SOURCE = Path(__file__).parents[2] / "pyproject.toml"
 
 
 @cache
@@ -39,7 +39,7 @@ def objects(kind: str) -> dict[str, Any]:
 
     They are ``check`` (the checks of what a field names: a function of the name), ``group`` (the
     names of numbers in records that MLflow shows together) and ``older``
-    (:class:`~trishul_ray.older_fields.Older`).
+    (:class:`~trishul_ray.config.older_fields.Older`).
     """
     return {name: entry.load() for name, entry in named_by(kind).items()}
 

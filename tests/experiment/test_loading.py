@@ -4,7 +4,7 @@ import pytest
 import yaml
 from method_runs import SINGLE
 
-from trishul_ray.config import RateSource
+from trishul_ray.config.fields import RateSource
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.learning_rates import default_learning_rate
 from trishul_ray.experiment.loading import (

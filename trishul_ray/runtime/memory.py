@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from trishul_ray.errors import RunError
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
 
 #: What libraries say that could not allocate, in errors of no type of their own.
 _FULL = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")

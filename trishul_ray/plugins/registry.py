@@ -7,9 +7,9 @@ of its id. The text of a file travels with the experiment to its workers, but is
 run: a run's folder names a plug-in, and never runs one. A YAML file of an experiment or sweep may
 name plug-ins (``plugins: [mine.py]``): who loads it runs them.
 
-What installed packages add is loaded where it is looked up (:mod:`trishul_ray.entry_points`). This
-package has such plug-ins, too. Their content is versioned with it: in place of a hash, ids have the
-number ``NUMERICS`` of the folder.
+What installed packages add is loaded where it is looked up (:mod:`trishul_ray.plugins.installed`).
+This package has such plug-ins, too. Their content is versioned with it: in place of a hash, ids
+have the number ``NUMERICS`` of the folder.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from trishul_ray import entry_points
 from trishul_ray.errors import InputError, RunError, first_line
+from trishul_ray.plugins import installed as entry_points
 
 #: Content of a class whose source cannot be read: it must not be run.
 UNKNOWN = "unknown"

@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import constants, get_session
 
 from trishul_ray.errors import InputError
-from trishul_ray.redaction import redact
+from trishul_ray.storage.redaction import redact
 
 #: Seconds in which the Hugging Face hub must answer; otherwise its clients read their caches alone.
 HUB_SECONDS = 5.0

@@ -13,9 +13,9 @@ import pytest
 from pyarrow import fs
 from s3_server import options_at
 
-from trishul_ray import storage
 from trishul_ray.errors import InputError, StorageError, StorageRefusedError
-from trishul_ray.storage import Store
+from trishul_ray.storage import store as storage
+from trishul_ray.storage.store import Store
 
 
 class Stream:
@@ -241,7 +241,7 @@ WRITER = """
     import sys, time
     sys.path[:0] = [{tests!r}]
     from test_storage import DATA, wrapped
-    from trishul_ray.storage import Store
+    from trishul_ray.storage.store import Store
 
     def write(inner, data):
         inner.write(data[: len(data) // 2])
@@ -354,7 +354,7 @@ def test_a_full_disk_keeps_the_earlier_file(tmp_path):
     script = f"""
         import signal
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        from trishul_ray.storage import Store
+        from trishul_ray.storage.store import Store
         store = Store.open({str(tmp_path)!r}, retry_seconds=0.3)
         store.write("a.bin", b"1" * 1000)
         try:

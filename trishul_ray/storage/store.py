@@ -19,8 +19,13 @@ import tenacity
 from pyarrow import fs
 
 from trishul_ray.errors import InputError, StorageError, StorageRefusedError
-from trishul_ray.files import complete_folder, remove_unfinished, remove_unused, write_file
-from trishul_ray.redaction import redact
+from trishul_ray.storage.durable import (
+    complete_folder,
+    remove_unfinished,
+    remove_unused,
+    write_file,
+)
+from trishul_ray.storage.redaction import redact
 
 T = TypeVar("T")
 

@@ -7,12 +7,12 @@ import huggingface_hub
 import pytest
 from huggingface_hub import close_session
 
-from trishul_ray.config import ModelConfig
+from trishul_ray.config.fields import ModelConfig
+from trishul_ray.config.places import Places
+from trishul_ray.data.network import hub_fault, try_within
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.lookup import ModelFiles, read_normalization
-from trishul_ray.network import hub_fault, try_within
-from trishul_ray.places import Places
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -21,7 +21,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def unreachable(monkeypatch):
     """The hub behind a proxy at which nothing listens; every pause of its client is an error."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("trishul_ray.network._asked", {})
+    monkeypatch.setattr("trishul_ray.data.network._asked", {})
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", pytest.fail)
     close_session()
@@ -60,7 +60,7 @@ def test_what_was_downloaded_before_is_read(unreachable, tmp_path, monkeypatch):
 
 def test_offline_mode_asks_nothing(unreachable, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("trishul_ray.network.try_within", pytest.fail)
+    monkeypatch.setattr("trishul_ray.data.network.try_within", pytest.fail)
     assert hub_fault() == ""
 
 

@@ -15,13 +15,14 @@ from rich.console import Console
 from tiny_run import TINY
 
 import trishul_ray
-from trishul_ray import entry_points, plugins
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import build_experiment, load_experiment
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import METHODS, method_class, register
 from trishul_ray.methods.fedit import FedIT
+from trishul_ray.plugins import installed as entry_points
+from trishul_ray.plugins import registry as plugins
 from trishul_ray.runs.export import open_run
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.tracking.progress import RunProgress
@@ -343,7 +344,7 @@ def test_an_installation_older_than_its_source_says_how_to_install_again(install
     (fault,) = plugins.faults()
     assert str(caught.value).endswith(fault)
     assert re.search(r"was installed before its source changed, without (\w+, ){3}\.\.\.:", fault)
-    assert f"-m pip install --no-deps --editable {Path(plugins.__file__).parents[1]}`" in fault
+    assert f"-m pip install --no-deps --editable {Path(plugins.__file__).parents[2]}`" in fault
     code, said, error = called("methods")
     assert code == 0 and "ravan" in said and fault.split(",")[0] in error
 
@@ -426,7 +427,7 @@ def test_a_sweep_with_a_plugin_runs_on_ray(start, mine, cache, tmp_path):
 
 def test_without_plugins_nothing_is_imported_for_them():
     script = (
-        "import sys, trishul_ray.plugins\n"
+        "import sys, trishul_ray.plugins.registry\n"
         "print(*sorted({'torch', 'pydantic', 'pyarrow'} & {*sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from trishul_ray.places import Places
-from trishul_ray.section import (
+from trishul_ray.config.places import Places
+from trishul_ray.config.section import (
     NotedText,
     PathText,
     Section,
@@ -24,7 +24,7 @@ from trishul_ray.section import (
     in_id_if_set,
     not_in_id,
 )
-from trishul_ray.shares import exact_share
+from trishul_ray.runtime.proportions import exact_share
 from trishul_ray.spectral.bases import BasisInit
 
 #: Short names of the paper's backbones, replaced by the hub's names before anything is hashed.

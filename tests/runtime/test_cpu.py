@@ -1,6 +1,6 @@
 """CPU cores: how many threads share them."""
 
-from trishul_ray.cpu import oversubscription_warning
+from trishul_ray.runtime.cpu import oversubscription_warning
 
 
 def test_more_threads_than_cores_are_reported_in_one_line():

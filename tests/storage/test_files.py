@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import save_file
 from syncs import Syncs
 
-from trishul_ray import files
-from trishul_ray.checksums import fault_in, seal
-from trishul_ray.files import (
+from trishul_ray.storage import durable as files
+from trishul_ray.storage.durable import (
     KEPT_SECONDS,
     complete_file,
     complete_folder,
@@ -24,6 +23,7 @@ from trishul_ray.files import (
     scratch_for_libraries,
     write_file,
 )
+from trishul_ray.storage.integrity import fault_in, seal
 
 
 def test_what_libraries_keep_in_temporary_files_is_in_a_scratch_folder(tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_what_a_killed_writer_leaves_is_removed_by_the_next_one(tmp_path):
     code = """
         import os, signal
         from pathlib import Path
-        from trishul_ray.files import complete_file, complete_folder
+        from trishul_ray.storage.durable import complete_file, complete_folder
         with complete_folder(Path("model")) as folder, complete_file(Path("result")) as file:
             (folder / "weights").write_bytes(b"half")
             file.write_bytes(b"half")

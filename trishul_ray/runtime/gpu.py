@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from trishul_ray.checksums import remark
 from trishul_ray.errors import InputError
-from trishul_ray.lazy import torch
+from trishul_ray.runtime.lazy import torch
+from trishul_ray.storage.integrity import remark
 
 GIB = 2**30
 

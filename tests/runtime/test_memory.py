@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trishul_ray.errors import RunError
-from trishul_ray.memory import PeakMemory, memory_of, peak_memory, reset_peak
+from trishul_ray.runtime.memory import PeakMemory, memory_of, peak_memory, reset_peak
 
 
 def test_a_peak_is_of_what_came_after_the_reset():

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trishul_ray.entry_points import objects
+from trishul_ray.plugins.installed import objects
 
 
 @dataclass(frozen=True)

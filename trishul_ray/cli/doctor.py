@@ -26,19 +26,19 @@ from packaging.version import Version
 from rich.console import Console
 from rich.text import Text
 
-from trishul_ray.cpu import usable_cores
+from trishul_ray.config.places import Places
+from trishul_ray.data.network import try_within
 from trishul_ray.errors import InputError, RunError, join_limited
-from trishul_ray.files import (
+from trishul_ray.runtime.cpu import usable_cores
+from trishul_ray.runtime.gpu import driver_version, why_unusable
+from trishul_ray.storage.durable import (
     nearest_existing,
     remove_abandoned,
     remove_unfinished,
     why_not_writable,
 )
-from trishul_ray.gpu import driver_version, why_unusable
-from trishul_ray.network import try_within
-from trishul_ray.places import Places
-from trishul_ray.redaction import redact
-from trishul_ray.storage import Store, remove_unused_copies
+from trishul_ray.storage.redaction import redact
+from trishul_ray.storage.store import Store, remove_unused_copies
 from trishul_ray.tracking.mlflow_store import sqlite_file, tracking_uri
 from trishul_ray.version import __version__
 
@@ -50,7 +50,7 @@ GIB = 2**30
 
 Status = Literal["ok", "warn", "fail"]
 _COLORS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
-_CHECKOUT = Path(__file__).resolve().parents[1]
+_CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import xxhash
 from filelock import FileLock
 
 from trishul_ray.errors import CorruptFileError, InputError, first_line
-from trishul_ray.files import Json, complete_folder, write_file
+from trishul_ray.storage.durable import Json, complete_folder, write_file
 
 #: Beginning of the text that stands for a file that Git LFS has not fetched.
 _LFS = b"version https://git-lfs.github.com/spec/"

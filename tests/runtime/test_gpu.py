@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trishul_ray import gpu
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.client_actor import ClientActor
+from trishul_ray.runtime import gpu
 
 #: What torch 2.11.0+cu130 from PyPI is built for.
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]

@@ -5,9 +5,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from trishul_ray.config import COMPUTE_LEVELS, COMPUTE_PROFILES, FederationConfig
-from trishul_ray.rng import numpy_rng
-from trishul_ray.shares import exact_share
+from trishul_ray.config.fields import COMPUTE_LEVELS, COMPUTE_PROFILES, FederationConfig
+from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.random_streams import numpy_rng
 
 
 def participants(federation: FederationConfig, seed: int) -> np.ndarray:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trishul_ray.rng import numpy_rng, torch_rng
+from trishul_ray.runtime.random_streams import numpy_rng, torch_rng
 
 paths = st.tuples(st.integers(0, 2**40), st.sampled_from(["a", "b"]), st.integers(0, 999))
 

@@ -1,0 +1,1 @@
+"""The fields of an experiment, their sections, and the folders of the machine."""

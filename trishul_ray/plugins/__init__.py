@@ -1,0 +1,1 @@
+"""Plug-ins: the registry, plug-in files, and entry points of installed packages."""

@@ -1,0 +1,1 @@
+"""The device, its memory, CUDA graphs, random streams, and lazy imports."""

@@ -1,0 +1,1 @@
+"""Files: any pyarrow filesystem, durable writes, checksums, and redaction."""
