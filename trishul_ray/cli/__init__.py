@@ -17,52 +17,22 @@ from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from trishul_ray.cli import cluster, data, machine, run, sweeps
 from trishul_ray.cli.output import UsageError, wrapped
 from trishul_ray.errors import InputError, RunError, describe_os_error, stop_signals
-from trishul_ray.plugins import registry as plugins
 from trishul_ray.storage.redaction import redact
 from trishul_ray.version import NUMERICS, __version__
 
 __all__ = ["app", "main"]
 
-_OPTIONS: dict[str, Any] = {
-    "rich_markup_mode": "markdown",
-    "pretty_exceptions_enable": False,
-    "context_settings": {"help_option_names": ["-h", "--help"]},
-}
-
-
-class Commands(TyperGroup):
-    """The commands of this package, and those of plug-ins, which are imported if others are."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands."""
-        self._add_those_of_plugins()
-        return super().list_commands(ctx)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command by its name; None if there is none."""
-        if cmd_name not in self.commands:
-            self._add_those_of_plugins()
-        return super().get_command(ctx, cmd_name)
-
-    def _add_those_of_plugins(self) -> None:
-        builtin = [each.callback.__name__ for each in app.registered_commands if each.callback]
-        for name, command in plugins.commands(builtin).items():
-            made = typer.Typer(add_completion=False, **_OPTIONS)
-            made.command(name)(command)
-            self.commands[name] = typer.main.get_command(made)
-
-
 # Commands import torch and the rest of the package only when they are called.
 app = typer.Typer(
     name="trishul",
-    cls=Commands,
     no_args_is_help=True,
-    **_OPTIONS,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Simulate federated parameter-efficient fine-tuning on Ray.",
 )
 
@@ -146,8 +116,6 @@ def _usage(error: Any) -> str:
     from trishul_ray.experiment.loading import is_field
 
     message: str = error.format_message()
-    if message.startswith("No such command"):
-        return "; ".join([message, *plugins.faults()])
     option = getattr(error, "option_name", None) or ""
     name = option.lstrip("-").replace("-", "_")
     if option and not hasattr(error, "param_hint"):

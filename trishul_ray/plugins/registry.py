@@ -67,8 +67,6 @@ _classes: dict[str, type] = {}
 _datasets: dict[str, Plugin] = {}
 #: Why installed plug-ins could not be loaded, one line each; None before they are looked for.
 _faults: list[str] | None = None
-#: Why commands of plug-ins could not be loaded, by their names.
-_command_faults: dict[str, str] = {}
 #: Whether files are refused; see :func:`none_run`.
 _refused = False
 
@@ -165,26 +163,10 @@ def load_installed() -> None:
             _faults.append(_fault(entry, error))
 
 
-def commands(taken: Iterable[str]) -> dict[str, Callable[..., Any]]:
-    """Return the commands that entry points of ``trishul_ray.plugins.command`` add, by name.
-
-    One that is faulty or has a taken name is left out (:func:`faults`).
-    """
-    found, taken = {}, frozenset(taken)
-    for name, entry in entry_points.named_by("command").items():
-        try:
-            if name in taken:
-                raise ValueError(f"the command {name!r} is taken")
-            found[name] = entry.load()
-        except Exception as error:
-            _command_faults[name] = _fault(entry, error)
-    return found
-
-
 def faults() -> list[str]:
     """Return why installed plug-ins could not be loaded, or cannot be known, one line each."""
     outdated = entry_points.outdated()
-    return [*(_faults or ()), *_command_faults.values(), *([outdated] if outdated else [])]
+    return [*(_faults or ()), *([outdated] if outdated else [])]
 
 
 def _fault(entry: EntryPoint, error: Exception) -> str:
