@@ -45,10 +45,8 @@ from s3_server import KEYS
 from syncs import Syncs
 from tiny_run import write_numbers
 
-import trishul_ray.cli.cluster
 import trishul_ray.federation.inline
 import trishul_ray.federation.on_ray.session
-import trishul_ray.jobs.cluster
 import trishul_ray.models.attention
 import trishul_ray.models.last_block
 import trishul_ray.report.page
@@ -331,8 +329,7 @@ def _watched(
             os._exit(CRASHED)
 
     watched = tuple(f"{root}/{name}/" for name in FOLDERS)
-    # One file in a folder for temporary ones is like another, but where it is all that is written.
-    skipped = f"{root}/tmp/." if words[0] != "submit" else " "
+    skipped = f"{root}/tmp/."  # one file in a folder for temporary ones is like another
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "http.client.send":

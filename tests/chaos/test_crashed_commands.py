@@ -1,4 +1,4 @@
-"""Sweeps, exports and submissions that are killed at any write are, repeated, as if they were not.
+"""Sweeps and exports that are killed at any write are, repeated, as if they were not.
 
 A sweep is killed in its driver, before, in and after its cells, which run as :mod:`crashes` says.
 """
@@ -9,10 +9,8 @@ from contextlib import closing
 
 import pytest
 from crashes import ALL, TINY, Place, crash_everywhere
-from jobs_server import JobsServer
 
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.storage.durable import remove_unfinished
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(7200 if ALL else 900)]
 
@@ -126,28 +124,3 @@ def test_an_export(place, options):
 
     assert crash_everywhere(place, template, act, observe, look=look) == {}
     assert whole
-
-
-def test_a_submission(place):
-    project = place.root / "project"
-    (project / "keys").mkdir(parents=True)
-    for name, text in (("mine.yaml", "axes: {seed: [0, 1]}\n"), ("keys/server.pem", "secret")):
-        (project / name).write_text(text)
-    template = keep(place)
-    with JobsServer() as server:
-
-        def act(crash):
-            if crash is not None:
-                server.clear()
-            return place.call(
-                "submit", "--address", server.address, "--detach", "--runs", "s3://bucket/runs",
-                "--working-dir", str(project), "--", "sweep", "mine.yaml", *TINY, crash=crash,
-            )  # fmt: skip
-
-        def observe():
-            remove_unfinished(place.root / "tmp")  # as trishul doctor --clean
-            jobs = [(job["entrypoint"], job["runtime_env"]["working_dir"]) for job in server.jobs]
-            return {"packages": server.contents(), "jobs": jobs, "files": place.files()}
-
-        assert crash_everywhere(place, template, act, observe) == {}
-        assert [*observe()["packages"].values()] == [{"mine.yaml": b"axes: {seed: [0, 1]}\n"}]

@@ -18,8 +18,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from trishul_ray.cli import cluster, data, machine, run, sweeps
+from trishul_ray.cli import data, machine, run, sweeps
 from trishul_ray.cli.output import UsageError, wrapped
+from trishul_ray.cli.submit import submit
 from trishul_ray.errors import InputError, RunError, describe_os_error, stop_signals
 from trishul_ray.storage.redaction import redact
 from trishul_ray.version import NUMERICS, __version__
@@ -64,9 +65,7 @@ for command in (
     sweeps.rates,
     sweeps.plan,
     sweeps.report,
-    cluster.submit,
-    cluster.status,
-    cluster.stop,
+    submit,
     data.pretrain,
     data.methods,
     data.check,

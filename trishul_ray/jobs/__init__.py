@@ -1,1 +1,0 @@
-"""Commands of ``trishul`` as Ray jobs on a cluster."""
