@@ -16,7 +16,7 @@ import pytest
 from commands import start_command
 from ports import free_port
 from s3_server import KEYS, S3Server
-from tiny_run import SMALL, write_numbers
+from tiny_run import SMALL
 
 from trishul_ray.contract.methods import untimed
 
@@ -259,14 +259,6 @@ def ray_head(start):
         command.left_behind(10)
         command.sweep()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
-def plain_figures():
-    """Figures of the runs of a module are their numbers; see :func:`write_numbers`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trishul_ray.runs.artifacts.save_png", write_numbers)
-        yield
 
 
 @pytest.fixture(scope="session")

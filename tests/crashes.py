@@ -8,9 +8,8 @@ nobody reads before they are renamed. A file cut in half under its final name is
 test_damaged_files.py.
 
 Every run is a fork of a server that has imported everything. Its backbone is pretrained for one
-epoch, and its figures are their numbers: here, it only matters that they are the same. The cells of
-a sweep are run one after the other in the process of the sweep, in place of Ray Tune, whose
-processes no hook follows: what trials write is what runs write.
+epoch. The cells of a sweep are run one after the other in the process of the sweep, in place of Ray
+Tune, whose processes no hook follows: what trials write is what runs write.
 """
 
 import io
@@ -43,7 +42,6 @@ import transformers.models.vit.modeling_vit  # noqa: F401
 from rich.console import Console
 from s3_server import KEYS
 from syncs import Syncs
-from tiny_run import write_numbers
 
 import trishul_ray.federation.inline
 import trishul_ray.federation.on_ray.session
@@ -313,7 +311,6 @@ def _watched(
     os.environ |= KEYS
     tempfile.tempdir = f"{root}/tmp"
     torch.set_num_threads(1)
-    trishul_ray.runs.artifacts.save_png = write_numbers
     # As many requests on a slow machine as on a fast one: a call has the same number in each run.
     trishul_ray.tracking.mlflow.ROUNDS_SECONDS = 0.0
     BUILTINS[VIT_DIGITS.name] = replace(VIT_DIGITS, recipe=replace(VIT_DIGITS.recipe, epochs=1))

@@ -23,8 +23,6 @@ from trishul_ray.models.tokenizers import byte_tokenizer
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.tracking.progress import RunProgress
 
-pytestmark = pytest.mark.usefixtures("plain_figures")
-
 #: A run of a second, in this process.
 TINY = {
     "model": {"init": "random"},

@@ -1,6 +1,4 @@
-"""The overrides of the shortest runs, and figures that take no time."""
-
-from pathlib import Path
+"""The overrides of the shortest runs."""
 
 TINY = [
     "model.init=random",
@@ -25,11 +23,3 @@ SMALL = [
     "tracking.mlflow=false",
     "optimizer.lr=0.01",
 ]
-
-
-def write_numbers(chart, path, note=""):
-    """Write the numbers of a run's figure in place of its picture, whose drawing takes longer
-    than all else of a short run; for ``trishul_ray.runs.artifacts.save_png``.
-    """
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(f"{note}\n{chart.csv('run')}", encoding="utf-8")

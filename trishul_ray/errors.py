@@ -24,7 +24,7 @@ class FailsAgainError(RunError):
 
 
 class ArtifactsError(RunError):
-    """Figures and model of a finished run that could not be written; its scores are kept."""
+    """A finished run whose model could not be exported; its scores are kept."""
 
 
 class CorruptFileError(InputError):

@@ -87,7 +87,7 @@ def test_a_stopped_run_is_continued_on_the_server(server, tmp_path, capfd):
 
 
 def test_a_password_in_the_address_is_written_nowhere(
-    server, called, trishul, plain_figures, cache, monkeypatch, tmp_path
+    server, called, trishul, cache, monkeypatch, tmp_path
 ):
     address = server.address.replace("http://", f"http://trishul:{PASSWORD}@")
     monkeypatch.delenv("MLFLOW_TRACKING_USERNAME")

@@ -16,8 +16,6 @@ from tiny_run import TINY
 from trishul_ray import cli
 from trishul_ray.errors import RunError
 
-pytestmark = pytest.mark.usefixtures("plain_figures")
-
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):

@@ -17,8 +17,6 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.tracking.progress import RunProgress
 
-pytestmark = pytest.mark.usefixtures("plain_figures")
-
 
 @pytest.fixture
 def trishul_here(monkeypatch, called, tmp_path, cache):
@@ -31,7 +29,7 @@ def trishul_here(monkeypatch, called, tmp_path, cache):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, cache, plain_figures):
+def finished(tmp_path_factory, cache):
     """The folder of a finished run; tests copy it and never change it."""
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
@@ -78,7 +76,7 @@ def test_a_finished_run_lists_its_files(home):
 
 @pytest.mark.parametrize(
     "lost",
-    [["adapter"], ["figures", "metrics.parquet"], ["config.yaml"], ["figures/loss.png"]],
+    [["adapter"], ["adapter/README.md", "metrics.parquet"], ["config.yaml"]],
     ids=lambda names: "+".join(names),
 )
 def test_missing_files_of_a_finished_run_are_restored(trishul_here, home, lost):
@@ -102,7 +100,7 @@ def test_missing_files_of_a_finished_run_are_restored(trishul_here, home, lost):
     assert results[0] == results[1]
     assert {name for name in before if before[name] != after[name]} == set()
     for line in out.splitlines():
-        if line.startswith(("result ", "figures ", "adapter ")):
+        if line.startswith(("result ", "adapter ")):
             assert Path(line.split()[1]).exists(), line
     _, _, error = trishul_here("run", *TINY)
     assert "restored" not in error
@@ -110,7 +108,7 @@ def test_missing_files_of_a_finished_run_are_restored(trishul_here, home, lost):
 
 @pytest.mark.parametrize(
     "name",
-    ["adapter/adapter_model.safetensors", "adapter/README.md", "figures/loss.png",
+    ["adapter/adapter_model.safetensors", "adapter/README.md",
      "metrics.parquet", "diagnostics.npz", "test_rows.npz"],
 )  # fmt: skip
 def test_a_flipped_bit_of_a_finished_run_is_noticed_and_restored(trishul_here, home, name):
@@ -134,12 +132,11 @@ def test_files_that_cannot_be_restored_are_named_and_not_listed(trishul_here, ho
     for file in (home / "checkpoints").iterdir():
         file.unlink() if damage == "gone" else file.write_bytes(b"short")
     shutil.rmtree(home / "adapter")
-    shutil.rmtree(home / "figures")
     code, out, error = trishul_here("run", *TINY)
     assert code == 0, error
     assert "cannot be restored: adapter/README.md" in words_of(error)
     assert "its last checkpoint is missing or corrupt" in words_of(error)
-    assert f"{home}/adapter" not in out and f"{home}/figures" not in out
+    assert f"{home}/adapter" not in out
     assert f"{home}/result.json" in out
 
 

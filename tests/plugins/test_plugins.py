@@ -27,8 +27,6 @@ from trishul_ray.runs.export import open_run
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.tracking.progress import RunProgress
 
-pytestmark = pytest.mark.usefixtures("plain_figures")
-
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():

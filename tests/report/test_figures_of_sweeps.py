@@ -596,7 +596,7 @@ def test_styles_differ_without_colour():
 
 
 @pytest.fixture(scope="module")
-def real_sweep(tmp_path_factory, plain_figures):
+def real_sweep(tmp_path_factory):
     """Two real runs of two rounds: RAVAN and TRISHUL, with a private head, clipped, on digits."""
     own = ["evaluation.per_client=true"]
     runs = str(tmp_path_factory.mktemp("runs"))

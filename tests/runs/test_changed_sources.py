@@ -17,8 +17,6 @@ from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.workbench import build_workbench
 
-pytestmark = pytest.mark.usefixtures("plain_figures")
-
 OWN = ["dataset=table", "data.path=hub/me/notes/train.csv", "model=hub/me/bert"]
 WORDS = ["dataset=hub", "data.path=me/notes", "model=me/bert", *TINY_TEXT]
 

@@ -19,8 +19,6 @@ from trishul_ray import InputError
 from trishul_ray.models.tokenizers import byte_tokenizer
 from trishul_ray.runs.export import export_run
 
-pytestmark = pytest.mark.usefixtures("plain_figures")
-
 #: Runs the code of each model card and prints the score of the given rows.
 STRANGER = """
 import io, json, os, re, sys

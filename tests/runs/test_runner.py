@@ -22,8 +22,6 @@ from trishul_ray.runs.export import open_run
 from trishul_ray.runs.runner import run_experiment, run_steps
 from trishul_ray.tracking.progress import RunProgress, format_count
 
-pytestmark = pytest.mark.usefixtures("plain_figures")
-
 
 @pytest.fixture
 def tiny(cache, tmp_path):
@@ -51,7 +49,7 @@ def drain(steps):
 
 
 def numbers_alone(experiment, progress=None):
-    """The result of a run without figures and model."""
+    """The result of a run without an exported model."""
     return drain(run_steps(experiment, progress or quiet(), extras=False))[1]
 
 
@@ -162,7 +160,7 @@ def test_files_added_to_a_finished_run_are_in_its_mlflow_run(tiny):
     artifacts = Path(after.info.artifact_uri.removeprefix("file://"))
     for name in (*again.summary.files, "result.json"):
         assert (artifacts / name).read_bytes() == again.home.read(name)
-    assert "figures/loss.png" in again.summary.files
+    assert "adapter/README.md" in again.summary.files
 
 
 @pytest.mark.slow
@@ -287,7 +285,7 @@ def test_a_run_without_extras_gets_them_later_without_a_round(tiny, monkeypatch)
     experiment = tiny()
     plain = drain(run_steps(experiment, quiet(), extras=False))[1]
     assert plain.summary.files == sorted(TABLES)
-    assert not plain.home.exists("figures") and not plain.home.exists("adapter")
+    assert not plain.home.exists("adapter")
     again = drain(run_steps(experiment, quiet(), extras=False))[1]
     assert again.repeated and again.summary.files == plain.summary.files
     monkeypatch.setattr("trishul_ray.federation.server.Server.step", None)
@@ -375,13 +373,13 @@ def test_a_failing_export_costs_no_result(tiny, monkeypatch):
     experiment = tiny()
     home = run_folder(experiment)
     monkeypatch.setattr("trishul_ray.runs.export.export_peft", full)
-    for _ in range(2):  # the second call tries figures and model alone
+    for _ in range(2):  # the second call only exports the model
         with pytest.raises(ArtifactsError, match=r"cannot write the model in .*No space left") as e:
             run_experiment(experiment, quiet())
         assert f"scores are kept in {home.place('result.json')}" in str(e.value)
         result = RunSummary.read(home)
         assert result.files == sorted(TABLES) and result.damaged_files(home) == {}
-        assert not home.exists("figures") and not home.exists("adapter")
+        assert not home.exists("adapter")
         monkeypatch.setattr("trishul_ray.federation.server.Server.step", None)
     monkeypatch.undo()
     again = run_experiment(experiment, quiet())

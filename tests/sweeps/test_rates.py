@@ -129,9 +129,7 @@ def test_shipped_grids_have_several_rates_for_each_setting_and_are_no_table(prof
     assert "rates" not in shipped(profile)
 
 
-def test_the_command_writes_rates_that_a_sweep_reads(
-    plain_figures, called, cache, tmp_path, monkeypatch
-):
+def test_the_command_writes_rates_that_a_sweep_reads(called, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     places = [f"storage.cache={cache}", f"storage.runs={tmp_path}/runs"]
     (tmp_path / "mine.yaml").write_text(

@@ -15,7 +15,7 @@ from trishul_ray.tracking.progress import RunProgress, SweepProgress
 
 
 def test_sweeps_that_share_a_reused_result_each_have_it_once_with_their_own_axes(
-    plain_figures, mlflow_store, tmp_path, cache
+    mlflow_store, tmp_path, cache
 ):
     places = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
     words = [*TINY, *places, "tracking.mlflow=true"]

@@ -113,7 +113,6 @@ def datasets(
             "partition.alpha.",
         ),
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="Also draw it, as a PNG file.")] = None,
     row: Annotated[
         int | None,
         typer.Option(min=0, metavar="N", help="Show training row N as the model reads it instead."),
@@ -123,7 +122,6 @@ def datasets(
     """List the datasets; with a name, show how its rows are partitioned among the clients.
 
     - `trishul datasets digits --partition dirichlet:0.1 federation.clients=10`
-    - `trishul datasets mrqa --picture mrqa.png` — by sub-dataset
     - `trishul datasets table data.path=notes.csv data.columns='{text: body, label: topic}'`
     - `trishul datasets synthetic/instructions --row 0` — its tokens, and which carry loss
     """
@@ -146,7 +144,7 @@ def datasets(
     if row is not None:
         _show_row(experiment, row)
     else:
-        _show_partition(experiment, picture)
+        _show_partition(experiment)
 
 
 def _show_row(experiment: "Experiment", row: int) -> None:
@@ -161,8 +159,8 @@ def _show_row(experiment: "Experiment", row: int) -> None:
         print_field("rows", remark)
 
 
-def _show_partition(experiment: "Experiment", picture: Path | None) -> None:
-    """Print the rows of each client by label, and draw them if a file is named."""
+def _show_partition(experiment: "Experiment") -> None:
+    """Print the rows of each client by label."""
     from trishul_ray.cli.listing import describe_partition, partition_table
     from trishul_ray.data.partition import count_labels  # computes with tensors
     from trishul_ray.federation.prepare import coverage_of, prepare_rows
@@ -172,14 +170,7 @@ def _show_partition(experiment: "Experiment", picture: Path | None) -> None:
     held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)
     print_line(describe_partition(held, experiment))
     print_table(partition_table(held))
-    coverage = coverage_of(experiment, prepared).sentence
-    print_field("data", coverage)
-    if picture is not None:
-        from trishul_ray.report.figures.drawing import save_png  # imports matplotlib
-        from trishul_ray.report.figures.kinds.clients import rows_of_clients
-
-        save_png(rows_of_clients(held), picture, coverage)
-        print_field("picture", picture)
+    print_field("data", coverage_of(experiment, prepared).sentence)
 
 
 def _partition_overrides(text: str) -> list[str]:

@@ -117,7 +117,6 @@ def _run_and_show(experiment: "Experiment", *, fresh: bool, central: bool) -> No
     exported = first.summary.export or {"note": "PEFT or merged"}
     for label, name, note in (
         ("result", "result.json", ""),
-        ("figures", "figures", ""),
         ("adapter", "adapter", f" ({exported['note']})"),
         ("model", "model", f" ({exported['note']})"),
     ):

@@ -5,7 +5,6 @@ finished one. :func:`run_experiment` does it at once, :func:`run_steps` round by
 loop of both is :func:`_train`.
 """
 
-import shutil
 import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -28,8 +27,7 @@ from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained, needs_pretraining
 from trishul_ray.plugins.registry import find_plugin
 from trishul_ray.report.summary import FAILURE, RunSummary, write_result
-from trishul_ray.runs.earlier import (
-    add_artifacts,
+from trishul_ray.runs.existing_run import (
     check_sources,
     extend_shorter,
     read_finished,
@@ -112,8 +110,8 @@ def run_steps(
     kept, so that the same call continues it.
 
     ``workers`` are actors of earlier runs that this one may use, and leaves to the next one; the
-    caller has started Ray. With ``extras``, the figures are drawn and the model is exported, for
-    which this process loads a backbone of its own; a later call adds them to a finished run.
+    caller has started Ray. With ``extras``, the model is exported, for which this process
+    loads a backbone; a later call exports the model of a finished run.
     ``tags`` are further ones of the MLflow run.
     """
     for plugin in experiment.plugins:  # this process may have loaded another content since
@@ -293,7 +291,7 @@ class _Run:
         """Write and log what a finished run leaves.
 
         Raises:
-            ArtifactsError: Figures and model cannot be made; everything else is written.
+            ArtifactsError: The model cannot be exported; everything else is written.
         """
         experiment, home, lost = self.experiment, self.folder.home, None
         with scratch_folder("results") as scratch:
@@ -301,20 +299,17 @@ class _Run:
             write_tables(experiment, result.checkpoint, files)
             home.upload_folder(files)
             hashes = file_hashes(files)
-            # Its presence marks the run as finished, whatever becomes of figures and model.
+            # Its presence marks the run as finished, even if the model cannot be exported.
             summary = replace(
                 summary, files=list(hashes), sha256=hashes, logged=tracker.place is None
             ).written()
             write_result(home, summary)
             home.remove(FAILURE)
             if self.extras:
+                from trishul_ray.runs.artifacts import add_model  # imports PEFT
+
                 try:
-                    with scratch_folder("results") as more:
-                        new = Path(more)
-                        summary = add_artifacts(
-                            experiment, self.prepared, result, self.folder, new, summary
-                        )
-                        shutil.copytree(new, files, dirs_exist_ok=True)
+                    summary = add_model(experiment, summary, home, files)
                 except ArtifactsError as error:
                     lost = error
             whole = replace(summary, logged=True).written()
