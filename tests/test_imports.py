@@ -44,8 +44,7 @@ MAY_IMPORT = {
 }
 #: Content of the lab and of the folder of the paper, as other parts would name it.
 EXTENSIONS = (
-    *("CostName", "COSTS", "cost_to_target", "kilojoules", "not reached"),
-    "paper.json",
+    *("paper.json", "kilojoules"),
     *("lam_rule", "lam_level", "reallocat", "spare_heads", "private_heads", "private_core"),
     *("geometric", "ranks_by", "move_every", "MixedHeads", "raFLoRA", "fedplora", "Fed-PLoRA"),
     *("fedsa", "fedsvd", "fedrpca", "fedrot", "frlora", "rolora", "FedSA", "FedSVD", "FedRPCA"),
