@@ -22,10 +22,10 @@ from trishul_ray.models.backbone import Backbone
 from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.storage.store import Store
 
-#: The methods of papers: all but the extensions of TRISHUL and RAVAN in trishul_ray/lab.
-PUBLISHED = [n for n in method_names() if ".lab.trishul." not in method_class(n).__module__]
-#: All methods but those that combine two others.
-SINGLE = [n for n in method_names() if not method_class(n).__module__.endswith(".combined")]
+#: The methods of papers: all but those with private heads.
+PUBLISHED = [n for n in method_names() if not n.endswith("-private")]
+#: All methods.
+SINGLE = [*method_names()]
 #: The methods that what acts on changes composes with.
 BY_MEAN = [name for name in PUBLISHED if method_class(name).mean_is_enough]
 #: One with cores, one with LoRA, one with state at its clients. Sections that act on changes know

@@ -45,13 +45,12 @@ MAY_IMPORT = {
 #: Content of the lab and of the folder of the paper, as other parts would name it.
 EXTENSIONS = (
     *("paper.json", "kilojoules"),
-    *("lam_rule", "lam_level", "reallocat", "spare_heads", "private_heads", "private_core"),
-    *("geometric", "ranks_by", "move_every", "MixedHeads", "raFLoRA", "fedplora", "Fed-PLoRA"),
-    *("fedsa", "fedsvd", "fedrpca", "fedrot", "frlora", "rolora", "FedSA", "FedSVD", "FedRPCA"),
+    *("private_heads", "private_core", "fedplora", "Fed-PLoRA"),
+    *("fedsa", "fedsvd", "fedrot", "frlora", "rolora", "FedSA", "FedSVD"),
     *("FedRot", "FRLoRA", "RoLoRA", "florist", "FLoRIST"),
-    *("trishul-rules", "trishul-moving", "trishul-private", "trishul-ranks", "ravan-"),
+    *("trishul-private", "ravan-"),
     *("poisson", "canary", "PrivacyConfig", "DevicesConfig", "CohortConfig", "ServerConfig"),
-    *("UploadsConfig", "fraction_bits", "privacy_clip", "joules", "error_feedback"),
+    *("UploadsConfig", "privacy_clip", "joules", "error_feedback"),
 )
 #: The Python interface, which everything else leaves alone.
 INTERFACE = {"api", "result"}

@@ -49,9 +49,6 @@ BASE = (
 
 LIMITED = "federation.compute=uniform"
 OWN = "evaluation.per_client=true"
-RANKS = f"method.limits=ranks {LIMITED}"
-#: Heads that certainly move.
-MOVES = "method.move_every=1 method.allocation=uniform federation.rounds=5"
 
 #: Overrides by name. A name stays when its spelling changes.
 CONFIGURATIONS = {
@@ -81,46 +78,22 @@ CONFIGURATIONS = {
     # Each method of later papers.
     "fedplora": f"method=fedplora {LIMITED}",
     "fedrot": "method=fedrot",
-    "fedrpca": "method=fedrpca",
     "fedsa": f"method=fedsa {OWN}",
     "fedsvd": "method=fedsvd",
     "florist": f"method=florist {LIMITED}",
     "frlora": "method=frlora",
     "rolora": "method=rolora",
     # Extensions of TRISHUL and RAVAN.
-    "relative": "method=trishul-rules method.level=0.1 method.prox_every=2",
-    "entropy": f"method=trishul-rules method.rule=entropy {LIMITED}",
-    "continuation": "method=trishul-rules method.rule=continuation",
-    "unknown": "method=trishul-rules method.rule=unknown method.prox_on=change",
-    "edge": "method=trishul-rules method.rule=edge method.head_fraction=0.5",
-    "sure": "method=trishul-rules method.rule=sure method.prox_on=change",
-    "moving": f"method=trishul-moving {MOVES} {LIMITED}",
     "private": f"method=trishul-private method.private_heads=2 {OWN}",
     "all private": f"method=trishul-private method.private_heads=4 {OWN}",
-    "ranks by block": "method=trishul-ranks method.ranks_by=block",
-    "ranks by head": "method=trishul-ranks method.ranks_by=head",
-    "ranks of clients": f"method=trishul-ranks {RANKS} method.lam=1",
     "ravan, private": f"method=ravan-private {OWN}",
-    "ravan, ranks of clients": f"method=ravan-ranks {LIMITED}",
-    # Two of these at once.
-    "moving, entropy": f"method=trishul-moving-rules method.rule=entropy {MOVES}",
-    "moving, edge": f"method=trishul-moving-rules method.rule=edge {MOVES}",
-    "private, entropy": f"method=trishul-private-rules method.rule=entropy {OWN}",
-    "private, sure": "method=trishul-private-rules method.rule=sure",
-    "private, moving": f"method=trishul-private-moving {MOVES}",
-    "private, ranks by block": "method=trishul-private-ranks method.ranks_by=block",
-    "ranks by head and of clients": f"method=trishul-ranks method.ranks_by=head {RANKS}",
-    "ranks of clients, relative": f"method=trishul-ranks-rules method.prox_on=change {RANKS}",
-    "ranks of clients, entropy": f"method=trishul-ranks-rules method.rule=entropy {RANKS}",
-    "ranks of clients, moving": f"method=trishul-ranks-moving {MOVES} {RANKS}",
     # Each section that is off by default.
     "codecs": "uploads.codec=int4 uploads.error_feedback=true downloads.codec=int8",
     "topk": "method=scaffold uploads.codec=topk downloads.codec=topk",
-    "skeleton": "uploads.codec=skeleton method.lam=5 server.optimizer=yogi",
-    "ring": "server.sum=ring server.optimizer=sgd",
-    "ring, entropy": f"server.sum=ring method=trishul-rules method.rule=entropy {LIMITED}",
     "adagrad": "method=fedit server.optimizer=adagrad",
-    "moving, adam": f"method=trishul-moving {MOVES} server.optimizer=adam uploads.codec=int8",
+    "yogi": "method.lam=5 server.optimizer=yogi",
+    "server sgd": "server.optimizer=sgd",
+    "adam": "server.optimizer=adam uploads.codec=int8",
     "clock": "devices.kind=lognormal cohort.extra=1.3",
     "clock, partial": "devices.kind=lognormal cohort.deadline=600 cohort.late=partial "
     "cohort.select=oort cohort.dropout=0.1 devices.availability=diurnal",
@@ -132,7 +105,6 @@ CONFIGURATIONS = {
     # Computation of a client.
     "stacked": "federation.stacked=2",
     "stacked, private": f"federation.stacked=3 method=trishul-private method.private_heads=2 {OWN}",
-    "stacked, ranks": f"federation.stacked=2 method=ravan-ranks {LIMITED}",
     "quantized": "model.quantize=nf4 adapter.path=factored",
     "held out": f"federation.held_out=0.25 {OWN} method=fedsa",
     "diagnosed": "evaluation.diagnostics_cohort=all method=ravan federation.weighting=size",

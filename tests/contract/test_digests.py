@@ -17,7 +17,7 @@ from trishul_ray.stages import stage_names
 
 KNOWN = stored()
 #: Five shapes of a run: plain; state at clients; every upload is kept; a survey; the edge.
-SHAPES = ["trishul", "scaffold", "fedrpca", "fedsb", "privacy"]
+SHAPES = ["trishul", "scaffold", "attacked", "fedsb", "privacy"]
 
 
 @pytest.fixture

@@ -91,14 +91,6 @@ def test_a_cohort_may_mix_full_and_limited_clients(small, inline_result, method)
     assert np.isfinite(record.diagnostics["aggregation_variance"])
 
 
-def test_a_sum_in_the_ring_of_one_upload_is_never_used(small):
-    pytest.importorskip("trishul_ray.lab")
-    words = ["resources.backend=inline", "federation.clients_per_round=2"]
-    serve(small(*words), spoilt=1).step()  # it meets the quorum
-    with pytest.raises(RunError, match=r"only 1 of 2 .* or server.min_clients=2; rejected"):
-        serve(small(*words, "server.sum=ring"), spoilt=1).step()
-
-
 def test_a_survey_is_a_round_before_the_first(small):
     """Its uploads are judged, summed and counted as those of any round."""
     experiment = small("method=fedsb", "method.init_clients=3")

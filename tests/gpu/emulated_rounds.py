@@ -25,7 +25,7 @@ from trishul_ray.federation.checkpoint import CheckpointStore
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import Server
-from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.methods.base import method_names
 from trishul_ray.storage.store import Store
 
 COMMON = [
@@ -38,14 +38,10 @@ COMMON = [
 ]  # fmt: skip
 
 
-def is_combined(name):
-    return method_class(name).__module__.endswith(".combined")
-
-
 LIMITED = ["federation.compute=uniform", "federation.clients_per_round=4"]
 TEXT = ["adapter.rank=4", "adapter.heads=2"]
 CONFIGURATIONS = {
-    **{name: [f"method={name}"] for name in method_names() if not is_combined(name)},
+    **{name: [f"method={name}"] for name in method_names()},
     "adam": ["optimizer.name=adam", "optimizer.lr=0.001", "optimizer.clip_norm=1"],
     "bf16": ["model.precision=bf16"],
     "limited": [*LIMITED, "optimizer.weight_decay=0.1", "method.prox_on=change"],
@@ -53,11 +49,6 @@ CONFIGURATIONS = {
     "pruned ranks": ["method=hetlora", "method.prune=true", *LIMITED],
     "control variates": ["method=scaffold", "method.option=I"],
     "stacked": ["federation.stacked=2"],
-    "stacked, with a threshold of each core": [
-        "federation.stacked=2",
-        "method=trishul-rules",
-        "method.rule=unknown",
-    ],
     "encoder": ["dataset=synthetic/topics", "model=bert-tiny", *TEXT],
     "encoder-decoder": ["dataset=synthetic/topics", "model=t5-tiny", *TEXT],
     "decoder": ["dataset=synthetic/rte", "model=llama-tiny", *TEXT],

@@ -24,13 +24,8 @@ END = ["copy to the host at local.py", "copy to the host at messages.py"]
 #: makes, and after its last one for their statistics, sent beside the upload.
 DECISIONS = {
     "chosen heads": ["copy to the host at ravan.py"],
-    "trishul-moving": ["copy to the host at slots.py"],
 }
-STATISTICS = {
-    "trishul-moving": ["blocking copy to the device at statistics.py"],
-    # The spectra that decide the last threshold.
-    "stacked, with a threshold of each core": ["copy to the host at rules.py"],
-}
+STATISTICS = {}
 
 
 @pytest.fixture(scope="module")

@@ -42,4 +42,4 @@ def test_a_run_imports_only_what_it_names_of_the_lab():
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT.parent, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["trishul", "trishul-private trishul.private"]
+    assert done.stdout.splitlines() == ["trishul", "trishul-private methods.private"]

@@ -57,13 +57,12 @@ def carried(server, bench, broadcast, client):
 
 @pytest.mark.parametrize(
     "options",
-    # Spare heads and components that were cut rest on both sides: tests/lab/trishul/test_moving.py
-    # and tests/lab/methods/test_florist.py count the others.
-    [[f"method={name}"] for name in SINGLE if name not in ("trishul-moving", "florist")]
+    # Components that were cut rest on both sides: tests/lab/methods/test_florist.py counts them.
+    [[f"method={name}"] for name in SINGLE if name != "florist"]
     + [
         [f"method={name}", "federation.compute=skewed-right"]
         for name in LIMITED
-        if name not in ("trishul-moving", "florist")
+        if name != "florist"
     ]
     + [["method=flexlora", "method.truncate=false", "federation.compute=uniform"]]
     + [["method=trishul", "method.allocation=gradient"]],

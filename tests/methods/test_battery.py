@@ -18,9 +18,9 @@ from trishul_ray.methods.base import method_class
 
 METHODS = [*SINGLE, *NEWCOMERS]
 #: One of each algebra on the server: factors, cores and state; full matrices, their sum with a
-#: base, decompositions of a step, of all uploads, of heads that move.
+#: base, decompositions of a step.
 KINDS_OF_SERVERS = [
-    *KINDS, "fedavg", "fedex", "flexlora", "flora", "fedsb", "fedrpca", "fedsvd", "trishul-moving",
+    *KINDS, "fedavg", "fedex", "flexlora", "flora", "fedsb", "fedsvd",
 ]  # fmt: skip
 #: Promises of every method; "order" is checked with dropout below.
 EVERY = [
@@ -102,8 +102,7 @@ def test_one_client_is_central_training(name, executor, tmp_path):
 def with_dropout(name, backbone):
     """Return options with dropout on and, where a method has it, selection by gradient."""
     options = [f"method={name}", f"model.name={backbone}", "model.dropout=true", "budget=2"]
-    unequal = name in {"ravan-ranks", "trishul-ranks"}  # heads that differ in size: no fraction
-    if not unequal and "selection" in method_class(name).Config.model_fields:
+    if "selection" in method_class(name).Config.model_fields:
         options += ["method.selection=gradient", "method.head_fraction=0.5"]
     return options
 

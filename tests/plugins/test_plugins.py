@@ -347,46 +347,13 @@ def test_an_installation_older_than_its_source_says_how_to_install_again(install
     assert code == 0 and "ravan" in said and fault.split(",")[0] in error
 
 
-@pytest.mark.parametrize(
-    ("words", "write"),
-    [
-        (["lam_rule=relative"], "write method=trishul-rules method.rule=relative"),
-        (["method.reallocate_every=2"], "write method=trishul-moving method.move_every=2"),
-        (["method.head_ranks=geometric"], "write method=trishul-ranks method.ranks_by=head"),
-        (["method.allocation=ranks"], "write method=trishul-ranks method.ranks_by=block"),
-        (["method=ravan", "private_heads=2"], "method=ravan-private method.private_heads=2"),
-        (["method=ravan", "method.limits=ranks"], "write method=ravan-ranks"),
-        (
-            ["method.limits=ranks", "method.lam_rule=entropy", "method.lam_level=0.2"],
-            "write method=trishul-ranks-rules method.level=0.2 method.limits=ranks method.rule=ent",
-        ),
-        (
-            ["method.limits=ranks", "method.lam_rule=unknown", "method.private_heads=1"],
-            "no method combines private, ranks, rules",
-        ),
-    ],
-)
-def test_a_field_that_has_moved_is_refused_with_its_new_place(words, write):
-    with pytest.raises(InputError, match=f"moved to a method of its own; .*{write}"):
-        load_experiment(None, words)
-
-
-def test_a_stored_run_may_name_fields_that_are_gone_and_had_no_effect():
-    plain = load_experiment(None, ["method=trishul"])
-    gone = {"lam_rule": "fixed", "lam_level": None, "reallocate_every": 0, "spare_heads": 2}
-    gone |= {"head_ranks": "equal", "limits": "heads", "private_heads": 0}
-    fields = plain.to_dict()
-    again = build_experiment(fields | {"method": fields["method"] | gone})
-    assert again.id == plain.id and again.method == plain.method
-
-
 def test_numerics_of_a_folder_are_in_the_ids_of_what_it_defines(monkeypatch):
-    lab = sys.modules[method_class("trishul-rules").__module__.rpartition(".trishul.")[0]]
-    before = [load_experiment(None, [f"method={m}"]) for m in ("trishul", "trishul-rules")]
+    lab = sys.modules[method_class("fedsa").__module__.rpartition(".methods.")[0]]
+    before = [load_experiment(None, [f"method={m}"]) for m in ("trishul", "fedsa")]
     ids = [each.id for each in before]
     assert "lab_numerics" not in before[1].identity()
     monkeypatch.setattr(lab, "NUMERICS", 3)
-    after = [load_experiment(None, [f"method={m}"]) for m in ("trishul", "trishul-rules")]
+    after = [load_experiment(None, [f"method={m}"]) for m in ("trishul", "fedsa")]
     assert after[1].identity()["lab_numerics"] == 3 and after[1].plugins == ()
     assert [each.id == id for each, id in zip(after, ids, strict=True)] == [True, False]
 

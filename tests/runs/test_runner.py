@@ -192,7 +192,6 @@ def numbers(finished):
         (2, [], [2, 3, 3]),
         (2, ["data.validation_share=0.2"], [2, 3, 3]),
         (2, ["optimizer.schedule=cosine"], [0, 1, 2, 3, 3]),
-        (2, ["method=trishul-moving"], [0, 1, 2, 3, 3]),
         (2, ["privacy.noise=1"], [2, 3, 3]),
         (2, ["privacy.epsilon=8"], [0, 1, 2, 3, 3]),  # more rounds need more noise in each
         (1, ["evaluation.diagnostics_every=2"], [0, 1, 2, 3, 3]),  # as the last, it has some

@@ -123,13 +123,6 @@ def test_rows_of_unseen_groups_are_scored_and_a_decoders_head_sees_the_labels():
     (test, _), (more, _) = evaluated_rows(plain), evaluated_rows(unseen)
     rows = prepare_run(unseen).dataset
     assert (test, more) == (150, len(rows.test)) and more > 200
-    trigger = ["attack.share=0.2", "attack.trigger=now", "attack.answer=no"]
-    attacked = load_experiment(None, [*words, *trigger])
-    assert evaluated_rows(attacked) == (test, 0, test)
-    assert len(prepare_run(attacked).dataset.split("triggered")) <= test
-    more, less = work_of(attacked), work_of(plain)
-    assert more.evaluation.backbone == 2 * less.evaluation.backbone
-    assert more.training == less.training
     longer = load_experiment(None, [*words, "task.target_length=64"])
     assert work_of(longer).training.backbone > work_of(plain).training.backbone
 

@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -232,32 +232,6 @@ def choose_rows(dataset: PreparedDataset, config: "DataConfig", *, cache: Path) 
         key = f"{dataset.fingerprint}\n{json.dumps([sorted(groups), config.drop_repeated])}"
         dataset = _read_or_write(cache, f"{info.name}-chosen", key, dataset.split_names, divide)
     return hold_out(dataset, config.validation_share, cache=cache)
-
-
-def rewrite(
-    dataset: PreparedDataset,
-    key: str,
-    change: Callable[[Mapping[str, Mapping[str, Column]]], Mapping[str, Mapping[str, Column]]],
-    *,
-    new: Sequence[str] = (),
-    cache: Path,
-) -> PreparedDataset:
-    """Return ``dataset`` with other rows, prepared now or before.
-
-    Args:
-        dataset: The rows.
-        key: Text that changes whenever ``change`` may return something else for them.
-        change: Given the columns of every split, returns those of splits that take their place.
-        new: Splits that ``change`` adds.
-        cache: See :func:`prepare`.
-    """
-
-    def divide() -> _Contents:
-        columns = {name: dataset.split(name).read() for name in dataset.split_names}
-        return dataset.info, {**columns, **change(columns)}
-
-    name, splits = f"{dataset.info.name}-rewritten", (*dataset.split_names, *new)
-    return _read_or_write(cache, name, f"{dataset.fingerprint}\n{key}", splits, divide)
 
 
 def find_repeated(train: Mapping[str, Column], test: Mapping[str, Column]) -> np.ndarray:

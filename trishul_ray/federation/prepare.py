@@ -3,10 +3,7 @@
 The driver does this once; every worker gets the result.
 """
 
-import hashlib
-import json
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +17,6 @@ from trishul_ray.data.prepare import (
     find_repeated,
     measure_coverage,
     prepare,
-    rewrite,
 )
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.experiment import Experiment
@@ -28,7 +24,6 @@ from trishul_ray.experiment.identity import check_content
 from trishul_ray.experiment.rows import partition_rows
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.passed import PassedModel, passed_model
-from trishul_ray.stages import Stages
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.verbalizer import Verbalizer
@@ -66,7 +61,7 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
     backbone = Backbone.of(experiment.model, experiment.storage.places)
     rows, sources = _chosen_rows(experiment, progress)
     shards = partition_rows(rows, experiment)
-    dataset, task, tokens = _encode_rows(rows, experiment, backbone, progress, shards)
+    dataset, task, tokens = _encode_rows(rows, experiment, backbone, progress)
     passed = passed_model(experiment.model)
     if passed is not None:
         _check_passed(backbone, task, dataset)
@@ -177,13 +172,8 @@ def _encode_rows(
     experiment: Experiment,
     backbone: Backbone,
     progress: ProgressCallback | None,
-    shards: Partition | None = None,
 ) -> tuple[PreparedDataset, Task, dict[str, str]]:
-    """Return the rows as the task trains on them, the task, and what depends on the tokenizer.
-
-    ``shards``, the partition of the rows, is computed here if it is missing and a stage reads it.
-    """
-    rows = _rewrite_rows(rows, experiment, shards)
+    """Return the rows as the task trains on them, the task, and what depends on the tokenizer."""
     task = build_task(experiment.task, rows.info, backbone)
     if task.encoder is None:
         return rows, task, {}
@@ -192,26 +182,6 @@ def _encode_rows(
     if isinstance(task, Verbalizer):  # the names of the classes may be the answers
         sources["answers"] = ",".join(map(str, task.answer_ids))
     return dataset, task, sources
-
-
-def _rewrite_rows(
-    rows: PreparedDataset, experiment: Experiment, shards: Partition | None
-) -> PreparedDataset:
-    """Return the rows as the stages want them, and the sets of rows that these add."""
-    stages = [stage for stage in Stages.of(experiment) if stage.row_sets is not None]
-    if not stages:
-        return rows
-    if shards is None:
-        shards = partition_rows(rows, experiment)
-    clients = np.full(len(rows.train), -1)
-    clients[shards.permutation] = np.repeat(np.arange(shards.clients), shards.sizes)
-    for stage in stages:
-        said = [stage.name, stage.config.model_dump(mode="json"), experiment.seed]
-        key = f"{json.dumps(said)}\n{hashlib.sha256(clients.tobytes()).hexdigest()}"
-        change = partial(stage.rows, rows.info, clients=clients)
-        cache = experiment.storage.places.cache
-        rows = rewrite(rows, key, change, new=stage.row_sets or (), cache=cache)
-    return rows
 
 
 def coverage_of(experiment: Experiment, prepared: Prepared) -> Coverage:

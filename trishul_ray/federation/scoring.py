@@ -12,7 +12,6 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint
 from trishul_ray.federation.messages import Blueprint, EvalJob, EvalReport
 from trishul_ray.federation.records import RoundRecord
-from trishul_ray.stages import Stages
 from trishul_ray.tasks.sums import EvalSums, client_metrics, score_by_mix
 
 A = TypeVar("A", int, float)
@@ -38,7 +37,6 @@ class Scoring:
     ) -> None:
         self.options, self.rounds = experiment.evaluation, experiment.federation.rounds
         self.blueprint, self.participants, self.personal = blueprint, participants, personal
-        self._of_stages = {n: s for s in Stages.of(experiment) for n in s.row_sets or ()}
         clients = experiment.federation.clients
         self._names = client_names(blueprint.info, experiment.partition, clients)
 
@@ -53,7 +51,7 @@ class Scoring:
 
         jobs = []
         for rows, count in self.blueprint.scored.items():
-            each = (number == self.rounds and rows == "test") or rows in self._of_stages
+            each = number == self.rounds and rows == "test"
             jobs += [EvalJob(number, *chunk, rows, each=each) for chunk in chunks(count)]
             if (counts := self.blueprint.client_rows.get(rows)) is not None and number:
                 for client, state in sorted(now.client_states.items()):
@@ -67,12 +65,7 @@ class Scoring:
             found = [each for each in reports if each.rows == rows]
             self._score(now.records, rows, found)
             if each := [report.each for report in found if report.each]:
-                all_rows = {k: np.concatenate([part[k] for part in each]) for k in each[0]}
-                if rows == "test":
-                    now.test_rows = all_rows
-                else:
-                    more = self._of_stages[rows].scored(rows, all_rows["score"])
-                    now.records[-1].stages |= more
+                now.test_rows = {k: np.concatenate([part[k] for part in each]) for k in each[0]}
 
     def _score(
         self, records: Sequence[RoundRecord], rows: RowSet, reports: list[EvalReport]

@@ -2,7 +2,7 @@
 
 import socket
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
@@ -181,11 +181,10 @@ def build_workbench(
     source = prepared.sources.get("rows", dataset.fingerprint)
     parts = {part.name: getattr(bench, part.name) for part in fields(bench)}
     stages = Stages.of(experiment)
-    more = [name for stage in stages for name in stage.row_sets or ()]
     return Workbench(
         **(parts | {"sources": prepared.sources | bench.sources}),
         train=dataset.train,
-        scored=_scored_rows(dataset, experiment.evaluation.limit, source, more),
+        scored=_scored_rows(dataset, experiment.evaluation.limit, source),
         shards=prepared.shards,
         stages=stages,
         graphs=Graphs(bench.device) if experiment.resources.cuda_graphs else None,
@@ -194,15 +193,14 @@ def build_workbench(
 
 
 def _scored_rows(
-    dataset: PreparedDataset, limit: int | None, source: str, more: Sequence[str]
+    dataset: PreparedDataset, limit: int | None, source: str
 ) -> dict[RowSet, tuple[Split, np.ndarray]]:
-    """Return the rows of the test split that are scored, of the validation split, and of ``more``.
+    """Return the rows of the test and the validation split that are scored.
 
     A subset is drawn by the raw rows, identified by ``source``, and not by the seed, so that all
     seeds, methods and backbones are scored on the same rows.
     """
     streams: dict[RowSet, str] = {"test": "evaluation-subset", "validation": "validation-subset"}
-    streams |= {name: f"{name}-subset" for name in more}
     scored: dict[RowSet, tuple[Split, np.ndarray]] = {}
     for name, stream in streams.items():
         if name not in dataset.split_names:

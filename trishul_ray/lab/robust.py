@@ -27,7 +27,6 @@ from pydantic import Field, model_validator
 
 from trishul_ray.config.section import Section
 from trishul_ray.errors import InputError
-from trishul_ray.lab.server_optimizer import ServerConfig
 from trishul_ray.methods.base import Method
 from trishul_ray.runtime.proportions import exact_share
 from trishul_ray.stages import MeanChange, Stage, norm_of, register_stage
@@ -94,8 +93,6 @@ class Robust(Stage):
             )
         if settings.is_set("privacy"):
             raise ValueError(f"{name} reads single changes, which the section privacy hides")
-        if settings.section(ServerConfig).sum == "ring":
-            raise ValueError(f"{name} reads single changes, of which server.sum='ring' has the sum")
         if fed.compute != "full" or fed.weighting != "uniform":
             raise ValueError(
                 f"{name} weighs whole changes alike; federation.compute={fed.compute!r} and "

@@ -16,22 +16,20 @@ a round: the published rates of 0.01 to 1 would destroy the model. The default o
 Legend: W entries of the shared part.
 """
 
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from trishul_ray.config.section import Section
-from trishul_ray.lab.ring import RingSum, SumConfig
-from trishul_ray.stages import MeanChange, Stage, StageSettings, register_stage
+from trishul_ray.stages import MeanChange, Stage, register_stage
 
 #: Server learning rates if none is set: the mean itself, and our own for the adaptive ones.
 PLAIN_RATE, ADAPTIVE_RATE = 1.0, 1e-3
 
 
-class ServerConfig(SumConfig):
-    """What the server does with the uploads of a round, and with their mean."""
+class ServerConfig(Section):
+    """The server optimizer."""
 
     optimizer: Literal["none", "sgd", "adagrad", "adam", "yogi"] = Field(
         "none", description="server optimizer on the mean change; sgd has momentum (FedAvgM)"
@@ -70,15 +68,8 @@ class ServerOptimizer(Stage):
     """The server takes the mean change of a round as a gradient."""
 
     Config, wire, moves_beyond_mean = ServerConfig, 0, True
-    example: ClassVar = {"optimizer": "yogi", "sum": "ring"}
+    example: ClassVar = {"optimizer": "yogi"}
     config: ServerConfig
-
-    @classmethod
-    def parts(cls, config: Section, settings: StageSettings) -> Sequence[Stage]:
-        """Return the optimizer and the sum in fixed point, if they are on."""
-        assert isinstance(config, ServerConfig)
-        optimizer = [cls(config, settings)] if config.optimizer != "none" else []
-        return [*optimizer, *([RingSum(config, settings)] if config.sum == "ring" else [])]
 
     @property
     def remembered(self) -> tuple[str, ...]:

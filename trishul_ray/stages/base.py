@@ -6,7 +6,7 @@ Legend: W entries of the shared part.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -27,9 +27,6 @@ from trishul_ray.stages.messages import (
     Sent,
 )
 from trishul_ray.storage.durable import Json
-
-if TYPE_CHECKING:
-    from trishul_ray.data.dataset import Columns, DatasetInfo
 
 _Config = TypeVar("_Config", bound=Section)
 _S = TypeVar("_S", bound="type[Stage]")
@@ -161,41 +158,6 @@ class Stage:
             InputError: Something that the stage needs is missing; nothing has been written yet.
         """
         return ()
-
-    @property
-    def row_sets(self) -> tuple[str, ...] | None:
-        """The sets of rows that :meth:`rows` adds, by name; None: it is not called (default).
-
-        They are scored with the test rows, under metrics that begin with their names.
-        """
-        return None
-
-    def rows(
-        self, info: DatasetInfo, splits: Mapping[str, Columns], clients: np.ndarray
-    ) -> dict[str, Columns]:
-        """Return the splits whose rows change, and those of :attr:`row_sets`, by name.
-
-        A pure function, called before texts become tokens. Rows keep their number and order, and
-        the columns ``label``, ``group`` and ``client``, by which they are partitioned.
-
-        Args:
-            info: The description of the rows.
-            splits: The columns of each split, ``train`` and ``test`` among them.
-            clients: int64 [N], the client of each training row; -1 for none.
-
-        Raises:
-            InputError: The rows are not of a kind that it can change.
-        """
-        return {}
-
-    def scored(self, rows: str, scores: np.ndarray) -> dict[str, float]:
-        """Return numbers for a round's record, by name, given the model's scores on a row set.
-
-        Args:
-            rows: The name of the set, one of :attr:`row_sets`.
-            scores: float32 [N], the task's main metric of each row.
-        """
-        return {}
 
     @property
     def needs(self) -> frozenset[str]:

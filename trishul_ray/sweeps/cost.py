@@ -20,7 +20,6 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import Method, build_method
 from trishul_ray.models.shape import DECODER, shape_of
 from trishul_ray.runtime.cpu import usable_cores
-from trishul_ray.stages import Stages
 
 #: Share of a device's peak that a run's matrix products reach, by precision. At 0.6 in fp32, a
 #: vision run of the paper takes 1.1 hours on a V100; RAVAN (arXiv 2506.05568, A.3) names about one.
@@ -217,8 +216,7 @@ def evaluated_rows(experiment: Experiment) -> tuple[int, ...]:
         test, train = len(rows.test), len(rows.train)
     validation = round(data.validation_share * train)
     limit = experiment.evaluation.limit or max(test, validation)
-    sets = sum(len(stage.row_sets or ()) for stage in Stages.of(experiment))
-    return min(test, limit), min(validation, limit), *[min(test, limit)] * sets
+    return min(test, limit), min(validation, limit)
 
 
 def _prox_operations(method: Method, adapters: Iterable[LayerAdapter]) -> float:

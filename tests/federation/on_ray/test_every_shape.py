@@ -36,7 +36,7 @@ PRIVATE = (
     "privacy.adaptive=true privacy.bit_noise=1 devices.kind=lognormal server.optimizer=adam"
 )
 CLOCK = (
-    "uploads.codec=skeleton uploads.threshold=0.003 uploads.error_feedback=true "
+    "uploads.codec=int4 uploads.error_feedback=true "
     "downloads.codec=topk server.optimizer=yogi devices.kind=lognormal "
     "devices.availability=diurnal cohort.select=oort cohort.deadline=600 cohort.late=partial "
     "cohort.dropout=0.1"
@@ -46,18 +46,13 @@ SHAPES = {
     "limited heads": f"method=trishul {LIMITED}",
     "state at clients": f"method=hetlora method.prune=true {LIMITED}",
     "numbers beside the shared ones": "method=scaffold",
-    "every upload": "method=fedrpca",
+    "every upload": "method=fedit robust.rule=median",
     "a base for everyone": f"method=flora {LIMITED}",
     "nothing is uploaded": "method=local",
     "a survey": "method=fedsb",
     "encoded and private": f"method=trishul {LIMITED} {PRIVATE}",
     "a private survey": f"method=fedsb {PRIVATE}",
     "on a clock": f"method=scaffold {CLOCK}",
-    "in the ring": f"method=ravan server.sum=ring server.optimizer=sgd devices.kind=lognormal "
-    f"{LIMITED}",
-    "heads change place": "method=trishul-moving method.move_every=1 "
-    "method.allocation=gradient federation.rounds=4",
-    "limited ranks": f"method=trishul-ranks method.ranks_by=head method.limits=ranks {LIMITED}",
     "private heads": "method=trishul-private method.private_heads=2 evaluation.per_client=true",
 }
 

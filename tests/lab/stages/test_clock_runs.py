@@ -217,14 +217,6 @@ def test_a_round_in_which_too_few_come_is_asked_anew(edge_run):
         assert down == record.stages["asked"]
 
 
-def test_a_round_has_as_many_clients_as_its_sum_needs(edge_run):
-    words = ["method=fedit", "server.sum=ring"]
-    fewer = ["federation.clients_per_round=2", "federation.rounds=6", "cohort.dropout=0.5"]
-    records = edge_run(*words, ON, *fewer).checkpoint.records[1:]
-    assert sum(record.stages["abandoned"] for record in records) > 0
-    assert {len(record.clients) for record in records} == {2}
-
-
 def test_attempts_that_were_given_up_are_counted_and_send_the_bases_once(edge_run):
     words = ["method=fedsb", ON, "cohort.dropout=0.6", "federation.quorum=1"]
     words += ["federation.clients_per_round=2", "federation.rounds=3"]

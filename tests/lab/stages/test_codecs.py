@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from newcomers import unloaded_after
 from pydantic import ValidationError
-from threadpoolctl import threadpool_info, threadpool_limits
 
-from trishul_ray.lab.codecs import skeleton
 from trishul_ray.lab.codecs.base import (
     CodecFields,
     Units,
@@ -193,108 +191,6 @@ def test_topk_takes_the_first_of_equal_ones():
     assert read.tolist() == [1, -1, 0, 2, 0, 0]
 
 
-# Skeletons of cores.
-
-
-def core(rank, k, rng):
-    product = rng.standard_normal((rank, k)) @ rng.standard_normal((k, rank))
-    return product.ravel().astype(np.float32)
-
-
-@pytest.mark.parametrize("rank", [1, 2, 9, 110, 256])
-def test_a_skeleton_is_smaller_than_the_core_for_every_lower_rank(rank):
-    units, rng = Units(np.array([rank * rank]), np.array([rank])), stream(0)
-    codec = codec_of("skeleton")
-    before = 0
-    for k in range(rank + 1) if rank < 100 else [0, 1, 37, rank - 2, rank - 1, rank]:
-        change = core(rank, k, rng)
-        payload = codec.encode(change, units, stream())
-        read = codec.decode(payload, units)
-        assert np.linalg.norm(read - change) <= 2e-6 * np.linalg.norm(change)
-        assert codec.metrics(payload, units) == {"codec_rank": k}
-        assert before < len(payload) or k == 0
-        before = len(payload)
-        if k == rank:
-            assert len(payload) == 1 + 2 + 4 * rank**2
-            np.testing.assert_array_equal(read, change)
-        elif k:
-            assert len(payload) < 1 + 2 + 4 * rank**2
-            columns = min(k, rank - k, -(-rank // 8))
-            assert len(payload) == 1 + 2 + columns + 4 * k * (2 * rank - k)
-        else:
-            assert len(payload) == 1
-
-
-def test_skeletons_are_computed_by_one_thread_of_the_blas(monkeypatch):
-    """With more of them QR decompositions and products have other last bits."""
-    seen, rebuilt = [], skeleton._rebuilt
-
-    def spied(*args):
-        seen.append({p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas"})
-        return rebuilt(*args)
-
-    monkeypatch.setattr(skeleton, "_rebuilt", spied)
-    change, units = core(9, 4, stream(0)), Units(np.array([81]), np.array([9]))
-    with threadpool_limits(2, user_api="blas"):
-        codec = codec_of("skeleton")
-        codec.decode(codec.encode(change, units, stream()), units)
-    assert seen == [{1}, {1}]  # of both
-
-
-def test_a_core_is_sent_itself_where_that_is_smaller():
-    """A prox cuts the core; its change since a broadcast of full rank has full rank."""
-    rank, rng = 30, stream(0)
-    known, cut = core(rank, rank, rng), core(rank, 4, rng)
-    units, codec = Units(np.array([rank * rank]), np.array([rank])), codec_of("skeleton")
-    change = cut - known
-    payload = codec.encode(change, units, stream(), known)
-    assert codec.metrics(payload, units) == {"codec_rank": 4}
-    assert len(payload) < 4 * rank**2 / 3
-    read = codec.decode(payload, units, known)
-    assert np.linalg.norm(known + read - cut) <= 2e-6 * np.linalg.norm(cut)
-
-
-def test_unsent_cores_count_as_of_rank_zero_and_other_tensors_are_exact():
-    rng = stream(0)
-    units = Units(np.array([100, 7, 100]), np.array([10, 0, 10]))
-    tensor = rng.standard_normal(7).astype(np.float32)
-    change = np.concatenate([np.zeros(100, dtype=np.float32), tensor, core(10, 4, rng)])
-    codec = codec_of("skeleton")
-    payload = codec.encode(change, units, stream())
-    assert codec.metrics(payload, units) == {"codec_rank": 2}
-    np.testing.assert_array_equal(codec.decode(payload, units)[100:107], tensor)
-
-
-@given(seed=st.integers(0, 10**6), threshold=st.floats(0.1, 10))
-def test_a_threshold_loses_the_squares_of_what_it_cuts(seed, threshold):
-    rank = 8
-    change = stream(seed).standard_normal((rank, rank)).astype(np.float32)
-    sizes = np.linalg.svd(change.astype(np.float64), compute_uv=False)
-    units = Units(np.array([64]), np.array([rank]))
-    codec = codec_of("skeleton", threshold=threshold)
-    payload = codec.encode(change.ravel(), units, stream())
-    read = codec.decode(payload, units).reshape(rank, rank)
-    cut = math.sqrt(np.square(sizes[sizes <= threshold]).sum())
-    slack = 4e-6 * sizes[0] * math.sqrt(rank)
-    assert abs(np.linalg.norm(read - change.astype(np.float64)) - cut) <= slack
-    kept = int((sizes > threshold).sum())
-    assert codec.metrics(payload, units)["codec_rank"] <= kept
-
-
-def test_a_core_that_is_not_quite_cut_is_sent_whole():
-    """Rounding is 1e-6 of a core's norm; what is larger is no rounding."""
-    rng, rank = stream(0), 20
-    exact = core(rank, 5, rng)
-    noise = rng.standard_normal(rank * rank) * np.linalg.norm(exact) / rank
-    units = Units(np.array([rank * rank]), np.array([rank]))
-    for share, expected in ((1e-9, 5), (1e-4, rank)):
-        change = (exact + share * noise).astype(np.float32)
-        payload = codec_of("skeleton").encode(change, units, stream())
-        assert codec_of("skeleton").metrics(payload, units) == {"codec_rank": expected}
-    loose = codec_of("skeleton", tolerance=1e-3)
-    assert loose.metrics(loose.encode(change, units, stream()), units) == {"codec_rank": 5}
-
-
 def test_compression_pays_where_a_spectrum_was_cut():
     units = one_unit(4096)
     change = np.where(stream(0).random(4096) < 0.05, 1.0, 1e-6).astype(np.float32)
@@ -314,7 +210,6 @@ def test_compression_pays_where_a_spectrum_was_cut():
         ({"codec": "int9"}, r"unknown codec 'int9'; known: none, .*; did you mean 'int8'\?"),
         ({"density": 0.5}, r"density=0\.5 has no effect with codec='none'"),
         ({"codec": "topk", "rounding": "stochastic"}, r"rounding='stochastic' has no effect with"),
-        ({"codec": "int8", "threshold": 0.1}, r"threshold=0\.1 has no effect with codec='int8'"),
         ({"codec": "none", "deflate": True}, r"deflate=True has no effect with codec='none'"),
         ({"codec": "topk", "density": 0}, "greater than 0"),
     ],

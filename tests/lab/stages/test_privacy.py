@@ -82,13 +82,6 @@ def test_the_clip_norm_finds_the_quantile_of_fixed_norms(quantile):
     assert bound == pytest.approx(np.quantile(norms, quantile), rel=0.05)
 
 
-@pytest.mark.parametrize("norm", [1.0, 0.5])
-def test_where_rounding_takes_up_the_norm_nothing_is_sent(norm):
-    """Four numbers that move by 1/2 each lengthen a change by 1."""
-    sent = clip_change(Change(np.full(4, 3, dtype=np.float32), {}), norm, rounding=0.5)
-    assert not sent.shared.any() and sent.metrics[CLIPPED] == 1
-
-
 def test_the_norm_moves_by_the_noisy_share_of_all_expected_clients():
     still = mechanism(z=0.0, adaptive=True, cohort=4)
     assert still.next_norm(1, 2.0, balance=2) == pytest.approx(2.0 * math.exp(-0.2 * 0.5))

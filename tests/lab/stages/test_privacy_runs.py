@@ -348,17 +348,6 @@ def test_a_budget_cuts_the_rounds_and_is_no_part_of_the_id():
     assert again.federation.rounds == rounds
 
 
-def test_private_sums_may_be_in_fixed_point(edge_run):
-    """The norm leaves room for rounding; cohorts of all clients cannot overflow."""
-    options = ["method=ravan", "privacy.noise=1", "federation.rounds=1"]
-    plain, ring = (edge_run(*options, *more) for more in ([], ["server.sum=ring"]))
-    first, second = (run.checkpoint.state.shared for run in (plain, ring))
-    np.testing.assert_allclose(first, second, atol=1e-6)
-    assert ring.checkpoint.records[-1].stages["clipped_entries"] == 0
-    with pytest.raises(InputError, match=r"^server.fraction_bits=8: rounding may lengthen"):
-        edge_run(*options, "server.sum=ring", "server.fraction_bits=8", "privacy.clip=0.01")
-
-
 def test_result_page_and_tracking_say_what_is_promised_and_what_lies_outside(small):
     experiment = small(
         "resources.backend=inline", "method=fedit", "privacy.noise=1", "federation.rounds=2"

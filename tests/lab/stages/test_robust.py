@@ -94,7 +94,6 @@ def test_without_attackers_and_trimming_it_is_the_mean_and_attackers_move_it_lit
     [
         (["method=fedex"], "robust: needs a method whose next state is a function of the mean"),
         (["robust.rule=krum"], r"robust.rule='krum' with robust.share=0.2 needs 5 clients"),
-        (["server.sum=ring"], "server.sum='ring' has the sum"),
         (["privacy.noise=1"], "which the section privacy hides"),
         (["federation.weighting=size"], "federation.weighting='size': allowed are full and"),
         (["federation.compute=uniform"], "federation.compute='uniform'"),

@@ -78,9 +78,6 @@ def test_what_the_method_adds_is_sent_as_well(name):
     both = each(change, sender())
     assert both.uploaded_bytes > alone.uploaded_bytes
     assert both.extra.keys() == {"control", "few"} and both.extra["few"].shape == (3,)
-    if name == "skeleton":  # cores of rank r are sent as they are, and so is everything else
-        for key, value in change.extra.items():
-            np.testing.assert_array_equal(both.extra[key], value)
     for key in ("shared", "control"):
         given = change.shared if key == "shared" else change.extra[key]
         got = both.shared if key == "shared" else both.extra[key]
@@ -101,19 +98,6 @@ def test_numbers_beside_the_cores_are_sent_as_they_are(name):
     state = State(change.shared, extra={"few": few})
     read, _ = coded_state(each.codec, state, Units.of(UNITS), rng)
     np.testing.assert_array_equal(read.extra["few"], few)
-
-
-def test_a_skeleton_is_that_of_the_core_where_the_broadcast_makes_the_change_full():
-    """The filter knows the broadcast: cores of rank 1, whose changes have rank 4."""
-    rng = np.random.default_rng(0)
-    known = change_of(rng).shared
-    cores = [np.outer(*rng.standard_normal((2, 4))).ravel() for _ in range(2)]
-    change = Change(np.append(np.float32(cores) - known[:32].reshape(2, 16), known[32:]), {})
-    each = UploadCodec(UploadsConfig(codec="skeleton"))
-    sent = each(change, replace(sender(), broadcast=known))
-    assert sent.metrics["codec_rank"] == 1
-    np.testing.assert_allclose(sent.shared, change.shared, atol=1e-5)
-    assert each(change, sender()).metrics["codec_rank"] == 4
 
 
 def test_a_change_that_is_not_finite_is_left_to_the_server_to_refuse():
@@ -176,7 +160,7 @@ def test_a_broadcast_is_coded_from_the_state_alone(name):
     )
     np.testing.assert_array_equal(one.shared, other.shared)
     assert size == again and one.extra.keys() == {"control"}
-    assert (one.shared != state.shared).any() or name == "skeleton"
+    assert (one.shared != state.shared).any()
 
 
 def records_of(result):
@@ -198,18 +182,15 @@ def test_every_kind_of_method_runs_with_every_codec(method, codec, edge_run):
         metrics = record.metrics()
         assert metrics["uploaded_bytes"] == record.uploaded_bytes
         assert metrics["downloaded_bytes"] == record.downloaded_bytes
-        if codec == "skeleton":  # nothing was cut; one bit a unit, two bytes a core
-            assert record.uploaded_bytes <= 1.02 * up
-        else:
-            assert record.uploaded_bytes < 0.55 * up
-            assert record.downloaded_bytes < 0.55 * down
+        assert record.uploaded_bytes < 0.55 * up
+        assert record.downloaded_bytes < 0.55 * down
         assert record.stages["codec_error"] < 1
     assert np.isfinite(result.checkpoint.state.shared).all()
 
 
 @pytest.mark.parametrize(
     ("method", "codec"),
-    [("trishul", "int4"), ("trishul", "skeleton"), ("scaffold", "int8"), ("scaffold", "topk")],
+    [("trishul", "int4"), ("scaffold", "int8"), ("scaffold", "topk")],
 )
 def test_a_resumed_run_sends_what_an_uninterrupted_one_sends(
     method, codec, edge_run, small, assert_same, tmp_path
@@ -240,15 +221,6 @@ def test_bytes_of_a_run_are_those_of_the_format(edge_run):
     assert records_of(result)[1].downloaded_bytes == 3 * each
 
 
-def test_a_lossless_codec_changes_nothing_but_the_bytes(edge_run):
-    """Cores of full rank are sent as they are: up to rounding, the state is that of no codec."""
-    plain = edge_run("method=trishul", "rounds=1")
-    coded = edge_run("method=trishul", "rounds=1", "uploads.codec=skeleton")
-    np.testing.assert_allclose(
-        coded.checkpoint.state.shared, plain.checkpoint.state.shared, rtol=1e-6, atol=1e-7
-    )
-
-
 @pytest.mark.parametrize("name", codec_names())
 @given(seed=st.integers(0, 10**6), bound=st.floats(1e-3, 100))
 def test_what_is_clipped_after_decoding_is_within_the_norm(name, seed, bound):
@@ -266,25 +238,6 @@ def test_privacy_promises_the_same_with_a_codec(edge_run):
         assert one.stages["privacy_epsilon"] == other.stages["privacy_epsilon"]
         assert one.clients == other.clients
     assert records_of(coded)[0].uploaded_bytes < 4 * records_of(coded)[0].uploaded_parameters
-
-
-def test_a_prox_that_cuts_makes_skeletons_smaller(edge_run):
-    options = ["method=trishul", "uploads.codec=skeleton", "rounds=2"]
-    weak, strong = (edge_run(*options, f"method.lam={lam}") for lam in (0, 5))
-    for one, other in zip(records_of(weak), records_of(strong), strict=True):
-        assert other.stages["codec_rank"] < one.stages["codec_rank"]
-        assert other.uploaded_bytes < one.uploaded_bytes
-        assert other.stages["codec_error"] < 1e-4
-
-
-@pytest.mark.parametrize(("scalars", "cut"), [("fixed", True), ("trainable", False)])
-def test_a_cut_change_is_of_low_rank_where_scalars_are_fixed(scalars, cut, edge_run):
-    result = edge_run(
-        "method=trishul", "uploads.codec=skeleton", "method.lam=5", "method.prox_on=change",
-        f"method.scalars={scalars}",
-    )  # fmt: skip
-    first, *_, last = (record.stages["codec_rank"] for record in records_of(result))
-    assert (last < 1.5 * first) == cut
 
 
 def test_training_reads_the_coded_broadcast_and_scores_the_state(small):
@@ -361,7 +314,6 @@ def test_a_codec_of_a_file_is_noted_where_it_is_used():
             ["uploads.codec=int8", "uploads.error_feedback=true", "method=fedsvd"],
             r"uploads\.error_feedback=true .* method='fedsvd' changes its bases",
         ),
-        (["uploads.codec=int8", "server.sum=ring"], r"uploads\.codec='int8'.*server\.sum='ring'"),
         (["method=flora", "downloads.codec=int8"], r"downloads: needs a method .*'flora'"),
     ],
 )

@@ -42,13 +42,6 @@ class CodecFields(Section):
     density: float = in_id_if_set(
         0.25, "topk: share of the entries that are sent, those of largest magnitude", gt=0, le=1
     )
-    tolerance: float = in_id_if_set(
-        1e-6, "skeleton: error of a core, as a share of its norm, that passes as rounding", gt=0,
-        lt=1,
-    )  # fmt: skip
-    threshold: float = in_id_if_set(
-        0.0, "skeleton: singular values of a core's change up to this are left out", ge=0
-    )
     deflate: bool = in_id_if_set(
         False, "also compress with zlib; the number of bytes then depends on zlib's version"
     )

@@ -22,8 +22,7 @@ from pydantic import model_validator
 
 from trishul_ray.config.section import in_id_if_set
 from trishul_ray.lab.codecs.base import CODECS, NONE, Codec, CodecFields, Units, build_codec
-from trishul_ray.lab.server_optimizer import ServerConfig
-from trishul_ray.methods.base import Method, method_class
+from trishul_ray.methods.base import method_class
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import ArrayState, Change, Sender, Sent, Stage, norm_of, register_stage
 
@@ -61,14 +60,6 @@ class Uploads(Stage):
     example: ClassVar = {"codec": "topk", "error_feedback": True}
     config: UploadsConfig
     registries: ClassVar = {"codec": CODECS}
-
-    def check(self, method: Method) -> None:
-        """Refuse sums in fixed point, which need changes as they are."""
-        if self.settings.section(ServerConfig).sum == "ring":
-            raise ValueError(
-                f"uploads.codec={self.config.codec!r} saves nothing with server.sum='ring', which "
-                "adds what clients send as it is, eight bytes a number; set only one"
-            )
 
     @property
     def remembered(self) -> tuple[str, ...]:

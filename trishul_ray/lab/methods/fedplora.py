@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.lab.trishul.limited import over_holders
 from trishul_ray.methods.adapters import lora_pairs
 from trishul_ray.methods.base import register
 from trishul_ray.methods.fedit import FedIT
@@ -96,3 +95,13 @@ class FedPLoRA(FedIT):
     ) -> int:
         """Count both factors in full: the parts that a client does not train are in its model."""
         return super().download_parameters(broadcast, layout, 0, uploads)
+
+
+def over_holders(mean: Tensor, old: Tensor, share: Tensor) -> Tensor:
+    """Return the mean over the clients that trained an entry, given the mean over all clients.
+
+    The other clients sent the ``old`` value. ``share`` is the fraction of clients that trained an
+    entry and broadcasts to the other shapes; an entry with share 0 does not change.
+    """
+    moved = torch.where(share > 0, old + (mean - old) / share, old)
+    return torch.where(share == 1, mean, moved)

@@ -38,7 +38,7 @@ def clip(
         factor *= (bound / after) * (1 - 2.0**-24)  # rounding has added to the norm
 
 
-def clip_change(change: Change, norm: float, rounding: float = 0.0) -> Change:
+def clip_change(change: Change, norm: float) -> Change:
     """Return a change clipped as a whole; report its norm and whether it was clipped.
 
     McMahan et al.: "Learning Differentially Private Recurrent Language Models", ICLR 2018, arXiv
@@ -48,18 +48,10 @@ def clip_change(change: Change, norm: float, rounding: float = 0.0) -> Change:
     Args:
         change: All that a client sends.
         norm: The round's clip norm.
-        rounding: The most that each number changes after it, in fixed point; the norm leaves room.
     """
-    numbers = sum(array.size for array in (change.shared, *change.extra.values()))
-    bound = max(norm - rounding_room(rounding, numbers), 0.0)
-    shared, extra, before = clip(change.shared, change.extra, bound)
+    shared, extra, before = clip(change.shared, change.extra, norm)
     found = {CLIPPED: float(before > norm), NORM: before}
     return replace(change, shared=shared, extra=extra, metrics=change.metrics | found)
-
-
-def rounding_room(rounding: float, numbers: int) -> float:
-    """Return how much longer a change may become if each of its numbers moves by ``rounding``."""
-    return rounding * math.sqrt(numbers)
 
 
 def automatic_norm(rate: float, steps: int, numbers: int) -> float:

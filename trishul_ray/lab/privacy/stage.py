@@ -9,19 +9,15 @@ import numpy as np
 
 from trishul_ray.config.section import Section
 from trishul_ray.data.sampling import uniform_cohort
-from trishul_ray.errors import InputError
 from trishul_ray.lab.privacy.accounting import Guarantee, affordable, change_noise, guarantee
 from trishul_ray.lab.privacy.clipping import (
     CLIPPED,
     automatic_norm,
     clip,
     clip_change,
-    rounding_room,
 )
 from trishul_ray.lab.privacy.config import PrivacyConfig
 from trishul_ray.lab.privacy.mechanism import HIGH, LOW, SURVEY_NORM, Mechanism, reported
-from trishul_ray.lab.ring import Ring
-from trishul_ray.lab.server_optimizer import ServerConfig
 from trishul_ray.methods.base import Method
 from trishul_ray.methods.messages import State
 from trishul_ray.runtime.random_streams import numpy_rng
@@ -64,12 +60,6 @@ class Privacy(Stage):
     def __init__(self, config: Section, settings: StageSettings) -> None:
         super().__init__(config, settings)
         self._surveyed: list[str] = []
-
-    @property
-    def rounding(self) -> float:
-        """The most that each number of a clipped change moves in fixed point."""
-        server = self.settings.section(ServerConfig)
-        return Ring(server.fraction_bits, 1).step / 2 if server.sum == "ring" else 0.0
 
     def check(self, method: Method) -> None:
         """Refuse what the accounting does not cover."""
@@ -129,8 +119,7 @@ class Privacy(Stage):
         """The release of a round.
 
         Raises:
-            InputError: As :func:`promised`, or rounding in fixed point is as large as the clip
-                norm.
+            InputError: As :func:`promised`.
         """
         fed, lengths = self.settings.federation, dict(self.plan.lengths)
         total = sum(lengths.values())
@@ -139,13 +128,6 @@ class Privacy(Stage):
         norm = self.config.clip
         if norm == "auto":
             norm = automatic_norm(self.settings.optimizer.lr, fed.local_steps, total - resting)
-        if self.rounding and norm <= (room := rounding_room(self.rounding, total)):
-            bits = self.settings.section(ServerConfig).fraction_bits
-            raise InputError(
-                f"server.fraction_bits={bits}: rounding may lengthen a change of {total:,} numbers "
-                f"by {room:.3g}, which leaves nothing of the clip norm {norm:.3g}: allowed: more "
-                "bits, or a larger privacy.clip"
-            )
         return Mechanism(
             options=self.config,
             seed=self.settings.seed,
@@ -192,8 +174,8 @@ class Privacy(Stage):
         return {CLIP_NORM: self.memory["clip_norm"] if number else SURVEY_NORM}
 
     def send(self, change: Change, sender: Sender) -> Change:
-        """Return the clipped change; the norm leaves room for rounding in fixed point."""
-        return clip_change(change, sender.instructions[CLIP_NORM], self.rounding)
+        """Return the clipped change."""
+        return clip_change(change, sender.instructions[CLIP_NORM])
 
     def answer(
         self, answers: dict[str, np.ndarray], instructions: Mapping[str, float]

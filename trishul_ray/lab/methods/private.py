@@ -43,7 +43,7 @@ class Private(Ravan):
 
     def cores(self, site: Site, layer: LayerSpec, heads: int, rank: int) -> LayerAdapter:
         """Keep ``private_heads`` of a matrix's heads from being sent."""
-        from trishul_ray.lab.trishul.heads import PrivateHeads  # imports torch
+        from trishul_ray.lab.methods.private_heads import PrivateHeads  # imports torch
 
         shared, wanted = super().cores(site, layer, heads, rank), self.config.private_heads
         everything = wanted == site.adapter.heads

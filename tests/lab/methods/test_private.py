@@ -12,7 +12,7 @@ from trishul_ray.federation.checkpoint import arrays_digest, state_digest
 from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob
 from trishul_ray.federation.workbench import global_model
-from trishul_ray.lab.trishul.heads import PRIVATE_CORE, PrivateHeads
+from trishul_ray.lab.methods.private_heads import PRIVATE_CORE, PrivateHeads
 
 METHODS = ["ravan-private", "trishul-private"]
 TWO = ("method=trishul-private", "method.private_heads=2")
@@ -58,12 +58,7 @@ def test_private_heads_are_kept_and_never_sent(executor, tmp_path, method):
         ["method=ravan-private"],
         ["method=trishul-private"],
         ["method=trishul-private", "method.head_fraction=0.5", "optimizer.weight_decay=0.1"],
-        ["method=trishul-private-ranks", "method.ranks_by=block", "method.prox_on=change"],
-        ["method=trishul-private-moving", "method.move_every=1", "federation.rounds=5"],
-        ["method=trishul-private-rules", "method.rule=entropy"],
-        ["method=trishul-private-rules", "method.rule=edge"],
-        ["method=trishul-private", "uploads.codec=skeleton", "server.optimizer=adam"],
-        ["method=trishul-private", "server.sum=ring"],
+        ["method=trishul-private", "uploads.codec=int8", "server.optimizer=adam"],
     ],
 )
 def test_without_private_heads_a_clients_model_is_the_global_one(executor, tmp_path, words):
@@ -116,9 +111,7 @@ def test_shared_and_private_updates_are_orthogonal(executor, tmp_path):
             *("method=trishul-private", "method.head_fraction=0.5", "method.scalars=fixed"),
             "federation.stacked=3",
         ],
-        ["method=trishul-private-rules", "method.rule=entropy", "method.prox_on=change"],
-        ["method=trishul-private-rules", "method.rule=unknown", "model.train_head=false"],
-        ["method=trishul-private-rules", "method.rule=sure"],
+        ["method=trishul-private", "method.prox_on=change", "model.train_head=false"],
     ],
 )
 def test_where_all_heads_are_private_the_classification_head_alone_is_sent(
@@ -188,10 +181,6 @@ def test_privacy_covers_what_is_sent_and_leaves_private_heads_alone(executor, tm
     ("words", "message"),
     [
         (["method.private_heads=5"], "private_heads=5 must be at most adapter.heads=4"),
-        (
-            ["method=trishul-private-moving", "method.private_heads=4"],
-            "private_heads=4 leaves no head that moves",
-        ),
         (["method.private_heads=0"], "greater than or equal to 1"),
         (["federation.compute=uniform"], "not method='trishul-private'"),
     ],

@@ -1,1 +1,0 @@
-"""Extensions of TRISHUL and RAVAN: methods with names of their own."""
