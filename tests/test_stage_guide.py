@@ -9,7 +9,8 @@ from method_runs import resumed, run
 from newcomers import unloaded_after
 
 from trishul_ray.contract.plugin_checks import check_plugin
-from trishul_ray.plugins.registry import load_plugin, used_by
+from trishul_ray.plugins.loading import load_plugin
+from trishul_ray.stages import STAGES
 
 PAGE = Path(__file__).parents[1] / "docs" / "plugins.md"
 
@@ -34,7 +35,7 @@ def test_it_is_short_and_moves_as_the_built_in_optimizer(example, executor, tmp_
 
 def test_it_keeps_the_contract(example):
     """Loaded from a file of its own, as ``trishul check --plugin fedadam.py`` runs it."""
-    plugin = next(p for p in used_by(["stage=fedadam"]))
+    plugin = next(iter(STAGES.plugins_of("fedadam")))
     outcomes = list(check_plugin(plugin))
     assert {each.subject for each in outcomes} == {"stage=fedadam"} and len(outcomes) == 4
     assert {(each.result, each.reason) for each in outcomes} == {("ok", "")}

@@ -24,7 +24,7 @@ from trishul_ray.version import __version__
 
 if TYPE_CHECKING:
     from trishul_ray.api import load, run, sweep
-    from trishul_ray.plugins.registry import load_plugin
+    from trishul_ray.plugins.loading import load_plugin
     from trishul_ray.report.summary import table_of_runs as runs
     from trishul_ray.result import Result
 
@@ -57,7 +57,7 @@ __all__ = [
 _LAZY = {
     "Result": "result",
     "load": "api",
-    "load_plugin": "plugins.registry",
+    "load_plugin": "plugins.loading",
     "run": "api",
     "runs": "runs",
     "sweep": "api",

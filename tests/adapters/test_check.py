@@ -14,7 +14,7 @@ from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.multihead import MultiHead
 from trishul_ray.errors import InputError
 from trishul_ray.methods.base import method_class
-from trishul_ray.plugins.registry import load_plugin
+from trishul_ray.plugins.loading import load_plugin
 
 SPEC = LayerSpec("layer", "block", 12, 8)
 HIRA = Path(__file__).parents[1] / "methods" / "newcomers" / "hira.py"

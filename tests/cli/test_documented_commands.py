@@ -22,7 +22,7 @@ from transformers import ViTConfig
 from trishul_ray.cli import app
 from trishul_ray.cli.run import load_arguments
 from trishul_ray.cli.sweeps import split_arguments
-from trishul_ray.data.datasets import PUBLIC
+from trishul_ray.data.public import DATASETS
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import prepare_run
@@ -30,6 +30,8 @@ from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import get_builtin
 from trishul_ray.sweeps.loading import find_sweeps, load_sweep, sweep_from_axes
 from trishul_ray.version import NUMERICS, __version__
+
+PUBLIC = [*DATASETS.all().values()]
 
 ROOT = Path(__file__).parents[2]
 APP = typer.main.get_command(app)

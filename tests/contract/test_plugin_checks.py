@@ -7,7 +7,7 @@ from newcomers import unloaded_after
 
 from trishul_ray.contract.plugin_checks import check_plugin, run_check, subjects_of
 from trishul_ray.errors import InputError
-from trishul_ray.plugins.registry import load_plugin
+from trishul_ray.plugins.loading import load_plugin
 
 METHOD = """
 from trishul_ray.methods.base import State, register
@@ -85,13 +85,13 @@ class Halved(SequenceClassification):
 """
 DATASET = """
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import PublicDataset, TextRows
+from trishul_ray.data.public import PublicDataset, TextRows, register_dataset
 
-NOTES = PublicDataset(
+NOTES = register_dataset(PublicDataset(
     name="notes", description="notes",
     repo=HubRepo("notes", file_patterns=("{split}.csv",)), sizes={"train": 20, "test": 4},
     rows=TextRows(fields=("text",), classes=("good", "bad")),
-)
+))
 """
 ADAPTER = """
 from trishul_ray.adapters.lora import LoRA
@@ -199,5 +199,5 @@ def test_the_exit_code_says_whether_all_is_kept(tmp_path, called):
 
 
 def test_a_file_that_defines_nothing_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"nothing that has checks \(methods, .*\): register"):
+    with pytest.raises(InputError, match=r"nothing that has checks: method, "):
         outcomes("x = 1\n", tmp_path / "empty.py")

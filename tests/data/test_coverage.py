@@ -4,9 +4,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.glue import SST2
 from trishul_ray.data.prepare import RowCounts, measure_coverage, prepare
+from trishul_ray.data.public import DATASETS
+
+PUBLIC = [*DATASETS.all().values()]
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 

@@ -17,11 +17,13 @@ from damage import DAMAGE
 from PIL import Image
 
 from trishul_ray.config.fields import DataConfig
-from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.cifar import CIFAR100
 from trishul_ray.data.prepare import dataset_names, describe_datasets, hold_out, prepare
+from trishul_ray.data.public import DATASETS
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.storage.integrity import take_remarks
+
+PUBLIC = [*DATASETS.all().values()]
 
 
 def png(pixels: np.ndarray, mode: str = "RGB") -> bytes:
@@ -187,7 +189,7 @@ def test_wrong_columns_are_reported(tmp_path, table, message):
 
 
 def test_missing_names_and_folders_are_reported(tmp_path):
-    with pytest.raises(InputError, match=r"data.name='cifar101' is unknown.*mean 'cifar10'"):
+    with pytest.raises(InputError, match=r"unknown dataset 'cifar101'.*mean 'cifar10'"):
         prepare("cifar101", cache=tmp_path, hub=None)
     with pytest.raises(InputError, match=r"storage.hub or TRISHUL_HUB\) is not a folder"):
         prepare("cifar100", cache=tmp_path, hub=tmp_path / "nowhere")

@@ -11,15 +11,15 @@ import pytest
 from hub_cache import COMMIT, flip_a_bit, hub_hash, write_hub_cache
 from public_mirror import COLUMNS, write_mirror, write_table
 
-from trishul_ray.data import datasets
-from trishul_ray.data.datasets import PUBLIC
 from trishul_ray.data.datasets.dolly import CATEGORIES
 from trishul_ray.data.datasets.mrqa import SUBSETS
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.passed_rows import encode_image
 from trishul_ray.data.prepare import prepare
-from trishul_ray.data.public import ImageRows, PublicDataset, TextRows
+from trishul_ray.data.public import DATASETS, ImageRows, PublicDataset, TextRows
 from trishul_ray.errors import CorruptFileError, InputError
+
+PUBLIC = [*DATASETS.all().values()]
 
 
 def write(hub: Path, where: str, columns: dict[str, list]) -> Path:
@@ -302,27 +302,6 @@ def test_a_label_that_is_no_class_is_named(tmp_path):
     write_table(tmp_path / "mine" / "train.csv", columns)
     with pytest.raises(CorruptFileError, match=r"label is 'Spam\?', not a class \(ham, spam"):
         source.read(tmp_path, lambda *_: None)
-
-
-def test_a_faulty_file_is_named_and_the_others_are_found(tmp_path, monkeypatch):
-    (tmp_path / "emotions.py").write_text(
-        "from trishul_ray.data.hub import HubRepo\n"
-        "from trishul_ray.data.public import PublicDataset, TextRows\n"
-        "EMOTIONS = PublicDataset(name='emotions', description='', repo=HubRepo('lab/emotions'),\n"
-        "    rows=TextRows(('text',), ('a', 'b')), sizes={'train': 2, 'test': 2})\n"
-    )
-    monkeypatch.setattr(datasets, "__path__", [*datasets.__path__, str(tmp_path)])
-    found, faults = datasets._find_datasets()
-    assert {source.name for source in found} == {source.name for source in PUBLIC}
-    (fault,) = faults
-    assert "emotions.py is left out: ValueError: dataset emotions: lab/emotions is on" in fault
-    monkeypatch.setattr("trishul_ray.data.prepare.FAULTS", faults)
-    with pytest.raises(InputError, match=r"is unknown; known: .*emotions\.py is left out"):
-        prepare("emotions", cache=tmp_path, hub=None)
-
-
-def test_no_file_of_a_dataset_is_faulty():
-    assert datasets.FAULTS == ()
 
 
 HUB = Path(os.environ.get("TRISHUL_HUB", "/nonexistent"))

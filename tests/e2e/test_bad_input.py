@@ -51,7 +51,7 @@ COMMAND_LINES = [
     (["run", "rounds", "3"], "as one word, rounds=3"),
     (["run", "--frsh"], "No such option: --frsh"),
     (["rum"], "No such command 'rum'"),
-    (["run", "dataset=mnist"], "data.name='mnist' is unknown"),
+    (["run", "dataset=mnist"], "unknown dataset 'mnist'"),
     (["run", "budget=60"], "heads x rank"),
     (["run", "budget=4", "adapter.heads=10"], "heads x rank"),
     (["run", "adapter.rank=65"], "adapter.rank"),
@@ -71,7 +71,7 @@ COMMAND_LINES = [
     (["run", "--local-steps=3"], "a field is written local_steps=3"),
     (["sweep", "--lr", "1e-3"], "a field is written lr=1e-3"),
     (["export", "nosuch", "out"], "run 'nosuch' does not exist"),
-    (["datasets", "mnist"], "data.name='mnist' is unknown"),
+    (["datasets", "mnist"], "unknown dataset 'mnist'"),
     (["datasets", "digit"], "did you mean 'digits'?"),
     (["datasets", "digits", "partition.alpha=-1"], "partition.alpha=-1"),
 ]

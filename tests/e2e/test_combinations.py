@@ -13,11 +13,13 @@ import pytest
 from method_runs import PUBLISHED
 from public_mirror import write_mirror
 
-from trishul_ray.data.datasets import PUBLIC
+from trishul_ray.data.public import DATASETS
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_class
+
+PUBLIC = [*DATASETS.all().values()]
 
 #: The paper's pairs of dataset and backbone family, with the metric that counts.
 PAIRS = {

@@ -373,11 +373,13 @@ def register_newcomer():
     """``register_newcomer(rates_like=...)`` registers a subclass of FedIT as ``newcomer``."""
 
     def make(**attributes):
-        return register("newcomer")(type("Newcomer", (FedIT,), attributes))
+        return register("newcomer")(
+            type("Newcomer", (FedIT,), attributes | {"__module__": FedIT.__module__})
+        )
 
     method_names()
     yield make
-    METHODS.classes.pop("newcomer", None)
+    METHODS.items.pop("newcomer", None)
 
 
 @pytest.mark.parametrize(

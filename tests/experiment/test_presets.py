@@ -7,12 +7,14 @@ import pytest
 
 from trishul_ray.config.places import Places
 from trishul_ray.data.dataset import DatasetInfo
-from trishul_ray.data.datasets import PUBLIC
+from trishul_ray.data.public import DATASETS
 from trishul_ray.experiment.fit import build_site
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.tasks.build import build_task
+
+PUBLIC = [*DATASETS.all().values()]
 
 VIT, T5, LLAMA = (
     "google/vit-base-patch16-224-in21k",

@@ -3,7 +3,7 @@
 import pytest
 from newcomers import FOLDER, unloaded_after
 
-from trishul_ray.plugins.registry import load_plugin
+from trishul_ray.plugins.loading import load_plugin
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -126,6 +126,8 @@ def watching():
         class Watching(FedIT):
             """FedIT that looks."""
 
+            __module__ = FedIT.__module__
+
             summary, reference = "FedIT that looks", "none"
 
             def start(self, run, initial):

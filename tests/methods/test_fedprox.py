@@ -43,6 +43,8 @@ def pulled_trishul():
         class PulledTrishul(Trishul):
             """TRISHUL that pulls back to the broadcast."""
 
+            __module__ = Trishul.__module__
+
             summary, reference = "TRISHUL with a pull", "none"
 
             def start(self, run, initial):

@@ -28,7 +28,7 @@ def example():
         exec(compile(code, GUIDE.name, "exec"), module.__dict__)
         yield code
     finally:
-        registry.METHODS.classes.pop("feddyn", None)
+        registry.METHODS.items.pop("feddyn", None)
         del sys.modules[MODULE]
 
 

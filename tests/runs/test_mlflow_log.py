@@ -42,13 +42,12 @@ def test_metrics_are_in_groups():
     record = {
         "round": 3.0, "accuracy": 1.0, "train_loss": 2.0, "seconds": 3.0, "client_seconds": 4.0,
         "uploaded_bytes": 5.0, "refused_uploads": 6.0, "svt_zeroed": 7.0, "zeroed": 8.0,
-        "delta_zeroed": 9.0, "joules": 10.0, "aggregation_error": 11.0,
+        "delta_zeroed": 9.0, "aggregation_error": 11.0,
     }  # fmt: skip
     assert grouped_metrics(record) == {
         "Score/accuracy": 1.0, "Score/train_loss": 2.0, "seconds/round": 3.0, "seconds/client": 4.0,
         "traffic/uploaded_bytes": 5.0, "traffic/refused_uploads": 6.0, "svt/zeroed": 7.0,
         "cores/zeroed": 8.0, "cores/aggregation_error": 11.0, "delta/zeroed": 9.0,
-        "clock/joules": 10.0,
     }  # fmt: skip
 
 

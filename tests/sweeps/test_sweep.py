@@ -224,7 +224,7 @@ MISTAKES = [
     ("base: {method: fedit, method.name: ravan}\n", 1, ["method.name is set twice", "remove one"]),
     ("base:\n  federation: 3\n  federation.rounds: 2\n", 2, ["federation is", "a section"]),
     ("base:\n  federation.rounds: 2\n  federation: 3\n", 3, ["federation is a section"]),
-    ("base:\n  dataset: digts\n", 2, ["data.name='digts' is unknown", "did you mean 'digits'?"]),
+    ("base:\n  dataset: digts\n", 2, ["unknown dataset 'digts'", "did you mean 'digits'?"]),
     # Axes.
     ("axes:\n  seed: []\n", 2, ["axis 'seed' is empty; give it at least one label, or remove it"]),
     ("axes:\n  seed: 4..0\n", 2, ["range 4..0 must go up"]),

@@ -148,7 +148,7 @@ def test_another_kind_is_refused():
 
 
 def test_a_kind_is_one_task_for_each_kind_of_rows():
-    with pytest.raises(ValueError, match="'verbalizer' on text rows is taken by Verbalizer"):
+    with pytest.raises(ValueError, match="'verbalizer:text' is taken"):
         register("verbalizer")(SequenceClassification)
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from trishul_ray.adapters.base import FrozenLinear, LayerAdapter, LayerSpec
 from trishul_ray.errors import InputError
-from trishul_ray.plugins.registry import fault_of, named
+from trishul_ray.plugins.loading import fault_of, named
 
 #: Largest difference of two outputs, relative to the largest entry. All is float32; the effect of
 #: the random trainables is far larger.

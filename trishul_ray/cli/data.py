@@ -7,8 +7,7 @@ import typer
 
 from trishul_ray.cli.output import Plugins, err, print_field, print_line, print_table, show_progress
 from trishul_ray.errors import InputError
-from trishul_ray.plugins import registry as plugins
-from trishul_ray.plugins.registry import load_plugin
+from trishul_ray.plugins.loading import faults, load_plugin
 
 if TYPE_CHECKING:
     from trishul_ray.experiment.experiment import Experiment
@@ -49,7 +48,7 @@ def methods(plugin: Plugins = None) -> None:
     from trishul_ray.cli.listing import methods_table
 
     print_table(methods_table())
-    for fault in plugins.faults():
+    for fault in faults():
         print_line(f"warning: {fault}", err)
 
 
@@ -126,12 +125,12 @@ def datasets(
     - `trishul datasets synthetic/instructions --row 0` — its tokens, and which carry loss
     """
     from trishul_ray.cli.listing import datasets_table
-    from trishul_ray.data.prepare import dataset_faults, describe_datasets, find_source
+    from trishul_ray.data.prepare import describe_datasets, find_source
     from trishul_ray.experiment.loading import load_experiment
 
     if not arguments:
         print_table(datasets_table(describe_datasets()))
-        for fault in dataset_faults():
+        for fault in faults():
             print_line(f"warning: {fault}", err)
         return
     name, *overrides = arguments

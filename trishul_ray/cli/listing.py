@@ -26,7 +26,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.methods.base import method_classes, method_names
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
-from trishul_ray.plugins.registry import Plugin
+from trishul_ray.plugins.loading import Plugin
 from trishul_ray.stages import STAGES
 from trishul_ray.tasks.base import task_kinds
 from trishul_ray.tracking.progress import format_count, format_duration

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from trishul_ray.errors import FailsAgainError, InputError, RunError, at_loss, describe_os_error
-from trishul_ray.plugins.registry import load_plugin
+from trishul_ray.plugins.loading import load_plugin
 from trishul_ray.storage.redaction import redact
 
 if TYPE_CHECKING:

@@ -9,18 +9,13 @@ import torch
 
 from trishul_ray.contract import datasets, methods, stages, tasks
 from trishul_ray.contract.checks import BrokenPromiseError, Check
-from trishul_ray.data.prepare import dataset_names
 from trishul_ray.errors import InputError
-from trishul_ray.methods.base import method_names
-from trishul_ray.plugins import installed as entry_points
-from trishul_ray.plugins import registry as plugins
-from trishul_ray.plugins.registry import Plugin, fault_of
-from trishul_ray.stages import stage_names
+from trishul_ray.plugins.loading import Plugin, fault_of
+from trishul_ray.plugins.registry import load_extensions, provided_by
 from trishul_ray.storage.durable import scratch_folder
-from trishul_ray.tasks.base import task_kinds
 
-#: The checks of what a field names.
-_CHECKS: dict[str, Callable[[str], list[Check]]] = {
+#: The checks of an item by the field of its registry. Extensions add those of their registries.
+CHECKS: dict[str, Callable[[str], list[Check]]] = {
     "method": methods.checks_of,
     "stage": stages.checks_of,
     "task.kind": tasks.checks_of,
@@ -46,11 +41,8 @@ def check_plugin(plugin: Plugin) -> Iterator[Outcome]:
     """
     found = subjects_of(plugin)
     if not found:
-        more = (f"{kind}s" for kind in entry_points.objects("check"))
-        kinds = ", ".join(["methods", "stages", "adapters", "datasets", "tasks", *more])
         raise InputError(
-            f"plug-in {plugin.name} defines nothing that has checks ({kinds}): register a class, "
-            "or name a PublicDataset at its top level"
+            f"plug-in {plugin.name} registers nothing that has checks: {', '.join(CHECKS)}"
         )
     for subject, checks in found:
         told: set[str] = set()
@@ -80,11 +72,11 @@ def run_check(subject: str, check: Check) -> Outcome:
 
 def subjects_of(plugin: Plugin) -> list[tuple[str, list[Check]]]:
     """Return what a plug-in defines, such as ``method=mine``, and the checks of each."""
-    method_names(), stage_names(), task_kinds(), dataset_names()  # all are registered
-    checks = _CHECKS | entry_points.objects("check")
+    load_extensions("check")
     found = []
-    for field in plugins.provided_by(plugin):
-        kind, _, name = field.partition("=")
-        if kind in checks:
-            found.append((field, checks[kind](name)))
+    for registry, name in provided_by(plugin):
+        # The name of a task also has the rows that it reads.
+        name = name.partition(":")[0] if registry.field == "task.kind" else name
+        if registry.field in CHECKS:
+            found.append((f"{registry.field}={name}", CHECKS[registry.field](name)))
     return found

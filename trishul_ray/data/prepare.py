@@ -32,15 +32,13 @@ from trishul_ray.data.dataset import (
     take_rows,
     write_split,
 )
-from trishul_ray.data.datasets import FAULTS, PUBLIC
 from trishul_ray.data.datasets.digits import Digits
 from trishul_ray.data.datasets.synthetic import SYNTHETIC, SyntheticDataset
 from trishul_ray.data.hub import ON_HUB
 from trishul_ray.data.own import CUSTOM, CustomHubDataset, LocalImages, LocalTable
 from trishul_ray.data.partition import draw_held_out
-from trishul_ray.data.public import PublicDataset
+from trishul_ray.data.public import DATASETS, PublicDataset
 from trishul_ray.errors import InputError, did_you_mean, join_limited
-from trishul_ray.plugins import registry as plugins
 from trishul_ray.storage.durable import Json, make_cache_folder
 from trishul_ray.storage.integrity import SEAL, fault_in, remark, seal
 
@@ -56,34 +54,20 @@ _Contents = tuple[DatasetInfo, Mapping[str, Mapping[str, Column]]]
 Source = PublicDataset | SyntheticDataset | Digits | LocalImages | LocalTable | CustomHubDataset
 
 
-_FOUND: tuple[Source, ...] = (Digits(), *PUBLIC, *SYNTHETIC)
-_OWN: dict[str, Source] = {source.name: source for source in _FOUND}
+#: The sources that come with the package.
+_BUILT_IN: dict[str, Source] = {source.name: source for source in (Digits(), *SYNTHETIC)}
+DATASETS.reserve([*_BUILT_IN, *CUSTOM])
 
 
 def _sources() -> dict[str, Source]:
-    """Return the sources of the package and of plug-ins, by name; a name twice is an InputError."""
-    sources = dict(_OWN)
-    for plugin, found in plugins.contents(PublicDataset):
-        if sources.get(found.name) is found:  # imported from where it is defined
-            continue
-        if found.name in sources or found.name in CUSTOM:
-            raise InputError(
-                f"plug-in {plugin.name}: its dataset is named {found.name!r}, which is taken"
-            )
-        sources[found.name] = found
-        plugins.note_dataset(found.name, plugin)
-    return sources
+    """Return the public datasets of the package and of plug-ins, and the built-in ones, by name."""
+    return {**_BUILT_IN, **DATASETS.all()}
 
 
 def dataset_names() -> tuple[str, ...]:
     """Return the names that :func:`prepare` accepts: public datasets, own data, synthetic ones."""
     synthetic = [source.name for source in SYNTHETIC]
     return (*sorted(_sources().keys() - synthetic), *CUSTOM, *synthetic)
-
-
-def dataset_faults() -> tuple[str, ...]:
-    """Return the files of datasets and the plug-ins that could not be loaded, one line each."""
-    return (*FAULTS, *plugins.faults())
 
 
 def describe_datasets() -> dict[str, str]:
@@ -145,9 +129,7 @@ def find_source(data: "DataConfig | str") -> Source:
         return CUSTOM[name](data.path, data.columns, data.test_share, data.skip_broken)
     sources = _sources()
     if name not in sources:
-        known = dataset_names()
-        hint = did_you_mean(name, known) + "".join(f"; {fault}" for fault in dataset_faults())
-        raise InputError(f"data.name={name!r} is unknown; known: {', '.join(known)}{hint}")
+        raise InputError(DATASETS.unknown(name))
     if not isinstance(data, str) and (data.path is not None or data.columns or data.skip_broken):
         field = "path" if data.path is not None else "columns" if data.columns else "skip_broken"
         raise InputError(

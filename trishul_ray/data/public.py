@@ -42,6 +42,7 @@ from trishul_ray.data.hub import HubRepo, class_names
 from trishul_ray.data.images import MODE_CHANNELS, decode_images, pixel_statistics
 from trishul_ray.data.tables import file_signature, read_table
 from trishul_ray.errors import CorruptFileError, InputError, join_limited
+from trishul_ray.plugins.registry import Registry
 from trishul_ray.runtime.random_streams import numpy_rng
 
 #: Class names, or None if the source has none.
@@ -460,3 +461,13 @@ def _check_order(found: Sequence[str], where: str, names: Sequence[str], named: 
             f"{where}: its labels are numbered by the class names {join_limited(found, 10)}, but "
             f"those of {named} by {join_limited(names, 10)}: the copy is of another version"
         )
+
+
+#: The public datasets by name.
+DATASETS = Registry[PublicDataset]("data.name", "dataset", "trishul_ray.data.datasets")
+
+
+def register_dataset(dataset: PublicDataset) -> PublicDataset:
+    """Make a dataset available as ``dataset=<its name>``, and return it."""
+    DATASETS.add(dataset.name, dataset)
+    return dataset

@@ -49,8 +49,7 @@ from trishul_ray.methods.base import (
     method_classes,
     read_method,
 )
-from trishul_ray.plugins import registry as plugins
-from trishul_ray.plugins.registry import Plugin, find_noted, find_plugin
+from trishul_ray.plugins.loading import Plugin, find_plugin, find_stored
 from trishul_ray.stages import STAGES, Stages, noted_hashes, stage_names
 from trishul_ray.storage.durable import Json
 from trishul_ray.storage.redaction import redact_fields
@@ -114,7 +113,7 @@ class Experiment(Section):
         if not isinstance(fields, dict):
             return fields
         if fields.get("plugins"):
-            fields = fields | {"plugins": tuple(map(find_noted, fields["plugins"]))}
+            fields = fields | {"plugins": tuple(map(find_stored, fields["plugins"]))}
         if "stages" in fields:
             raise ValueError("stages: name a section itself, such as server.lr=0.1")
         unknown = fields.keys() - cls.model_fields.keys()
@@ -199,9 +198,6 @@ class Experiment(Section):
                 kept[stage.name] |= hashes
         if self.stages:
             kept["edge_numerics"] = EDGE_NUMERICS
-        used = [method_class(self.method.name), *(STAGES[name] for name in self.stages)]
-        for folder, number in (pair for cls in used for pair in plugins.numerics(cls).items()):
-            kept[f"{folder}_numerics"] = number
         if self.data.content_hash is not None:
             kept["data"]["path"] = self.data.content_hash
         if self.model.content_hash is not None:

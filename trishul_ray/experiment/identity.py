@@ -13,12 +13,15 @@ content, the sources of a run, is compared when a result is used; see :func:`loc
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trishul_ray.config.section import Noted
+from trishul_ray.data.public import DATASETS
 from trishul_ray.errors import InputError
-from trishul_ray.plugins import registry as plugins
+from trishul_ray.methods.base import METHODS
+from trishul_ray.plugins.registry import Registry
 from trishul_ray.stages import STAGES, Stages, noted_hashes
+from trishul_ray.tasks.base import TASKS
 
 if TYPE_CHECKING:
     from trishul_ray.config.fields import DataConfig, ModelConfig
@@ -50,53 +53,29 @@ def note_content(experiment: "Experiment") -> "Experiment":
 
 def note_plugins(experiment: "Experiment") -> "Experiment":
     """Return the experiment with the plug-ins that it uses, of all that are loaded."""
-    if not plugins.any_loaded():
-        return experiment
-    from trishul_ray.data.prepare import dataset_names
-
-    dataset_names()  # finds those of plug-ins
-    return experiment.model_copy(update={"plugins": plugins.used_by(_registered(experiment))})
-
-
-def _registered(experiment: "Experiment") -> list[str]:
-    """Return the fields of an experiment that may name what a plug-in registers."""
-    return [
-        f"method={experiment.method.name}",
-        f"task.kind={experiment.task.kind}",
-        f"data.name={experiment.data.name}",
-        *(f"stage={name}" for name in experiment.stages),
+    kind = f"{experiment.task.kind}:"
+    named: list[tuple[Registry[Any], str]] = [
+        (METHODS, experiment.method.name),
+        (DATASETS, experiment.data.name),
+        *((TASKS, name) for name in TASKS.items if name.startswith(kind)),
+        *((STAGES, name) for name in experiment.stages),
         *(
-            f"{registry.field}={getattr(section, field)}"
+            (registry, getattr(section, field))
             for name, section in experiment.stages.items()
             for field, registry in STAGES[name].registries.items()
         ),
     ]
-
-
-def _check_plugins(experiment: "Experiment") -> None:
-    """Raise an InputError for a class of a script that cannot be told from others, or sent."""
-    own = plugins.unpackaged(_registered(experiment))
-    if not own:
-        return
-    unknown = any(plugin.content == plugins.UNKNOWN for plugin in experiment.plugins)
-    if experiment.resources.backend == "inline" and not unknown:
-        return
-    why = "whose source cannot be read" if unknown else "which the workers of Ray cannot import"
-    raise InputError(
-        f"{own[0]} is registered in a script or notebook, {why}: save its class in a file and "
-        "load that (--plugin mine.py, from Python plugins=['mine.py'])"
-        + ", or set resources.backend=inline"
-        * (not unknown)
-    )
+    found = {plugin for registry, name in named for plugin in registry.plugins_of(name)}
+    used = tuple(sorted(found, key=lambda plugin: plugin.name))
+    return experiment.model_copy(update={"plugins": used})
 
 
 def check_content(experiment: "Experiment") -> None:
     """Check that own data and model still are what they were when the experiment was loaded.
 
     Raises:
-        InputError: They are not, or workers could not load its method or task.
+        InputError: They are not.
     """
-    _check_plugins(experiment)
     data, model = experiment.data, experiment.model
     for field, path, noted, now in (
         ("data.path", data.path, data.content_hash, _data_content(data)),

@@ -20,7 +20,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from trishul_ray.config.fields import SHORT_MODEL_NAMES
-from trishul_ray.config.older_fields import older_fields
 from trishul_ray.config.section import value_types
 from trishul_ray.errors import InputError, one_line
 from trishul_ray.experiment.experiment import Experiment
@@ -34,7 +33,7 @@ from trishul_ray.experiment.yaml_files import (
     read_yaml,
 )
 from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.plugins import registry as plugins
+from trishul_ray.plugins.loading import faults, find_stored, load_plugin
 from trishul_ray.stages import STAGES, Stages, stage_names
 
 #: Fields that have a short name.
@@ -134,7 +133,7 @@ def full_name(key: str, known: Sequence[str]) -> str:
         return [name for name in names if name.rpartition(".")[2] == key]
 
     meant = [name for name in ending(known) if name.partition(".")[0] not in stage_names()]
-    meant = meant or ending(_stage_names()) or ending(older_fields())
+    meant = meant or ending(_stage_names())
     if len(meant) == 1:
         return meant[0]
     if not meant:
@@ -208,7 +207,7 @@ def _load_plugins(fields: RawFields) -> None:
     if given := fields.get("plugins"):
         given = given if isinstance(given, list | tuple) else [given]
         fields["plugins"] = [
-            plugins.load_plugin(each) if isinstance(each, str | Path) else plugins.find_noted(each)
+            load_plugin(each) if isinstance(each, str | Path) else find_stored(each)
             for each in given
         ]
 
@@ -414,7 +413,7 @@ def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
     if not near:  # the words of another library, such as lora_rank
         near = [name for name in names if last.rpartition("_")[2] == name.rpartition(".")[2]]
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else _ALL_FIELDS
-    hint += "".join(f"; {fault}" for fault in plugins.faults())
+    hint += "".join(f"; {fault}" for fault in faults())
     return f"unknown field {dotted!r}; {hint}"
 
 

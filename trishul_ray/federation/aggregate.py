@@ -11,7 +11,7 @@ from trishul_ray.federation.messages import Outcome, Upload, as_tensor, to_array
 from trishul_ray.federation.reduce import Reducer, finish
 from trishul_ray.federation.uploads import UploadReader
 from trishul_ray.methods.messages import ClientUpload, Round
-from trishul_ray.plugins import registry as plugins
+from trishul_ray.plugins.loading import named
 from trishul_ray.stages import ArrayState, MeanChange, Partial, Stages
 
 
@@ -91,7 +91,7 @@ class Aggregator:
         after = new.map(to_array)
         if not _is_finite(after) and _is_finite(mean.state):
             raise FailsAgainError(
-                f"round {facts.number}: aggregate() of {plugins.named(type(method))} returns a "
+                f"round {facts.number}: aggregate() of {named(type(method))} returns a "
                 "state that is not finite, of uploads that are"
             )
         return replace(after, survey=state.survey)

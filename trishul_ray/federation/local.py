@@ -35,7 +35,7 @@ from trishul_ray.federation.survey import answer_survey
 from trishul_ray.federation.workbench import Workbench, bound, client_stream, new_run
 from trishul_ray.methods.base import Method
 from trishul_ray.methods.messages import LocalRun, State, Tensors, count_numbers
-from trishul_ray.plugins import registry as plugins
+from trishul_ray.plugins.loading import named
 from trishul_ray.runtime.memory import memory_of, peak_memory
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import ArrayState, Change, Sender
@@ -141,7 +141,7 @@ def _uploaded(
         if job.round == step == 1:
             remedy = (
                 "before any step was made: what is not finite comes from the backbone, the data, "
-                f"or start() of {plugins.named(type(bench.method))}"
+                f"or start() of {named(type(bench.method))}"
             )
         raise FailsAgainError(
             f"training loss of client {job.client} is not finite at round {job.round}, local "
@@ -169,7 +169,7 @@ def _check_shapes(bench: Workbench, upload: State) -> None:
     for name in sorted(found.keys() | expected.keys()):
         if (sent := found.get(name)) != (wanted := expected.get(name)):
             raise FailsAgainError(
-                f"upload() of {plugins.named(type(bench.method))} returns "
+                f"upload() of {named(type(bench.method))} returns "
                 f"{'no' if sent is None else f'shape {sent} as'} {name!r}, and upload_lengths() "
                 f"declares {'none' if wanted is None else f'{wanted[0]} numbers'}"
             )

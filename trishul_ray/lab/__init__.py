@@ -1,9 +1,20 @@
-"""Extensions beyond the paper, each a plug-in of the platform in a file of its own.
+"""Extensions beyond the paper, each in its own file.
 
-Nothing outside this folder imports it, or names what is in it. Entry points in ``pyproject.toml``
-make what it registers known by name; a run imports only what it names.
+Nothing outside this folder imports it, or names its content. A registry imports the modules that
+:data:`MODULES` lists, so that experiments can name what they register.
 """
 
-#: Increase this with every change that can change a bit of a result of what is in this folder. It
-#: is a part of the ids of runs that use it, once it is more than 0.
-NUMERICS = 0
+#: The modules that register something, by the field of its registry.
+MODULES = {
+    "method": (
+        *("methods.fedplora", "methods.fedrot", "methods.fedsa", "methods.fedsvd"),
+        *("methods.florist", "methods.frlora", "methods.private", "methods.rolora"),
+    ),
+    "stage": (
+        *("attack", "clock.stage", "codecs.stage", "privacy.stage", "robust"),
+        *("server_optimizer",),
+    ),
+    "column": ("costs.costs",),
+    "figure": ("costs.figures",),
+    "check": ("codecs.checks",),
+}

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
-from pydantic import ValidationError, create_model
+from pydantic import create_model
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import BlockScores
-from trishul_ray.config.older_fields import of_today
 from trishul_ray.config.section import Section
-from trishul_ray.errors import InputError, did_you_mean
+from trishul_ray.errors import InputError
 from trishul_ray.methods.messages import (
     LocalRun,
     Round,
@@ -31,7 +30,8 @@ from trishul_ray.methods.messages import (
     Tensors,
     count_numbers,
 )
-from trishul_ray.plugins import registry as plugins
+from trishul_ray.plugins.loading import Plugin, find_plugin, named
+from trishul_ray.plugins.registry import Registry
 from trishul_ray.runtime.lazy import torch
 from trishul_ray.storage.durable import Json
 
@@ -149,8 +149,11 @@ class Method:
         self.lora_alpha = lora_alpha
 
     def __reduce__(self) -> tuple[Any, ...]:
-        needed = plugins.used_by([f"method={self.config.name}"])
-        return _restored, (needed, self.config.model_dump(), self.lora_alpha)
+        return _restored, (
+            METHODS.plugins_of(self.config.name),
+            self.config.model_dump(),
+            self.lora_alpha,
+        )
 
     def check(self, settings: Settings) -> None:
         """Refuse an experiment that the method cannot run (default: accept all).
@@ -182,7 +185,7 @@ class Method:
             InputError: The budget does not fit the backbone.
         """
         raise InputError(
-            f"method={self.config.name!r}: {plugins.named(type(self))} defines no adapters(): "
+            f"method={self.config.name!r}: {named(type(self))} defines no adapters(): "
             "define it, or extend a method that does, such as FedIT or FedAvg"
         )
 
@@ -371,7 +374,7 @@ class Method:
         return tensors
 
 
-METHODS = plugins.Registry[Method]("method", "method name", "trishul_ray.methods")
+METHODS = Registry[type[Method]]("method", "method", "trishul_ray.methods")
 
 _M = TypeVar("_M", bound=type[Method])
 
@@ -416,16 +419,9 @@ def read_method(value: Any) -> MethodConfig:
     fields = {"name": value} if isinstance(value, str) else dict(value)
     name = fields.get("name", "trishul")
     if name not in method_names():
-        hint = did_you_mean(str(name), method_names())
-        hint += "".join(f"; {fault}" for fault in plugins.faults())
-        raise ValueError(f"unknown method {name!r}; known: {', '.join(method_names())}{hint}")
+        raise ValueError(METHODS.unknown(str(name)))
     fields, config = {**fields, "name": name}, method_class(name).Config
-    try:
-        return config.model_validate(fields)
-    except ValidationError:
-        if (today := of_today("method", fields)) == fields:
-            raise
-        return config.model_validate(today)
+    return config.model_validate(fields)
 
 
 def build_method(config: MethodConfig, adapter: AdapterConfig | None = None) -> Method:
@@ -433,9 +429,9 @@ def build_method(config: MethodConfig, adapter: AdapterConfig | None = None) -> 
     return method_class(config.name)(config, None if adapter is None else adapter.alpha)
 
 
-def _restored(needed: tuple[plugins.Plugin, ...], fields: Json, alpha: Any) -> Method:
+def _restored(needed: frozenset[Plugin], fields: Json, alpha: Any) -> Method:
     """Return a method in the process that it was sent to, which may not know its plug-in yet."""
     for plugin in needed:
-        plugins.find_plugin(plugin)
+        find_plugin(plugin)
     cls = method_class(fields["name"])
     return cls(cls.Config.model_validate(fields), alpha)

@@ -1,5 +1,10 @@
-"""The TRISHUL paper beside finished runs: its printed numbers, its claims, its bounds.
+"""The TRISHUL paper: its printed numbers, and what it leaves open.
 
-A plug-in of the platform: nothing outside this folder imports it, or names what is in it. Entry
-points in ``pyproject.toml`` make what it registers known.
+Nothing outside this folder imports it, or names its content.
 """
+
+#: The modules that register something, by the field of its registry.
+MODULES = {
+    "reference": ("numbers",),
+    "section": ("switches",),
+}

@@ -81,7 +81,7 @@ class Column(Section):
     @property
     def key(self) -> str:
         """The key that it is registered by."""
-        return next(name for name, cls in COLUMNS.classes.items() if cls is type(self))
+        return next(name for name, cls in COLUMNS.items.items() if cls is type(self))
 
     @property
     def needs(self) -> Labels:
@@ -102,7 +102,7 @@ class Column(Section):
 
 
 #: The columns that plug-ins have registered.
-COLUMNS = Registry[Column]("column", "column of a table")
+COLUMNS = Registry[type[Column]]("column", "column of a table")
 
 
 def _column(name: str, options: Any) -> Column:

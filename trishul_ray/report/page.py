@@ -287,7 +287,12 @@ def _made_from(outcomes: Sequence[SweepOutcome]) -> str:
     # Without what Python compiles, which comes and goes beside the code.
     files = [f for f in Path(__file__).parents[1].rglob("*.*") if "__pycache__" not in f.parts]
     code = [digest(file) for file in sorted(files) if file.is_file()]
-    added = [plugin.content for each in _REGISTRIES for plugin in each.plugins()]
+    added = [
+        plugin.content
+        for each in _REGISTRIES
+        for name in each.names()
+        for plugin in each.plugins_of(name)
+    ]
     shown: list[object] = [__version__, code, added]
     for sweep in outcomes:
         shown.append(replace(sweep, cells=()))

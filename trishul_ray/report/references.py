@@ -48,7 +48,7 @@ class Reference:
 
 
 #: The references that plug-ins have registered.
-REFERENCES = Registry[Reference]("reference", "reference")
+REFERENCES = Registry[type[Reference]]("reference", "reference")
 
 
 def references() -> list[Reference]:

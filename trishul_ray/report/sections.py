@@ -48,7 +48,7 @@ class PageSection:
 
 
 #: The sections that plug-ins have registered.
-SECTIONS = Registry[PageSection]("section", "section of the page")
+SECTIONS = Registry[type[PageSection]]("section", "section of the page")
 
 
 def render(package: str, template: str, **values: Any) -> Markup:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trishul_ray.errors import ArtifactsError
 from trishul_ray.experiment import Experiment
-from trishul_ray.plugins.registry import fault_of
+from trishul_ray.plugins.loading import fault_of
 from trishul_ray.report.summary import RunSummary, write_result
 from trishul_ray.runs.export import fits_adapter, load_trained, write_model
 from trishul_ray.runs.results import file_hashes

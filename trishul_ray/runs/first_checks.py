@@ -7,7 +7,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import check_content
 from trishul_ray.experiment.rows import check_rows
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.plugins.registry import find_plugin
+from trishul_ray.plugins.loading import find_plugin
 from trishul_ray.stages import Stages
 from trishul_ray.storage.durable import check_writable
 from trishul_ray.tracking.mlflow_store import tracking_uri

@@ -15,9 +15,9 @@ from trishul_ray.config.fields import RateSource
 from trishul_ray.data.prepare import Coverage
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
-from trishul_ray.plugins import installed as entry_points
 from trishul_ray.report.summary import RunSummary, flatten, read_metrics, write_result
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
+from trishul_ray.stages import STAGES
 from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.storage.store import Store
 from trishul_ray.tracking.mlflow import ID_TAG, MlflowTracker, has_finished, replace_run
@@ -137,8 +137,10 @@ def _grouped(name: str) -> str:
         return f"traffic/{name}"
     if name in DIAGNOSTICS or name == "aggregation_error":
         return f"cores/{name}"
-    # The prox; the clients' changes of their cores; the rows held out; groups of stages.
-    groups = {"svt": (), "delta": (), "validation": ()} | entry_points.objects("group")
+    # The prox, the clients' changes of their cores, the validation rows, and the stages.
+    groups: dict[str, frozenset[str]] = {"svt": frozenset(), "delta": frozenset()}
+    groups |= {"validation": frozenset()}
+    groups |= {section: stage.numbers for section, stage in STAGES.items.items()}
     for group, names in groups.items():
         if name in names or name.startswith(f"{group}_"):
             return f"{group}/{name.removeprefix(f'{group}_')}"

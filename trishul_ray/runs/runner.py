@@ -25,7 +25,7 @@ from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained, needs_pretraining
-from trishul_ray.plugins.registry import find_plugin
+from trishul_ray.plugins.loading import find_plugin
 from trishul_ray.report.summary import FAILURE, RunSummary, write_result
 from trishul_ray.runs.existing_run import (
     check_sources,

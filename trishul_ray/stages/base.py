@@ -13,7 +13,7 @@ import numpy as np
 from trishul_ray.config.fields import OptimizerConfig
 from trishul_ray.config.section import Section
 from trishul_ray.methods.base import Method, MethodConfig, Settings
-from trishul_ray.plugins import registry as plugins
+from trishul_ray.plugins.registry import Registry
 from trishul_ray.stages.messages import (
     ArrayState,
     Change,
@@ -81,6 +81,8 @@ class Stage:
             keeps all uploads of a round.
         summed: Metrics of changes of which a round's record has the sum over clients; of others it
             has the mean.
+        numbers: Names in a round's record, beside those that begin with the section's name, that
+            MLflow shows in the section's group.
         registries: Fields that name something registered, and its registry. The plug-ins of what
             they name are noted with the run.
         plan: What is known of the run, on the server alone.
@@ -97,7 +99,8 @@ class Stage:
     hides_clients: ClassVar[bool] = False
     reads_changes: ClassVar[bool] = False
     summed: ClassVar[frozenset[str]] = frozenset()
-    registries: ClassVar[Mapping[str, plugins.Registry[Any]]] = {}
+    numbers: ClassVar[frozenset[str]] = frozenset()
+    registries: ClassVar[Mapping[str, Registry[Any]]] = {}
 
     def __init__(self, config: Section, settings: StageSettings) -> None:
         self.config, self.settings = config, settings
@@ -271,7 +274,7 @@ class Stage:
         return shared
 
 
-STAGES = plugins.Registry[Stage]("stage", "section")
+STAGES = Registry[type[Stage]]("stage", "section")
 
 #: The names of the sections of all stages.
 stage_names = STAGES.names

@@ -36,7 +36,6 @@ from pydantic import BaseModel, BeforeValidator, Field, PlainValidator
 from pydantic import ValidationError as Invalid
 from pydantic_core import ErrorDetails
 
-from trishul_ray.config.older_fields import older_fields
 from trishul_ray.config.section import Section
 from trishul_ray.errors import InputError, did_you_mean
 from trishul_ray.experiment.loading import (
@@ -97,7 +96,7 @@ def known_fields() -> frozenset[str]:
     experiment is made.
     """
     names = itertools.chain.from_iterable(field_names(method) for method in method_names())
-    return frozenset([*names, *older_fields()]) | SHORT_FIELDS.keys()
+    return frozenset(names) | SHORT_FIELDS.keys()
 
 
 def field_of(name: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
-from trishul_ray.plugins import registry as plugins
+from trishul_ray.plugins.registry import Registry
 from trishul_ray.runtime.lazy import torch
 from trishul_ray.storage.durable import Json
 from trishul_ray.tasks.sums import EvalSums, Metrics, RowScores, client_metric_names
@@ -179,7 +179,8 @@ class Task(ABC):
         return {}
 
 
-_REGISTRY: dict[tuple[str, Kind], type[Task]] = {}
+#: Tasks by kind and the rows that they read, such as ``classification:text``.
+TASKS = Registry[type[Task]]("task.kind", "task", "trishul_ray.tasks")
 
 _T = TypeVar("_T", bound=type[Task])
 
@@ -191,18 +192,15 @@ def register(kind: str) -> Callable[[_T], _T]:
     """
 
     def add(cls: _T) -> _T:
-        title = f"task kind {kind!r} on {cls.reads} rows"
-        plugins.claim(f"task.kind={kind}", cls, _REGISTRY.get((kind, cls.reads)), title)
-        _REGISTRY[kind, cls.reads] = cls
+        TASKS.add(f"{kind}:{cls.reads}", cls)
         return cls
 
     return add
 
 
 def task_classes() -> Mapping[tuple[str, Kind], type[Task]]:
-    """Return all registered tasks, by kind and rows, after importing the whole package."""
-    plugins.load_all("trishul_ray.tasks")
-    return _REGISTRY
+    """Return all registered tasks, by kind and rows."""
+    return {(name.partition(":")[0], cls.reads): cls for name, cls in TASKS.all().items()}
 
 
 def metric_names() -> tuple[str, ...]:

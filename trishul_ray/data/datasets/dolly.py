@@ -10,7 +10,7 @@ https://github.com/JayZhang42/FederatedGPT-Shepherd, ``client_data_allocation.py
 from dataclasses import replace
 
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import InstructionRows, PublicDataset
+from trishul_ray.data.public import InstructionRows, PublicDataset, register_dataset
 
 #: Categories, in the order of their group numbers.
 CATEGORIES = (
@@ -28,22 +28,26 @@ _ROWS = InstructionRows(
     groups=CATEGORIES,
 )
 
-DOLLY = PublicDataset(
-    name="dolly",
-    description="instructions of eight categories, 14,931 train / 80 test",
-    repo=HubRepo(
-        "databricks/databricks-dolly-15k",
-        revision="bdd27f4d94b9c1f951818a7da7fd7aeea5dbff1a",
-        file_patterns=("data/{split}-*.parquet", "databricks-dolly-15k.jsonl"),
-    ),
-    rows=_ROWS,
-    sizes={"train": 15_011},
-    test_each=10,
+DOLLY = register_dataset(
+    PublicDataset(
+        name="dolly",
+        description="instructions of eight categories, 14,931 train / 80 test",
+        repo=HubRepo(
+            "databricks/databricks-dolly-15k",
+            revision="bdd27f4d94b9c1f951818a7da7fd7aeea5dbff1a",
+            file_patterns=("data/{split}-*.parquet", "databricks-dolly-15k.jsonl"),
+        ),
+        rows=_ROWS,
+        sizes={"train": 15_011},
+        test_each=10,
+    )
 )
 
-SHARDS = replace(
-    DOLLY,
-    name="dolly-shards",
-    description="Dolly on ten clients of two shards by category, 14,931 / 80",
-    rows=replace(_ROWS, shards=10),
+SHARDS = register_dataset(
+    replace(
+        DOLLY,
+        name="dolly-shards",
+        description="Dolly on ten clients of two shards by category, 14,931 / 80",
+        rows=replace(_ROWS, shards=10),
+    )
 )

@@ -7,7 +7,7 @@ Source: A. Wang et al., "GLUE", ICLR 2019, https://gluebenchmark.com/tasks.
 """
 
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import PublicDataset, TextRows
+from trishul_ray.data.public import PublicDataset, TextRows, register_dataset
 
 #: The commit of the hub's repository that is read.
 _REVISION = "bcdcba79d07bc864c1c254ccfcedcce55bcc9a8c"
@@ -24,19 +24,21 @@ def _glue(
     groups: tuple[str, ...] = (),
 ) -> PublicDataset:
     """Return the definition of a task; its test rows are the development sets."""
-    return PublicDataset(
-        name=f"glue/{task}",
-        description=description,
-        repo=HubRepo(
-            "nyu-mll/glue",
-            config=task,
-            revision=_REVISION,
-            file_patterns=(f"{task}/{{split}}-*.parquet",),
-        ),
-        rows=TextRows(fields=fields, classes=classes),
-        sizes=sizes,
-        test=tuple(split for split in sizes if split != "train"),
-        groups=groups,
+    return register_dataset(
+        PublicDataset(
+            name=f"glue/{task}",
+            description=description,
+            repo=HubRepo(
+                "nyu-mll/glue",
+                config=task,
+                revision=_REVISION,
+                file_patterns=(f"{task}/{{split}}-*.parquet",),
+            ),
+            rows=TextRows(fields=fields, classes=classes),
+            sizes=sizes,
+            test=tuple(split for split in sizes if split != "train"),
+            groups=groups,
+        )
     )
 
 

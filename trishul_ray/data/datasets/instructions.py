@@ -10,7 +10,7 @@ https://github.com/sahil280114/codealpaca.
 """
 
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import InstructionRows, PublicDataset
+from trishul_ray.data.public import InstructionRows, PublicDataset, register_dataset
 
 _ROWS = InstructionRows(names={"instruction": "instruction", "input": "input", "output": "output"})
 _TEST_SHARE = 0.02
@@ -18,57 +18,65 @@ _TEST_SHARE = 0.02
 # CC BY-NC 4.0. The rows are counted on the card of a copy,
 # https://huggingface.co/datasets/flwrlabs/alpaca-gpt4. Commit and file:
 # https://huggingface.co/datasets/vicgalle/alpaca-gpt4/tree/48bb1405118c738817748474e889f72c0dd77ffb
-ALPACA_GPT4 = PublicDataset(
-    name="alpaca-gpt4",
-    description="the instructions of Alpaca, answered by GPT-4, 52,002 in all",
-    repo=HubRepo("vicgalle/alpaca-gpt4", revision="48bb1405118c738817748474e889f72c0dd77ffb"),
-    rows=_ROWS,
-    sizes={"train": 52_002},
-    test_share=_TEST_SHARE,
+ALPACA_GPT4 = register_dataset(
+    PublicDataset(
+        name="alpaca-gpt4",
+        description="the instructions of Alpaca, answered by GPT-4, 52,002 in all",
+        repo=HubRepo("vicgalle/alpaca-gpt4", revision="48bb1405118c738817748474e889f72c0dd77ffb"),
+        rows=_ROWS,
+        sizes={"train": 52_002},
+        test_share=_TEST_SHARE,
+    )
 )
 
 # A copy in Parquet: no commit of medalpaca/medical_meadow_medical_flashcards is known to us.
 # https://huggingface.co/datasets/lavita/medical-qa-datasets/tree/35c9fb395872b25b15de96f676939702880cf659
 _FLASHCARDS = "medical_meadow_medical_flashcards/{split}-*.parquet"
-MEDICAL = PublicDataset(
-    name="medical",
-    description="medical flashcards of MedAlpaca, 33,955 in all",
-    repo=HubRepo(
-        "lavita/medical-qa-datasets",
-        revision="35c9fb395872b25b15de96f676939702880cf659",
-        file_patterns=(_FLASHCARDS,),
-        fetch=_FLASHCARDS,
-    ),
-    rows=_ROWS,
-    sizes={"train": 33_955},
-    test_share=_TEST_SHARE,
+MEDICAL = register_dataset(
+    PublicDataset(
+        name="medical",
+        description="medical flashcards of MedAlpaca, 33,955 in all",
+        repo=HubRepo(
+            "lavita/medical-qa-datasets",
+            revision="35c9fb395872b25b15de96f676939702880cf659",
+            file_patterns=(_FLASHCARDS,),
+            fetch=_FLASHCARDS,
+        ),
+        rows=_ROWS,
+        sizes={"train": 33_955},
+        test_share=_TEST_SHARE,
+    )
 )
 
 # Rows: https://huggingface.co/datasets/FinGPT/fingpt-sentiment-train
-FINANCE = PublicDataset(
-    name="finance",
-    description="sentiment of financial news (FinGPT), 76,772 in all",
-    repo=HubRepo(
-        "FinGPT/fingpt-sentiment-train", revision="a2701f2155c1371ba38b92a2c41e8b0c0fca7614"
-    ),
-    rows=_ROWS,
-    sizes={"train": 76_772},
-    test_share=_TEST_SHARE,
+FINANCE = register_dataset(
+    PublicDataset(
+        name="finance",
+        description="sentiment of financial news (FinGPT), 76,772 in all",
+        repo=HubRepo(
+            "FinGPT/fingpt-sentiment-train", revision="a2701f2155c1371ba38b92a2c41e8b0c0fca7614"
+        ),
+        rows=_ROWS,
+        sizes={"train": 76_772},
+        test_share=_TEST_SHARE,
+    )
 )
 
 # Apache-2.0. https://huggingface.co/datasets/flwrlabs/code-alpaca-20k. The rows are those that
 # https://huggingface.co/datasets/eagle0504/augmented_codealpaca-20k-using-together-ai-deepseek-v1,
 # made from the same, counts on its card; nobody has counted those of this file.
-CODE = PublicDataset(
-    name="code",
-    description="code by instruction (CodeAlpaca), 20,022 rows, unconfirmed",
-    repo=HubRepo(
-        "flwrlabs/code-alpaca-20k",
-        revision="993cf40c2e806a2641f388fb4026f30c4c73dc97",
-        file_patterns=("code_alpaca_20k.json",),
-        fetch="code_alpaca_20k.json",
-    ),
-    rows=_ROWS,
-    sizes={"train": 20_022},
-    test_share=_TEST_SHARE,
+CODE = register_dataset(
+    PublicDataset(
+        name="code",
+        description="code by instruction (CodeAlpaca), 20,022 rows, unconfirmed",
+        repo=HubRepo(
+            "flwrlabs/code-alpaca-20k",
+            revision="993cf40c2e806a2641f388fb4026f30c4c73dc97",
+            file_patterns=("code_alpaca_20k.json",),
+            fetch="code_alpaca_20k.json",
+        ),
+        rows=_ROWS,
+        sizes={"train": 20_022},
+        test_share=_TEST_SHARE,
+    )
 )

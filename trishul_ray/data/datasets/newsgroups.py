@@ -7,7 +7,7 @@ Source: K. Lang, collected by J. Rennie, http://qwone.com/~jason/20Newsgroups/.
 """
 
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import PublicDataset, TextRows
+from trishul_ray.data.public import PublicDataset, TextRows, register_dataset
 
 #: Class names: the newsgroups, in the order of their labels.
 GROUPS = (
@@ -33,14 +33,16 @@ GROUPS = (
     "talk.religion.misc",
 )
 
-NEWSGROUPS = PublicDataset(
-    name="20newsgroups",
-    description="newsgroup posts, stripped, 20 classes, 11,314 / 7,532",
-    repo=HubRepo(
-        "SetFit/20_newsgroups",
-        revision="f1b91292074e7cfb69be58b642d583ec262f30ed",
-        file_patterns=("data/{split}-*.parquet", "{split}.jsonl"),
-    ),
-    rows=TextRows(fields=("text",), classes=GROUPS),
-    sizes={"train": 11_314, "test": 7_532},
+NEWSGROUPS = register_dataset(
+    PublicDataset(
+        name="20newsgroups",
+        description="newsgroup posts, stripped, 20 classes, 11,314 / 7,532",
+        repo=HubRepo(
+            "SetFit/20_newsgroups",
+            revision="f1b91292074e7cfb69be58b642d583ec262f30ed",
+            file_patterns=("data/{split}-*.parquet", "{split}.jsonl"),
+        ),
+        rows=TextRows(fields=("text",), classes=GROUPS),
+        sizes={"train": 11_314, "test": 7_532},
+    )
 )

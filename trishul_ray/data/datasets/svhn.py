@@ -7,20 +7,22 @@ Source: Y. Netzer et al., "Reading Digits in Natural Images with Unsupervised Fe
 """
 
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.public import ImageRows, PublicDataset
+from trishul_ray.data.public import ImageRows, PublicDataset, register_dataset
 
-SVHN = PublicDataset(
-    name="svhn",
-    description="32x32 house numbers, 10 digits, 73,257 train / 26,032 test",
-    repo=HubRepo(
-        "ufldl-stanford/svhn",
-        config="cropped_digits",
-        revision="f9e1717d73324ebbc1ece84267ccd80d0aca0690",
-        file_patterns=("cropped_digits/{split}-*.parquet",),
-        # Do not fetch the configuration's third split, `extra`: it is five times as large as
-        # the other two together.
-        fetch="cropped_digits/{split}-*.parquet",
-    ),
-    rows=ImageRows(label="label", classes=10, image="image"),
-    sizes={"train": 73_257, "test": 26_032},
+SVHN = register_dataset(
+    PublicDataset(
+        name="svhn",
+        description="32x32 house numbers, 10 digits, 73,257 train / 26,032 test",
+        repo=HubRepo(
+            "ufldl-stanford/svhn",
+            config="cropped_digits",
+            revision="f9e1717d73324ebbc1ece84267ccd80d0aca0690",
+            file_patterns=("cropped_digits/{split}-*.parquet",),
+            # Do not fetch the configuration's third split, `extra`: it is five times as large as
+            # the other two together.
+            fetch="cropped_digits/{split}-*.parquet",
+        ),
+        rows=ImageRows(label="label", classes=10, image="image"),
+        sizes={"train": 73_257, "test": 26_032},
+    )
 )

@@ -21,7 +21,7 @@ from pydantic import Field, field_validator, model_validator
 
 from trishul_ray.config.section import Section
 from trishul_ray.errors import did_you_mean
-from trishul_ray.plugins import registry as plugins
+from trishul_ray.plugins.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Strategy:
         raise NotImplementedError(f"{type(self).__name__} must define choose()")
 
 
-COHORTS = plugins.Registry[Strategy]("cohort.select", "cohort strategy")
+COHORTS = Registry[type[Strategy]]("cohort.select", "cohort strategy")
 
 #: Class decorator: ``@register_cohort("mine")`` makes a strategy available as
 #: ``cohort.select=mine``.
@@ -162,7 +162,7 @@ class CohortConfig(Section):
         if self.late == "partial" and self.deadline is None:
             raise ValueError("cohort.late=partial needs cohort.deadline, in seconds")
         read = strategy_class(self.select).reads
-        for strategy in COHORTS.classes.values():
+        for strategy in COHORTS.items.values():
             self.reject_unused(sorted(strategy.reads - read), f"with select={self.select!r}")
         return self
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from trishul_ray.config.fields import FederationConfig
 from trishul_ray.config.section import Section
+from trishul_ray.lab.clock import NUMBERS
 from trishul_ray.lab.clock.availability import source_of
 from trishul_ray.lab.clock.cohorts import COHORTS, CohortConfig, strategy_class
 from trishul_ray.lab.clock.devices import Devices, DevicesConfig
@@ -30,6 +31,7 @@ class Clock(Stage):
     Config: ClassVar[type[Section]] = DevicesConfig
     example: ClassVar = {"kind": "lognormal", "network_jitter": 0.3}
     wire = 1
+    numbers = NUMBERS
 
     def __init__(self, config: Section, settings: StageSettings) -> None:
         super().__init__(config, settings)

@@ -20,8 +20,7 @@ import numpy as np
 from pydantic import model_validator
 
 from trishul_ray.config.section import Section, in_id_if_set
-from trishul_ray.errors import did_you_mean
-from trishul_ray.plugins import registry as plugins
+from trishul_ray.plugins.registry import Registry
 
 if TYPE_CHECKING:
     from trishul_ray.adapters.layout import Unit
@@ -53,9 +52,7 @@ class CodecFields(Section):
         elif self.codec in codec_names():
             read = codec_class(self.codec).fields_read | {"codec", "deflate"}
         else:
-            known = [NONE, *codec_names()]
-            hint = did_you_mean(self.codec, known) + "".join(f"; {f}" for f in plugins.faults())
-            raise ValueError(f"unknown codec {self.codec!r}; known: {', '.join(known)}{hint}")
+            raise ValueError(CODECS.unknown(self.codec))
         unread = (name for name in CodecFields.model_fields if name not in read)
         self.reject_unused(unread, f"with codec={self.codec!r}")
         return self
@@ -196,7 +193,7 @@ class Codec:
         return np.unpackbits(flags, count=count).astype(bool), content[len(flags) :]
 
 
-CODECS = plugins.Registry[Codec]("codec", "codec name", "trishul_ray.lab.codecs", taken=[NONE])
+CODECS = Registry[type[Codec]]("codec", "codec", "trishul_ray.lab.codecs", taken=[NONE])
 
 #: Class decorator: ``@register_codec("mine")`` makes a codec available as ``uploads.codec=mine``.
 register_codec = CODECS.register

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from trishul_ray.contract.checks import Check, require
+from trishul_ray.contract.plugin_checks import CHECKS
 from trishul_ray.lab.codecs.base import Codec, CodecFields, Units, build_codec, codec_class
 
 #: Units, a change of them, and what the receiver knows, both float32 [W].
@@ -110,3 +111,6 @@ def sends_no_unchanged_unit(codec: Codec, message: Message) -> None:
     bits = -(-len(more.sizes) // 8) - -(-len(units.sizes) // 8)  # flags, in whole bytes
     extra = len(larger) - len(payload)
     require(extra == bits, f"two units of zeros cost {extra} bytes in place of {bits}")
+
+
+CHECKS["codec"] = checks_of

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from trishul_ray.errors import InputError
-from trishul_ray.plugins import registry as plugins
+from trishul_ray.plugins.loading import faults
+from trishul_ray.plugins.registry import Registry
 from trishul_ray.report.figures.chart import Chart
 from trishul_ray.report.figures.selection import Selection
 from trishul_ray.report.outcomes import FigureLayout, SweepOutcome
@@ -46,9 +47,7 @@ class FigureKind:
 
 
 #: The kinds of figures by name.
-FIGURES = plugins.Registry[FigureKind](
-    "figure", "kind of figure", "trishul_ray.report.figures.kinds"
-)
+FIGURES = Registry[type[FigureKind]]("figure", "kind of figure", "trishul_ray.report.figures.kinds")
 
 
 def check_figure(figure: FigureLayout, axes: tuple[str, ...]) -> None:
@@ -59,7 +58,7 @@ def check_figure(figure: FigureLayout, axes: tuple[str, ...]) -> None:
     """
     where, names = f"figure {figure.name!r}", FIGURES.names()
     if figure.kind not in names:
-        known = "; ".join([", ".join(names), *plugins.faults()])
+        known = "; ".join([", ".join(names), *faults()])
         raise InputError(f"{where}: kind {figure.kind!r} is none of {known}")
     kind = FIGURES[figure.kind]()
     for name, value in figure.options.items():
