@@ -64,11 +64,6 @@ class MultiHead(LayerAdapter):
         """The rank of each head."""
         return (self.rank,) * self.heads
 
-    @property
-    def rank_or_ranks(self) -> int | list[int]:
-        """The rank of all heads, or that of each where they differ."""
-        return self.rank
-
     def __post_init__(self) -> None:
         if self.heads < 0:
             raise InputError(f"heads={self.heads}: must be 0 (not adapted) or more")

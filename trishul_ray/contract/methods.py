@@ -206,7 +206,7 @@ def mean_decides(folder: Path, name: str, executor: Executors) -> None:
     def next_of(uploads: Sequence[Upload]) -> Tensor:
         total = partial_sum(uploads, reducer)
         mean, trained = finish(total, state, reducer)
-        round_ = Round(1, len(uploads), fed.clients, torch.from_numpy(trained), rounds=fed.rounds)
+        round_ = Round(1, len(uploads), fed.clients, torch.from_numpy(trained))
         return method.aggregate(
             state.map(to_tensor), mean.map(to_tensor), round_, layout
         ).shared.double()

@@ -57,15 +57,12 @@ class Aggregator:
             accepted = {*total.clients}
             fetched = [u for u in self.uploads.fetch(outcome.uploads) if u.client in accepted]
             singles = tuple(map(self._single, self.uploads.values(fetched, broadcast)))
-        change = torch.from_numpy(mean.state.shared) if self.stages.act_on_changes else None
         return Round(
             number,
             mean.clients,
             self.federation.participants,
             torch.from_numpy(mean.trained),
             singles,
-            change=change,
-            rounds=self.federation.rounds,
         )
 
     def _single(self, upload: Upload) -> ClientUpload:

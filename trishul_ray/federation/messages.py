@@ -188,8 +188,8 @@ class Blueprint:
     parameters: dict[str, int]  # adapter, scalars, head (the classification head)
     heads: dict[str, int]  # core heads on each adapted matrix, by transformer block
     block_norms: dict[str, float]  # ||W||_F^2 of the adapted matrices, summed by block
-    #: Of all core heads of a block, or of each where they differ; of the matrix of largest rank.
-    ranks: dict[str, int | list[int]] = field(default_factory=dict)
+    #: Rank of the core heads of a block, of its matrix of largest rank.
+    ranks: dict[str, int] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     client_mix: np.ndarray | None = None  # [C, K] rows of every client and class
     client_rows: dict[RowSet, np.ndarray] = field(default_factory=dict)

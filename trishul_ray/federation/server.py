@@ -354,7 +354,7 @@ class Server:
             error = comparison.aggregation_error(compared.uploads, self.reducer, self.broadcast)
             if error is not None:
                 record.diagnostics["aggregation_error"] = error
-        spectra = reported.spectra | found.spectra | facts.spectra
+        spectra = reported.spectra | found.spectra
         now.spectra = spectra or now.spectra
         now.matrices = append_round(now.matrices, record.round, found.matrices)
 

@@ -305,7 +305,7 @@ def blueprint_of(bench: Workbench) -> Blueprint:
         },
         heads={block: len(a.head_ranks) for block, a in with_cores},
         ranks={
-            block: max((a.rank_or_ranks for _, a in group), key=np.max)
+            block: max(adapter.rank for _, adapter in group)
             for block, group in groupby(with_cores, lambda pair: pair[0])
         },
         block_norms={

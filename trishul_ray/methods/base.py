@@ -113,9 +113,6 @@ class Method:
     #: Whether :meth:`aggregate` reads each upload, not only their mean: a median, a clustering. The
     #: server then holds all uploads of a round at once, m W numbers; otherwise only running sums.
     needs_uploads: bool = False
-    #: Whether :meth:`aggregate` reads ``round_.rounds``, so that a run does not begin as a shorter
-    #: one does.
-    reads_rounds: bool = False
     #: Names in ``extra`` of a contribution that are averaged without weights, whatever
     #: ``federation.weighting`` and :meth:`weight` are. Their sum over the cohort is then
     #: ``round_.accepted`` times the mean.

@@ -244,10 +244,6 @@ class Round:
         uploads: The accepted uploads by ascending client; empty unless the method
             :attr:`~Method.needs_uploads`.
         metrics: Numbers of :meth:`Method.aggregate` for the round's record, by name.
-        rounds: Number of rounds of the run.
-        spectra: Singular values of :meth:`Method.aggregate`, for figures; see ``Diagnostics``.
-        change: [W], the mean of the changes that clients sent, on which a server optimizer has not
-            acted; None if they send values.
     """
 
     number: int
@@ -256,6 +252,3 @@ class Round:
     trained: Tensor
     uploads: tuple[ClientUpload, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
-    rounds: int = 0
-    spectra: dict[str, np.ndarray] = field(default_factory=dict)
-    change: Tensor | None = None

@@ -34,7 +34,7 @@ from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.runtime.lazy import torch
 from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
 from trishul_ray.spectral.diagnostics import stack_spectra
-from trishul_ray.spectral.svt import SvtStats, Threshold, svt_of_stacks, svt_stats, svt_summary
+from trishul_ray.spectral.svt import SvtStats, svt_of_stacks, svt_stats, svt_summary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +89,7 @@ class Stack:
     bank: Tensor
     trained: Tensor | None = None
     origin: Tensor | None = None
-    last: tuple[Tensor, Threshold] | None = None
+    last: tuple[Tensor, float] | None = None
 
     def take(self, bank: Tensor) -> Tensor:
         """Return the trained ones of a stack [n, ...]; all of them, as a view, for None."""
@@ -223,14 +223,14 @@ class Trishul(Ravan):
             run.vector[run.layout.scalars].clamp_(0.0, self.config.scalar_max)
         if step % self.config.prox_every and step != steps:
             return
-        proxes: list[tuple[Stack, Tensor, Threshold]] = []
-        for run in runs:
+        proxes: list[tuple[Stack, Tensor, float]] = []
+        for run in runs if self.config.lam else ():
+            threshold = self.config.lam * run.summed_rate(step, self.since(step))
             for stack in run.state_of(Stacks):
                 cores = stack.change()
-                if (found := self.threshold(run, stack, cores, step)) is not None:
-                    proxes.append((stack, cores, found))
-                    if run.diagnosed and step == steps:
-                        stack.last = cores.clone(), found
+                proxes.append((stack, cores, threshold))
+                if run.diagnosed and step == steps:
+                    stack.last = cores.clone(), threshold
         shrunk = svt_of_stacks([(cores, threshold) for _, cores, threshold in proxes])
         for (stack, _, _), new in zip(proxes, shrunk, strict=True):
             stack.store(new)
@@ -239,11 +239,6 @@ class Trishul(Ravan):
     def steps_per_prox(self) -> int:
         """``method.prox_every``, and 0 without a threshold."""
         return self.config.prox_every if self.config.lam else 0
-
-    def threshold(self, run: LocalRun, stack: Stack, cores: Tensor, step: int) -> Threshold | None:
-        """Return what the prox takes off the singular values of ``cores``; None for no prox."""
-        lam = self.config.lam
-        return Threshold(lam * run.summed_rate(step, self.since(step))) if lam else None
 
     def since(self, step: int) -> int:
         """Return how many steps a prox covers: those since the one before."""
@@ -256,19 +251,17 @@ class Trishul(Ravan):
         if run.diagnosed and (stacks := run.state_of(Stacks)):
             last = [stack.last for stack in stacks if stack.last is not None]
             # Without a threshold, λ is 0 and nothing was shrunk.
-            stats = [svt_stats(b, t.tau, relative=t.relative, hard=t.hard) for b, t in last]
+            stats = [svt_stats(before, threshold) for before, threshold in last]
             run.metrics |= {f"svt_{name}": value for name, value in svt_summary(stats).items()}
             if stats:
                 run.spectra = spectra(stats)
-                if not any(t.relative or t.hard for _, t in last):  # all have one
-                    run.spectra["threshold"] = run.spectra["threshold"][:1]
         return sent, kept
 
 
 def spectra(stats: Sequence[SvtStats]) -> dict[str, np.ndarray]:
-    """Return singular values ``before`` and ``after`` [n, r], and each ``threshold`` [n]."""
+    """Return singular values ``before`` and ``after`` [n, r], and the ``threshold`` [1]."""
     return {
         "before": stack_spectra([s.before for s in stats]).numpy(),
         "after": stack_spectra([s.after for s in stats]).numpy(),
-        "threshold": torch.cat([s.threshold for s in stats]).numpy(),
+        "threshold": np.array([stats[0].threshold]),
     }

@@ -105,8 +105,7 @@ class RunSummary:
         wall_seconds: Seconds of the process that finished the run, and of the rounds before it.
         diagnostics: Spectral metrics of the last diagnosed round; empty for methods without cores.
         heads: How many heads each adapted block has, if the method has heads.
-        ranks: The rank of all of them, or of each where they differ, by block; those of its matrix
-            of largest rank.
+        ranks: The rank of the heads of each block, of its matrix of largest rank.
         block_squared_norms: Scores by which they were allocated.
         attempt: Names this run of the experiment, of all that started over.
         identity: Text of which the id is the hash.
@@ -160,7 +159,7 @@ class RunSummary:
     logged_to: list[str] | None = None
     unread_fields: list[str] = field(default_factory=list)
     reports: dict[str, Json] = field(default_factory=dict)
-    ranks: dict[str, int | list[int]] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)
     participation: dict[str, int] = field(default_factory=dict)
     logged: bool = True
     peak_memory: PeakMemory | None = None

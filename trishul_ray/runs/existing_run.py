@@ -13,7 +13,6 @@ from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.schedule import depends_on_rounds
-from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.report.summary import TABLES, RunSummary, unscored, write_result
@@ -113,12 +112,12 @@ def extend_shorter(
 ) -> None:  # fmt: skip
     """Start a new run with the rounds of an existing run that only differs in having fewer rounds.
 
-    The rounds must be equal: no schedule, stage or method depends on the number of rounds, all
+    The rounds must be equal: no schedule or stage depends on the number of rounds, all
     requested scores exist, and the last round has no diagnostics only because it was the last.
     """
     own, fed, measured = folder.checkpoints, experiment.federation, experiment.evaluation
-    reading = (*Stages.of(experiment), build_method(experiment.method))
-    if depends_on_rounds(experiment.optimizer) or any(each.reads_rounds for each in reading):
+    stages = Stages.of(experiment)
+    if depends_on_rounds(experiment.optimizer) or any(each.reads_rounds for each in stages):
         return
     if own.store.names():
         return

@@ -13,8 +13,6 @@ svt). It runs after every local step and must be cheap:
   computed by :func:`svt_by_iteration`: only batched matrix products, the same ones for any values.
 * A core whose spectral norm is provably at most tau, by ``sigma_1^2 <= ||X^T X||_F``, becomes zero
   without a decomposition.
-* A threshold relative to ``sigma_1`` takes it from the same decomposition or, on a GPU, from the
-  Gram matrix squared :data:`_SQUARINGS` times, whose norm is ``sigma_1`` up to rounding.
 
 A core with a NaN or infinite entry comes back as NaN and does not affect the others, so that a
 diverged client is detected when its upload is validated, not by an exception in its local step.
@@ -48,34 +46,12 @@ _LARGEST_SCALING = 1.7
 #: and values closer than this to the threshold may be shrunk inexactly.
 _RESOLUTION = 5e-7
 
-#: Squarings of a Gram matrix G after which ``||G^(2^k)||_F^(2^-k)`` is its largest eigenvalue: at
-#: most ``r^(2^-k / 2)`` times that, which is 1 up to 4e-8 at rank 110.
-_SQUARINGS = 26
-
 #: Cores that a thread decomposes at once. A multiple of 8: every part of a stack then begins at a
 #: multiple of 64 bytes, whatever the rank, and LAPACK rounds by how its input is aligned.
 PART = 16
 
 #: Threads of the host that decompose cores of a GPU, which waits; at most as many as it has cores.
 _HOST_THREADS = 8
-
-#: In place of a threshold of zero of one core among others.
-_SMALLEST = 1e-300
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """Threshold on the singular values of a stack of n cores.
-
-    Attributes:
-        tau: One number, or one for each core [n].
-        relative: Whether ``tau`` is a share of each core's largest singular value.
-        hard: Keep larger singular values as they are, and shrink none.
-    """
-
-    tau: float | Tensor
-    relative: bool = False
-    hard: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,25 +61,20 @@ class SvtStats:
     Attributes:
         before: [n, r] float64, singular values before, descending.
         after: [n, r] float64, singular values after, descending.
-        threshold: [n] float64, tau of each core.
+        threshold: tau.
     """
 
     before: Tensor
     after: Tensor
-    threshold: Tensor
+    threshold: float
 
 
-def svt(
-    cores: Tensor, threshold: float | Tensor, *, relative: bool = False, hard: bool = False
-) -> Tensor:
+def svt(cores: Tensor, threshold: float) -> Tensor:
     """Apply the proximal map of ``threshold * ||.||_*`` to each core (TRISHUL, eq. svt).
 
     Args:
         cores: [n, r, r], float32 or float64 (float64 is not computed more accurately); n may be 0.
-        threshold: tau >= 0, or one for each core [n]; the number 0 returns a bitwise copy.
-        relative: Whether thresholds are shares of each core's largest singular value. The map is
-            then homogeneous: a core that is c > 0 times as large gives c times the result.
-        hard: Keep singular values above tau as they are: no proximal map of a convex function.
+        threshold: tau >= 0; 0 returns a bitwise copy.
 
     Returns:
         [n, r, r] of the same device and dtype, without gradient history, within 1e-6 of the largest
@@ -113,44 +84,31 @@ def svt(
         InputError: the shape or dtype is wrong, or the threshold is negative or not finite.
     """
     if cores.device.type != "cpu":
-        return svt_by_iteration(cores, threshold, relative=relative, hard=hard)
+        return svt_by_iteration(cores, threshold)
     _check(cores, threshold)
-    if cores.numel() == 0 or (not isinstance(threshold, torch.Tensor) and threshold == 0.0):
+    if cores.numel() == 0 or threshold == 0.0:
         return cores.detach().clone()
     with torch.no_grad():
-        return _svt_by_gram(cores, threshold, relative, hard)
+        return _svt_by_gram(cores, threshold)
 
 
-def svt_of_stacks(stacks: Sequence[tuple[Tensor, Threshold]]) -> list[Tensor]:
+def svt_of_stacks(stacks: Sequence[tuple[Tensor, float]]) -> list[Tensor]:
     """Apply :func:`svt` to stacks [n_i, r_i, r_i], each with its threshold.
 
-    On a GPU, neighbors of one rank and kind of threshold, or one number as threshold, are one
-    stack: they take the kernels of one, and each result is that of its stack alone up to the last
-    bits.
+    On a GPU, neighbors with the same rank and threshold are one stack: they take the kernels of one
+    stack, and each result equals the result of its stack up to the last bits.
     """
     found: list[Tensor] = []
-    for (_, relative, hard, number), same in groupby(stacks, _kind):
-        cores, taus = zip(*((cores, threshold.tau) for cores, threshold in same), strict=True)
+    for (_, threshold), same in groupby(stacks, lambda each: (each[0].shape[-1], each[1])):
+        cores = [stack for stack, _ in same]
         if cores[0].device.type == "cpu" or len(cores) == 1:
-            each = zip(cores, taus, strict=True)
-            found += [svt(core, tau, relative=relative, hard=hard) for core, tau in each]
+            found += [svt(core, threshold) for core in cores]
         else:
-            tau = torch.cat(taus) if number is None else number
-            shrunk = svt(torch.cat(cores), tau, relative=relative, hard=hard)
-            found += shrunk.split([len(core) for core in cores])
+            found += svt(torch.cat(cores), threshold).split([len(core) for core in cores])
     return found
 
 
-def _kind(stack: tuple[Tensor, Threshold]) -> tuple[int, bool, bool, float | None]:
-    """Return the rank of the cores, the kind of their threshold, and the number if it is one."""
-    cores, threshold = stack
-    number = None if isinstance(threshold.tau, torch.Tensor) else threshold.tau
-    return cores.shape[-1], threshold.relative, threshold.hard, number
-
-
-def svt_stats(
-    cores: Tensor, threshold: float | Tensor, *, relative: bool = False, hard: bool = False
-) -> SvtStats:
+def svt_stats(cores: Tensor, threshold: float) -> SvtStats:
     """Return the spectra of cores before and after :func:`svt`, in host memory.
 
     Every core is decomposed there, for which the host waits: for 96 cores of 110 x 110, a GPU would
@@ -161,12 +119,7 @@ def svt_stats(
     on_host = cores.device.type == "cpu"
     threads = 1 if on_host else min(_HOST_THREADS, os.cpu_count() or 1)
     values = singular_values(cores.cpu(), threads)
-    tau = torch.as_tensor(threshold, dtype=torch.float64, device="cpu").expand(len(values))  # [n]
-    if relative:
-        tau = tau * values[:, 0]
-    edge = tau[:, None]
-    after = torch.where(values <= edge, 0.0, values) if hard else (values - edge).clamp(min=0.0)
-    return SvtStats(before=values, after=after, threshold=tau)
+    return SvtStats(values, (values - threshold).clamp(min=0.0), threshold)
 
 
 def svt_summary(stats: Iterable[SvtStats]) -> dict[str, float]:
@@ -203,14 +156,7 @@ def singular_values(cores: Tensor, threads: int = 1) -> Tensor:
     return torch.where(finite[:, None], squares.clamp(min=0.0).sqrt().flip(-1), math.nan)
 
 
-def svt_by_iteration(
-    cores: Tensor,
-    threshold: float | Tensor,
-    dtype: torch.dtype | None = None,
-    *,
-    relative: bool = False,
-    hard: bool = False,
-) -> Tensor:
+def svt_by_iteration(cores: Tensor, threshold: float, dtype: torch.dtype | None = None) -> Tensor:
     """Apply the same map with batched matrix products only, as used on GPUs.
 
     With the polar factors ``X = Q S`` the result is ``Q (S - tau I)_+``, and the positive part is
@@ -223,22 +169,19 @@ def svt_by_iteration(
     of the largest singular value.
     """
     _check(cores, threshold)
-    if cores.numel() == 0 or (not isinstance(threshold, torch.Tensor) and threshold == 0.0):
+    if cores.numel() == 0 or threshold == 0.0:
         return cores.detach().clone()
     dtype = torch.promote_types(dtype or torch.float64, cores.dtype)
 
     def shrink(cores: Tensor, threshold: Tensor) -> tuple[Tensor, ...]:
-        return (_iterate(cores, threshold[:, None, None], dtype, relative, hard),)
+        return (_iterate(cores, threshold[:, None, None], dtype),)
 
-    if not isinstance(threshold, torch.Tensor):  # a number would stay as it is in a graph
-        threshold = torch.full(cores.shape[:1], threshold, dtype=dtype, device=cores.device)
-    name = ("svt", dtype, relative, hard)
-    return replayed(name, shrink, cores.detach(), threshold.to(dtype))[0]
+    # A CUDA graph would keep the value of a Python number.
+    tau = torch.full(cores.shape[:1], threshold, dtype=dtype, device=cores.device)
+    return replayed(("svt", dtype), shrink, cores.detach(), tau)[0]
 
 
-def _iterate(
-    cores: Tensor, threshold: Tensor, dtype: torch.dtype, relative: bool, hard: bool
-) -> Tensor:
+def _iterate(cores: Tensor, threshold: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the shrunk cores [n, r, r], given thresholds [n, 1, 1]; in few kernels."""
     with torch.no_grad():
         scalings = _newton_schulz_scalings(_RESOLUTION)
@@ -250,69 +193,39 @@ def _iterate(
         gram = x.mT @ x
         bound = torch.linalg.matrix_norm(gram, keepdim=True).sqrt().clamp(min=1.0)
         x, size = x / bound, peak * bound
-        # [n, 1, 1], in units of the bound
-        tau = threshold * _largest(gram) / bound if relative else threshold / size
+        tau = threshold / size  # [n, 1, 1], in units of the bound
         q = _newton_schulz(x, scalings)
         s = q.mT @ x
         y = (s + s.mT) / 2
-        kept = y.clone() if hard else y
         y.diagonal(dim1=-2, dim2=-1).sub_(tau.clamp(max=1.0).squeeze(-1))
-        positive = torch.baddbmm(kept, kept, _newton_schulz(y, scalings), beta=0.5, alpha=0.5)
+        positive = torch.baddbmm(y, y, _newton_schulz(y, scalings), beta=0.5, alpha=0.5)
         shrunk: Tensor = torch.where(tau < 1.0, q @ positive, 0.0) * size
         return shrunk.to(cores.dtype)
 
 
-def _svt_by_gram(cores: Tensor, threshold: float | Tensor, relative: bool, hard: bool) -> Tensor:
+def _svt_by_gram(cores: Tensor, threshold: float) -> Tensor:
     x = cores.double()
     gram = x.mT @ x
     size = torch.linalg.matrix_norm(gram)  # [n], >= sigma_1^2
     finite = size.isfinite()
-    if isinstance(threshold, torch.Tensor):
-        threshold = threshold.double()
-    least = 0.0 if relative else threshold * threshold
-    nonzero = finite & (size > least)  # the others certainly become zero
+    nonzero = finite & (size > threshold * threshold)  # the others certainly become zero
     if bool(nonzero.all()):
-        return _shrink(x, gram, threshold, relative, hard).to(cores.dtype)
+        return _shrink(x, gram, threshold).to(cores.dtype)
     result = torch.zeros_like(cores)
     result[~finite] = math.nan
     if bool(nonzero.any()):
-        if isinstance(threshold, torch.Tensor):
-            threshold = threshold[nonzero]
-        shrunk = _shrink(x[nonzero], gram[nonzero], threshold, relative, hard)
-        result[nonzero] = shrunk.to(cores.dtype)
+        result[nonzero] = _shrink(x[nonzero], gram[nonzero], threshold).to(cores.dtype)
     return result
 
 
-def _shrink(
-    x: Tensor, gram: Tensor, threshold: float | Tensor, relative: bool, hard: bool
-) -> Tensor:
+def _shrink(x: Tensor, gram: Tensor, threshold: float) -> Tensor:
     squares, vectors = eigen_of_grams(gram)  # ascending [n, r], [n, r, r]
     values = squares.clamp(min=0.0).sqrt()
-    if isinstance(threshold, torch.Tensor):
-        threshold = threshold[:, None]
-    if relative:
-        threshold = threshold * values[:, -1:]
-    if isinstance(threshold, torch.Tensor):
-        threshold = threshold.clamp(min=_SMALLEST)
     kept = int((values > threshold).sum(dim=-1).max())
     first = values.shape[-1] - kept
     values, vectors = values[:, first:], vectors[:, :, first:]  # [n, k], [n, r, k]
     gains = 1.0 - threshold / values.clamp(min=threshold)  # exactly 0 for values <= tau
-    if hard:
-        gains = gains.sign()
     return ((x @ vectors) * gains.unsqueeze(-2)) @ vectors.mT  # [n, r, k] x [n, k, r]
-
-
-def _largest(gram: Tensor) -> Tensor:
-    """Return sigma_1 [n, 1, 1], given the Gram matrices [n, r, r]; 1 where they are zero."""
-    power, log = gram, torch.zeros_like(gram[:, :1, :1])
-    for squared in range(_SQUARINGS):
-        size = torch.linalg.matrix_norm(power, keepdim=True)
-        size = torch.where(size > 0, size, 1.0)
-        log += size.log() / 2**squared  # rounding, too, is divided by 2^k
-        power = power / size
-        power = power @ power
-    return (log / 2).exp()
 
 
 def eigen_of_grams(grams: Tensor) -> tuple[Tensor, Tensor]:
@@ -355,16 +268,10 @@ def _newton_schulz(x: Tensor, scalings: list[float]) -> Tensor:
     return x
 
 
-def _check(cores: Tensor, threshold: float | Tensor) -> None:
+def _check(cores: Tensor, threshold: float) -> None:
     if cores.ndim != 3 or cores.shape[-1] != cores.shape[-2]:
         raise InputError(f"cores of shape {tuple(cores.shape)} must be a stack [n, r, r]")
     if cores.dtype not in (torch.float32, torch.float64):
         raise InputError(f"cores of dtype {cores.dtype} must be float32 or float64")
-    if isinstance(threshold, torch.Tensor):
-        # Values are not checked: that would synchronize with the GPU.
-        if threshold.shape != cores.shape[:1]:
-            raise InputError(
-                f"thresholds of shape {tuple(threshold.shape)} must be [{len(cores)}], one per core"
-            )
-    elif not (math.isfinite(threshold) and threshold >= 0.0):
+    if not (math.isfinite(threshold) and threshold >= 0.0):
         raise InputError(f"threshold={threshold} must be finite and at least 0")
