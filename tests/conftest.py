@@ -264,7 +264,7 @@ def ray_head(start):
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory):
     """A database with MLflow's schema and nothing else, created once: it takes seconds."""
-    from trishul_ray.tracking.mlflow_store import open_client
+    from trishul_ray.tracking.store import open_client
 
     file = tmp_path_factory.mktemp("store") / "mlflow.db"
     open_client(f"sqlite:///{file}")

@@ -5,7 +5,7 @@ from contract.digests import differences, outcome
 from trishul_ray.federation.checkpoint import open_checkpoints, round_of, run_folder, state_digest
 from trishul_ray.report.summary import RunSummary, read_metrics
 from trishul_ray.runs.mlflow_log import grouped_metrics
-from trishul_ray.tracking.mlflow_store import is_server, open_client
+from trishul_ray.tracking.store import is_server, open_client
 
 
 def rounds_saved(runs):

@@ -41,7 +41,7 @@ from s3_server import KEYS, S3Server
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.storage.durable import remove_unfinished
-from trishul_ray.tracking.mlflow_store import open_client
+from trishul_ray.tracking.store import open_client
 
 #: Process titles or names of the victims that are processes of a run.
 TITLES = {

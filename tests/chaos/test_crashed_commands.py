@@ -57,7 +57,6 @@ def logged(database):
             found.setdefault(place, []).append(
                 {
                     "status": status,
-                    "shares": names.get(tags.get("trishul.shared_run")),
                     "tags": sorted(tags),
                     "counts": {k: v for k, v in tags.items() if k.startswith(("axis.", "cells."))},
                     "params": pairs("params", uuid) | {"tracking.parent_run": ""},
@@ -78,7 +77,7 @@ def untimed(path):
 
 
 def test_a_sweep_of_four_cells(place):
-    """Two cells are run before, by themselves: the sweep shares their MLflow runs."""
+    """Two cells are run before, by themselves: they keep their MLflow runs."""
     for seed in SEEDS:
         assert place.run(cell(METHODS[0], seed)).code == 0
     template = keep(place)
@@ -97,8 +96,8 @@ def test_a_sweep_of_four_cells(place):
         return place.call(*SWEEP, crash=crash)
 
     assert crash_everywhere(place, template, act, observe, stride=13) == {}
-    runs = observe()["mlflow"].values()  # the sweep, its cells, and those that it shares
-    assert [run["status"] for run in runs] == ["FINISHED"] * (1 + len(ids) + len(SEEDS))
+    runs = observe()["mlflow"].values()  # the sweep and its cells
+    assert [run["status"] for run in runs] == ["FINISHED"] * (1 + len(ids))
 
 
 @pytest.mark.parametrize("options", [[], ["--merged"]], ids=["adapter", "merged"])

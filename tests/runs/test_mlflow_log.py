@@ -10,7 +10,7 @@ from summaries import invented_summary
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.runs.mlflow_log import end_of, grouped_metrics, run_name
+from trishul_ray.runs.mlflow_log import close_run, grouped_metrics, run_name
 from trishul_ray.tasks.build import unread_fields
 
 
@@ -94,9 +94,12 @@ def test_clients_have_a_metric_each_by_name():
         best={"round": 1, "accuracy": 0.5, "chosen_on": "test"},
         untouched={"accuracy": 0.1},
     )
-    logged = end_of(summary).metrics
+    ended = {}
+    run = SimpleNamespace(end=lambda *status, metrics, **more: ended.update(metrics=metrics))
+    close_run(run, summary)
+    logged = ended["metrics"]
     assert logged["client/Genf"] == 0.5 and logged["client/Zürich_ 1_2"] == 0.25
     for name in logged:
         _validate_metric_name(name)
-    many = end_of(replace(summary, per_client={str(n): 0.5 for n in range(101)}))
-    assert not any(name.startswith("client/") for name in many.metrics)
+    close_run(run, replace(summary, per_client={str(n): 0.5 for n in range(101)}))
+    assert not any(name.startswith("client/") for name in ended["metrics"])

@@ -20,7 +20,7 @@ from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.report.summary import TABLES, RunSummary, read_metrics
 from trishul_ray.runs.export import open_run
 from trishul_ray.runs.runner import run_experiment, run_steps
-from trishul_ray.tracking.progress import RunProgress, format_count
+from trishul_ray.tracking.progress import RunProgress, format_bytes
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def test_traffic_and_wall_time_go_on_after_a_resume(tiny, monkeypatch):
     console = Console(file=io.StringIO(), width=200)
     finished = drain(run_steps(experiment, RunProgress(4, console), extras=False))[1]
     (last,) = [line for line in console.file.getvalue().splitlines() if line.startswith("round 4")]
-    assert f"{format_count(finished.summary.uploaded_parameters)} up" in last
+    assert f"{format_bytes(finished.summary.uploaded_bytes)} up" in last
     before = sum(finished.summary.round_seconds[:3])
     assert finished.summary.wall_seconds == pytest.approx(before, abs=0.002)
 

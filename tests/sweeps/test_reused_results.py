@@ -14,9 +14,7 @@ from trishul_ray.sweeps.reproduce import reproduce
 from trishul_ray.tracking.progress import RunProgress, SweepProgress
 
 
-def test_sweeps_that_share_a_reused_result_each_have_it_once_with_their_own_axes(
-    mlflow_store, tmp_path, cache
-):
+def test_shared_reused_result_is_logged_once(mlflow_store, tmp_path, cache):
     places = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
     words = [*TINY, *places, "tracking.mlflow=true"]
     for seed in (0, 1):
@@ -34,24 +32,12 @@ def test_sweeps_that_share_a_reused_result_each_have_it_once_with_their_own_axes
         runs = client.search_runs([client.get_experiment_by_name("other").experiment_id])
         parents = {r.info.run_id: r.info.run_name for r in runs if "trishul.attempt" in r.data.tags
                    and "mlflow.parentRunId" not in r.data.tags}  # fmt: skip
-        assert sorted(parents.values()) == ["mine-custom", "yours-custom"]
-        cells = [run for run in runs if run.info.run_id not in parents]
-        assert sorted(
-            (parents[run.data.tags["mlflow.parentRunId"]], run.data.tags["seed"],
-             run.data.params.get("axis.seed"), "trishul.id" in run.data.tags)
-            for run in cells
-        ) == [
-            ("mine-custom", "0", None, True),
-            ("yours-custom", "0", "0", False),  # a short run; the whole one is the first sweep's
-            ("yours-custom", "1", "1", True),
-        ]  # fmt: skip
-        (short,) = [run for run in cells if "trishul.shared_id" in run.data.tags]
-        (whole,) = [
-            run for run in cells if run.info.run_id == short.data.tags["trishul.shared_run"]
-        ]
-        assert whole.data.tags["trishul.id"] == short.data.tags["trishul.shared_id"]
-        assert whole.data.tags["sweep.mine"] == "custom" and whole.data.tags["sweep"] == "mine"
-        assert short.info.run_name == "seed=0"
-        for run in cells:
+        assert sorted(parents.values()) == ["mine-custom", "yours-custom seed"]
+        cells = {run.data.tags["seed"]: run for run in runs if run.info.run_id not in parents}
+        assert len(cells) == len(runs) - 2 == 2
+        for seed, parent, sweeps_of_it in (("0", "mine-custom", 2), ("1", "yours-custom seed", 1)):
+            run, tags = cells[seed], cells[seed].data.tags
+            assert parents[tags["mlflow.parentRunId"]] == parent and "trishul.id" in tags
+            assert sum(name.startswith("sweep.") for name in tags) == sweeps_of_it
             assert run.info.status == "FINISHED"
             assert len(client.get_metric_history(run.info.run_id, "Score/accuracy")) == 3

@@ -29,7 +29,6 @@ from trishul_ray.sweeps.status import (
     other_results,
     record_failure,
 )
-from trishul_ray.tracking.mlflow_sweep import SweepRun
 from trishul_ray.tracking.progress import RunProgress
 
 WORDS = ["dataset=hub", "data.path=me/notes", "model=me/bert", *TINY_TEXT]
@@ -197,19 +196,6 @@ def test_a_failure_is_kept_until_a_run_finishes(place, cache):
     for damage in DAMAGE:
         note.write_bytes(DAMAGE[damage](content))
         assert state_of(experiment).reason.endswith("; the last attempt failed")
-
-
-def test_a_damaged_note_of_what_mlflow_has_is_not_believed(tmp_path):
-    (tmp_path / "mlflow.db").touch()
-    runs, tags = Store.open(str(tmp_path / "runs")), {"sweep": "mine", "profile": "custom"}
-    sweep, results = SweepRun(f"sqlite:///{tmp_path}/mlflow.db", "mine", runs, tags, {}), {"a": "b"}
-    sweep.note(results)
-    (note,) = (tmp_path / "runs" / "sweeps").iterdir()
-    content = note.read_bytes()
-    assert sweep.has(results)
-    for damage in DAMAGE:
-        note.write_bytes(DAMAGE[damage](content))
-        assert not sweep.has(results)
 
 
 def test_a_store_in_a_bucket(cell, place, cache, s3_bucket):

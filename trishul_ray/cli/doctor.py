@@ -39,7 +39,7 @@ from trishul_ray.storage.durable import (
 )
 from trishul_ray.storage.redaction import redact
 from trishul_ray.storage.store import Store, remove_unused_copies
-from trishul_ray.tracking.mlflow_store import sqlite_file, tracking_uri
+from trishul_ray.tracking.store import sqlite_file, tracking_uri
 from trishul_ray.version import __version__
 
 #: Seconds that a check may wait for something outside this process.

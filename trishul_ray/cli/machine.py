@@ -1,6 +1,7 @@
-"""Commands on the machine: check it, and open the page of its MLflow store."""
+"""Commands on the machine: check it, and show its runs in MLflow."""
 
-from pathlib import Path
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -44,35 +45,27 @@ def doctor(
 
 
 def ui(
-    run: Annotated[
-        str, typer.Argument(metavar="[RUN]", help="Run id, or its folder; default: all runs.")
-    ] = "",
-    runs: Annotated[
-        str, typer.Option(help="Folder where runs are stored.", envvar="TRISHUL_RUNS")
-    ] = "runs",
+    runs: Annotated[str, typer.Option(help="Folder of runs.", envvar="TRISHUL_RUNS")] = "runs",
     uri: Annotated[
         str | None,
-        typer.Option(help="MLflow tracking URI; default: the store in the folder of runs."),
+        typer.Option(help="MLflow tracking URI; default: mlflow.db in the folder of runs."),
     ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="Port; default: the first free one from 5000 on."),
-    ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on this machine.")] = 5000,
 ) -> None:
-    """Open MLflow's page of the runs on this machine, on localhost, until Ctrl-C."""
-    from trishul_ray.tracking.mlflow_store import is_server, tracking_uri
-    from trishul_ray.tracking.mlflow_ui import FIRST_PORT, free_port, page_of_run, serve_ui
+    """Show runs in MLflow, on localhost until Ctrl-C: `mlflow ui --backend-store-uri ...`."""
+    from trishul_ray.tracking.store import SETTINGS, is_server, sqlite_file, tracking_uri, view_of
 
-    if "/" in run:
-        runs, run = str(Path(run).parent), Path(run).name
     store = tracking_uri(uri, runs)
-    page = page_of_run(store, run)
     if is_server(store):
-        print_field("MLflow", store.rstrip("/") + page)
+        print_field("MLflow", store)
         return
-    chosen = free_port(FIRST_PORT if port is None else port)
-    if port is not None and chosen != port:
-        raise InputError(f"--port {port} is in use")
-    serve_ui(
-        store, chosen, lambda address: print_field("MLflow", f"{address}{page}  (Ctrl-C ends it)")
-    )
+    file = sqlite_file(store)
+    if file is not None and not file.exists():
+        raise InputError(f"{file} does not exist: no run was logged there; use --runs or --uri")
+    print_field("MLflow", f"http://127.0.0.1:{port}/{view_of(store)}  (Ctrl-C ends it)")
+    sys.stdout.flush()
+    # In the environment, where no other user sees a password; modules of this folder stay out.
+    stores = {"MLFLOW_BACKEND_STORE_URI": store, "MLFLOW_REGISTRY_STORE_URI": store}
+    safe = {"PYTHONSAFEPATH": "1", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    words = [sys.executable, "-m", "mlflow", "ui", "--host", "127.0.0.1", "--port", str(port)]
+    os.execve(sys.executable, [*words, "--workers", "1"], os.environ | SETTINGS | stores | safe)

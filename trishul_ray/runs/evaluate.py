@@ -183,7 +183,7 @@ def _write(home: Store, answered: Sequence[Json], about: Json) -> None:
 def _log(experiment: Experiment, run: str, about: Json) -> None:
     """Log the scores of all rows beside the run's own metrics: ``eval/rouge_l``."""
     from trishul_ray.tracking.mlflow import points_of
-    from trishul_ray.tracking.mlflow_store import opened, tracking_uri
+    from trishul_ray.tracking.store import opened, tracking_uri
 
     uri = tracking_uri(experiment.tracking.uri, experiment.storage.runs)
     numbers = {

@@ -10,7 +10,7 @@ from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.plugins.loading import find_plugin
 from trishul_ray.stages import Stages
 from trishul_ray.storage.durable import check_writable
-from trishul_ray.tracking.mlflow_store import tracking_uri
+from trishul_ray.tracking.store import tracking_uri
 
 
 def check_first(experiment: Experiment, progress: ProgressCallback | None = None) -> None:

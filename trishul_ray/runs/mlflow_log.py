@@ -1,8 +1,7 @@
-"""Log of a run to MLflow, and of a finished run that is asked for in another place.
+"""The log of a run in MLflow: its names, parameters, tags and totals.
 
-A run is logged while it goes on. A finished one is never run again; where its result is asked for
-in another experiment or store (by a sweep, or with other fields ``tracking``), it is logged there
-once, from its files, with the tag ``trishul.reused``.
+A run is logged while it goes on. A finished run whose result is requested for another experiment or
+store is logged there once, from its files, with the tag ``trishul.reused``.
 """
 
 import hashlib
@@ -20,19 +19,23 @@ from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.stages import STAGES
 from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.storage.store import Store
-from trishul_ray.tracking.mlflow import ID_TAG, MlflowTracker, has_finished, replace_run
-from trishul_ray.tracking.mlflow_store import SCORES, place_of, tracking_uri, ui_command
-from trishul_ray.tracking.mlflow_sweep import AXIS_TAG, CELL_TAG
-from trishul_ray.tracking.tracker import Input, RunEnd, RunStart, Tracker
+from trishul_ray.tracking.mlflow import (
+    ID_TAG,
+    MlflowRun,
+    Tracker,
+    dataset_input,
+    has_finished,
+    replace_run,
+)
+from trishul_ray.tracking.store import SCORES, place_of, tracking_uri, ui_command
+from trishul_ray.tracking.sweep import AXIS_TAG, CELL_TAG
 from trishul_ray.version import versions
 
 #: Tag of a run whose result was made elsewhere.
 REUSED_TAG = "trishul.reused"
-
-#: Runs of more clients have their mean and worst decile in MLflow, and no metric for each.
+#: With more clients, MLflow gets no metric for each client.
 MAX_CLIENTS = 100
-
-#: A character that MLflow takes in no metric's name, or that would make another group.
+#: A character that MLflow rejects in the name of a metric, or that would start another group.
 _NO_METRIC_NAME = re.compile(r"[^\w.\- :]")
 
 
@@ -49,37 +52,41 @@ def describe(experiment: Experiment) -> str:
 
 
 def mlflow_command(experiment: Experiment) -> str | None:
-    """Return the command that shows an experiment's run in a browser; None if it is not logged."""
-    return ui_command(_uri(experiment), experiment.id) if experiment.tracking.mlflow else None
+    """Return the command that shows the runs in a browser, or None if they are not logged."""
+    return ui_command(_uri(experiment)) if experiment.tracking.mlflow else None
 
 
-def tracker_of(experiment: Experiment) -> Tracker:
-    """Return what follows an experiment's run, as ``tracking`` says."""
-    options = experiment.tracking
-    return MlflowTracker(_uri(experiment), options.experiment) if options.mlflow else Tracker()
+def logged_to(experiment: Experiment) -> list[str] | None:
+    """Return the MLflow store and experiment of a run, or None if it is not logged."""
+    if not experiment.tracking.mlflow:
+        return None
+    return place_of(_uri(experiment), experiment.tracking.experiment)
 
 
-def start_of(
-    experiment: Experiment,
-    attempt: str,
-    data: Coverage,
-    sources: Mapping[str, str],
-    tags: Mapping[str, str],
-    unread: Collection[str] = (),
-) -> RunStart:
-    """Return the start of a run for a tracker; ``data`` are the rows that it uses."""
-    name = tags.get(CELL_TAG) or run_name(experiment)
+def open_run(
+    experiment: Experiment, attempt: str, data: Coverage, sources: Mapping[str, str],
+    tags: Mapping[str, str], unread: Collection[str] = (),
+) -> Tracker:  # fmt: skip
+    """Open the MLflow run of an experiment's attempt; ``data`` are the rows that it uses.
+
+    Raises:
+        InputError: The store cannot be opened.
+    """
+    options, name = experiment.tracking, tags.get(CELL_TAG) or run_name(experiment)
+    if not options.mlflow:
+        return Tracker()
     rows = {"rows": {"train": asdict(data.train), "test": asdict(data.test)}}
     splits = (("train", "training", data.train), ("test", "evaluation", data.test))
-    return RunStart(
-        attempt,
-        name,
-        {
+    content = _digest(sources.get("rows", "unknown"))
+    uri = _uri(experiment)
+    return MlflowRun(
+        uri, options.experiment, attempt, name,
+        params={
             **{key: text for key, text in tags.items() if key.startswith(AXIS_TAG)},
             **{k: v for k, v in flatten(experiment.to_dict()).items() if k not in unread},
             **flatten(rows),
         },
-        {
+        tags={
             **tags,
             ID_TAG: experiment.id,
             "mlflow.note.content": f"{describe(experiment)}, {name}; {data.sentence}",
@@ -87,18 +94,15 @@ def start_of(
             "trishul.part": str(data.part),
             **{f"version.{k}": v for k, v in versions().items()},
         },
-        [
-            Input(
-                f"{data.dataset} {split}",
-                _digest(sources.get("rows", "unknown")),
-                data.source,
-                context,
+        inputs=[
+            dataset_input(
+                f"{data.dataset} {split}", content, data.source, context,
                 {**asdict(used), "revision": data.revision},
             )
             for split, context, used in splits
         ],
-        experiment.tracking.parent_run,
-    )
+        parent=options.parent_run,
+    )  # fmt: skip
 
 
 def run_name(experiment: Experiment) -> str:
@@ -147,11 +151,11 @@ def _grouped(name: str) -> str:
     return f"{SCORES}{name}"
 
 
-def end_of(summary: RunSummary, folder: Path | None = None) -> RunEnd:
-    """Return what a comparison of finished runs needs and no round has."""
+def close_run(run: Tracker, summary: RunSummary, folder: Path | None = None) -> list[str]:
+    """End the MLflow run of a finished run with its totals; return what the store refused."""
     headline, hardware, sources = summary.headline, summary.hardware, summary.sources
     chosen = f"best_on_{summary.best['chosen_on']}"
-    totals = {
+    metrics = {
         f"{chosen}/{headline}": summary.best[headline],
         f"{chosen}/round": summary.best["round"],
         f"untouched/{headline}": summary.untouched[headline],
@@ -171,15 +175,15 @@ def end_of(summary: RunSummary, folder: Path | None = None) -> RunEnd:
         **{f"trishul.{k}": r["sentence"] for k, r in summary.reports.items() if "sentence" in r},
     }
     inputs = []
-    if (weights := sources.get("backbone")) is not None:
+    if isinstance(run, MlflowRun) and (weights := sources.get("backbone")) is not None:
         name = summary.config["model"]["name"]
         facts = {"hash": weights}
-        inputs.append(Input(name, _digest(weights), f"model:{name}", "backbone", facts))
-    return RunEnd(len(summary.round_seconds), totals, tags, inputs, folder)
+        inputs = [dataset_input(name, _digest(weights), f"model:{name}", "backbone", facts)]
+    rounds = len(summary.round_seconds)
+    return run.end("FINISHED", rounds, metrics=metrics, tags=tags, inputs=inputs, folder=folder)
 
 
 def _by_client(group: str, scores: Mapping[str, float]) -> dict[str, float]:
-    """Return the scores of named clients as metrics, unless there are too many to read."""
     if len(scores) > MAX_CLIENTS:
         return {}
     return {f"{group}/{_NO_METRIC_NAME.sub('_', name)}": value for name, value in scores.items()}
@@ -188,7 +192,7 @@ def _by_client(group: str, scores: Mapping[str, float]) -> dict[str, float]:
 def log_reused(
     experiment: Experiment, summary: RunSummary, home: Store, tags: Mapping[str, str]
 ) -> tuple[RunSummary, list[str]]:
-    """Log a finished run where the experiment asks for it, unless it is there already.
+    """Log a finished run where the experiment asks for it, unless it is already there.
 
     A run whose process ended before all was logged, or whose files have changed since, is
     completed where it was logged; result.json then says so.
@@ -200,13 +204,12 @@ def log_reused(
     if not options.mlflow:
         return summary, []
     try:
-        uri, attempt = _uri(experiment), summary.attempt
-        made_here = summary.logged_to == place_of(uri, options.experiment)
+        made_here = summary.logged_to == logged_to(experiment)
         if made_here and summary.logged:
             return summary, []
         complete = replace(summary, logged=True).written()
         rejected: list[str] = []
-        if made_here or not has_finished(uri, options.experiment, attempt):
+        if made_here or not has_finished(_uri(experiment), options.experiment, summary.attempt):
             marks = {**tags} if made_here else {**tags, REUSED_TAG: str(True)}
             rejected = _log_finished(experiment, complete, home, marks)
         if made_here and not rejected:
@@ -220,29 +223,25 @@ def log_reused(
 def _log_finished(
     experiment: Experiment, summary: RunSummary, home: Store, tags: Mapping[str, str]
 ) -> list[str]:
-    """Log all of a finished run that its MLflow run lacks, and end it."""
-    tracker, records = tracker_of(experiment), read_metrics(home)
-    data, unread = summary.data, summary.unread_fields
-    tracker.start(start_of(experiment, summary.attempt, data, summary.sources, tags, unread))
+    """Log all that the MLflow run of a finished run lacks, and end it."""
+    records, unread = read_metrics(home), summary.unread_fields
+    run = open_run(experiment, summary.attempt, summary.data, summary.sources, tags, unread)
     for record in records:
-        tracker.round(int(record["round"]), grouped_metrics(record))
+        run.round(int(record["round"]), grouped_metrics(record))
     with scratch_folder("results") as scratch:
-        for name in summary.files:
-            if home.exists(name):
-                file = Path(scratch, name)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(home.read(name))
+        for name in filter(home.exists, summary.files):
+            file = Path(scratch, name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(home.read(name))
         Path(scratch, "result.json").write_bytes(summary.to_json())
-        return tracker.end("FINISHED", end_of(summary, Path(scratch)))
+        return close_run(run, summary, Path(scratch))
 
 
 def mark_replaced(experiment: Experiment, attempt: str, *, by: str) -> list[str]:
-    """Delete the MLflow run of an attempt that another one replaces; a tag says by which.
-
-    It is out of every list and mean, and can be restored in MLflow, like all that is deleted there.
+    """Delete the MLflow run of an attempt that another attempt replaces; a tag names the new one.
 
     Returns:
-        The files that the store did not accept.
+        What the store did not accept.
     """
     if not (experiment.tracking.mlflow and attempt):
         return []
@@ -258,6 +257,6 @@ def _uri(experiment: Experiment) -> str:
 
 
 def _digest(source: str) -> str:
-    """Return the hash that a source names, or one of its text, as MLflow takes it."""
+    """Return the hash that a source names, or the hash of its text, as MLflow accepts it."""
     found = source.rpartition("sha256:")[2]
     return (found if len(found) >= 32 else hashlib.sha256(source.encode()).hexdigest())[:16]

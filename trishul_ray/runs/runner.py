@@ -35,13 +35,13 @@ from trishul_ray.runs.existing_run import (
 )
 from trishul_ray.runs.folder import RunFolder
 from trishul_ray.runs.mlflow_log import (
-    end_of,
+    close_run,
     grouped_metrics,
     log_reused,
+    logged_to,
     mark_replaced,
     mlflow_command,
-    start_of,
-    tracker_of,
+    open_run,
 )
 from trishul_ray.runs.results import file_hashes, summarize, write_tables
 from trishul_ray.runtime.lazy import import_ahead
@@ -49,8 +49,8 @@ from trishul_ray.stages import Stages
 from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.storage.store import Store
 from trishul_ray.tasks.build import unread_fields
+from trishul_ray.tracking.mlflow import Tracker
 from trishul_ray.tracking.progress import RunProgress
-from trishul_ray.tracking.tracker import RunEnd, Status, Tracker
 
 #: Modules that take seconds to import and are needed when the rounds are over: they are imported
 #: after the first one, while this process waits for the others.
@@ -228,9 +228,8 @@ class _Run:
         for remark in coverage.cut:
             progress.note(remark)
         unread = unread_fields(experiment.task, info, _backbone(experiment))
-        tracker = tracker_of(experiment)
         sources = self.prepared.sources
-        tracker.start(start_of(experiment, self.attempt, coverage, sources, self.tags, unread))
+        tracker = open_run(experiment, self.attempt, coverage, sources, self.tags, unread)
         with self.tracked(tracker):
             with self.driver(tracker) as driver:
                 late = LATE if self.extras else ()
@@ -244,7 +243,7 @@ class _Run:
             summary = replace(
                 summarize(experiment, result, coverage, wall, tracker.run_id),
                 reports=reports,
-                logged_to=tracker.place,
+                logged_to=logged_to(experiment),
                 unread_fields=unread,
                 held=held,
             )
@@ -259,15 +258,12 @@ class _Run:
             raise
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | GeneratorExit)
-            self.end(tracker, "KILLED" if stopped else "FAILED")
+            self.note_rejected(tracker.end("KILLED" if stopped else "FAILED"))
             raise
 
-    def end(self, tracker: Tracker, status: Status, results: RunEnd | None = None) -> bool:
-        """End the tracking run; return whether its store has accepted everything."""
-        refused = tracker.end(status, results)
-        for line in refused:
+    def note_rejected(self, rejected: Sequence[str]) -> None:
+        for line in rejected:
             self.progress.note(f"MLflow refused: {line}")
-        return not refused
 
     @contextmanager
     def driver(self, tracker: Tracker) -> Iterator[Driver]:
@@ -301,7 +297,7 @@ class _Run:
             hashes = file_hashes(files)
             # Its presence marks the run as finished, even if the model cannot be exported.
             summary = replace(
-                summary, files=list(hashes), sha256=hashes, logged=tracker.place is None
+                summary, files=list(hashes), sha256=hashes, logged=summary.logged_to is None
             ).written()
             write_result(home, summary)
             home.remove(FAILURE)
@@ -314,13 +310,14 @@ class _Run:
                     lost = error
             whole = replace(summary, logged=True).written()
             (files / "result.json").write_bytes(whole.to_json())
-            logged = self.end(tracker, "FINISHED", end_of(whole, files))
-        if tracker.place is not None and logged:
+            rejected = close_run(tracker, whole, files)
+            self.note_rejected(rejected)
+        if summary.logged_to is not None and not rejected:
             summary = whole
             write_result(home, summary)
         if lost is not None:
             raise lost
-        return FinishedRun(summary, home, False, tracker.command(experiment.id))
+        return FinishedRun(summary, home, False, mlflow_command(experiment))
 
 
 def _backbone(experiment: Experiment) -> Backbone:

@@ -27,7 +27,6 @@ from trishul_ray.runtime.lazy import torch
 from trishul_ray.sweeps.cells import Sweep, distinct
 from trishul_ray.sweeps.cost import DEVICES, work_of
 from trishul_ray.sweeps.status import CellState
-from trishul_ray.tracking.progress import Pace
 
 #: Unwanted states of a run, shown only where there are any.
 RARE: tuple[CellStatus, ...] = ("failed", "stale", "corrupt")
@@ -245,9 +244,9 @@ def _decisive(identity: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
 
 def _wall_hours(result: RunSummary, rounds: int | None = None) -> float:
     """Return the hours of a finished run, for another number of rounds if one is given."""
-    pace = Pace.of(result.round_seconds)
-    around = result.wall_seconds - pace.seconds
-    return (pace.seconds_for(pace.done if rounds is None else rounds) + around) / 3600
+    took, done = sum(result.round_seconds), len(result.round_seconds)
+    training = took if rounds is None else took / done * rounds
+    return (training + result.wall_seconds - took) / 3600
 
 
 def _share(result: RunSummary) -> float:

@@ -15,17 +15,17 @@ from trishul_ray.errors import InputError, at_loss, how_to_install
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.rows import check_rows
 from trishul_ray.report.outcomes import SweepOutcome
-from trishul_ray.report.summary import attempt_of, read_metrics
+from trishul_ray.report.summary import attempt_of
 from trishul_ray.runs.folder import RunFolder, tidy_finished
-from trishul_ray.runs.mlflow_log import grouped_metrics, log_reused
+from trishul_ray.runs.mlflow_log import log_reused
 from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.cells import Cell, CellRun, FindRun, Sweep, TuneOptions, distinct
 from trishul_ray.sweeps.samples import sampled, with_random_samples, with_samples
 from trishul_ray.sweeps.status import CellState, collect, examine, read_failure
-from trishul_ray.tracking.mlflow_store import tracking_uri, ui_command
-from trishul_ray.tracking.mlflow_sweep import AXIS_TAG, CELL_TAG, SWEEP_TAG, CellLog, SweepRun
+from trishul_ray.tracking.mlflow import Status
 from trishul_ray.tracking.progress import SweepProgress
-from trishul_ray.tracking.tracker import Status
+from trishul_ray.tracking.store import tracking_uri, ui_command
+from trishul_ray.tracking.sweep import AXIS_TAG, CELL_TAG, SWEEP_TAG, CellLog, SweepRun
 
 #: Sections on which it depends whether adapters fit.
 _ADAPTERS = ("model", "adapter", "budget", "method")
@@ -72,12 +72,9 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
         progress.note(f"finished results were {note}")
     searches = [part for part in work.parts if part.sweep.is_adaptive]
     status: Status = "FAILED"
-    idle = not (missing or searches) and work.is_logged()
     try:
-        if not idle:
-            for part in work.parts:  # before any trial opens the store
-                if part.tracking is not None:
-                    part.tracking.open()
+        for part in work.parts:  # before any trial opens the store
+            part.tracking = open_parent(part.sweep)
         if missing or searches:
             from trishul_ray.federation.on_ray.session import (
                 keep_session_logs,
@@ -103,8 +100,7 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
         status = "KILLED"
         raise
     finally:
-        if not idle:
-            work.close_parents(status)
+        work.close_parents(status)
     outcomes = collect([part.sweep for part in work.parts], work.states)
     command = next((ui_command(part.tracking.uri) for part in work.parts if part.tracking), None)
     return Reproduced(outcomes, failures, len(missing), command)
@@ -175,7 +171,7 @@ class _Part:
     """A sweep, its MLflow run, and its cells by the id of their experiment."""
 
     def __init__(self, sweep: Sweep) -> None:
-        self.tracking = _tracking_of(sweep)
+        self.tracking: SweepRun | None = None
         self.set_sweep(sweep)
 
     def set_sweep(self, sweep: Sweep) -> None:
@@ -262,50 +258,28 @@ class _Work:
 
     def close_parents(self, status: Status) -> None:
         """End the MLflow runs of the sweeps, and of cells that were being driven."""
-        opened = [part for part in self.parts if part.parent_id is not None]
-        if opened:
-            self.progress.phase("logging to MLflow")
-        logged = []
-        for part in opened:
-            tracking = part.tracking
-            assert tracking is not None
+        for part in self.parts:
+            if (tracking := part.tracking) is None:
+                continue
             tags = {id: cell_tags(part.sweep, cell) for id, cell in part.cells.items()}
             rejected = self._log_results(part, tags)  # also those whose process ended too early
             found = Counter(self.states[id].status for id in part.cells)
             counts = {status: found[status] for status in ("finished", "failed", "stopped")}
             counts["missing"] = len(part.cells) - sum(counts.values())
-            cells = {id: self._log_of(id, tags[id]) for id in part.cells}
+            cells = {id: self._log_of(id) for id in part.cells}
             rejected += tracking.close(cells, counts, status)
             for line in rejected:
                 self.progress.note(f"MLflow refused: {line}")
-            if status == "FINISHED" and not rejected:
-                logged.append((tracking, self._results(part)))
-        for tracking, results in logged:  # after the last one has written to a file that they share
-            tracking.note(results)
 
-    def _log_of(self, id: str, tags: Mapping[str, str]) -> CellLog:
+    def _log_of(self, id: str) -> CellLog:
         """Return a cell as the MLflow run of a sweep shows it."""
-        state, home = self.states[id], RunFolder.of(self.experiments[id]).home
+        state = self.states[id]
         if state.summary is not None:
-
-            def rounds() -> list[dict[str, float]]:
-                rows = read_metrics(home)
-                return [{"round": row["round"]} | grouped_metrics(row) for row in rows]
-
-            return CellLog(tags, "FINISHED", state.summary.mlflow_run_id, rounds=rounds)
-        noted = read_failure(home)
+            return CellLog("FINISHED")
+        noted = read_failure(RunFolder.of(self.experiments[id]).home)
         failed = noted is not None and noted.status == "failed"
         stopped = state.reason if state.status == "stopped" else ""
-        return CellLog(tags, "FAILED" if failed else "KILLED", stopped=stopped)
-
-    def is_logged(self) -> bool:
-        """Return whether MLflow has all sweeps as they are now, which need not be logged again."""
-        return all(p.tracking is None or p.tracking.has(self._results(p)) for p in self.parts)
-
-    def _results(self, part: _Part) -> dict[str, str]:
-        """Return the checksums of a sweep's results, by id."""
-        summaries = {id: self.states[id].summary for id in part.cells}
-        return {id: summary.checksum for id, summary in summaries.items() if summary is not None}
+        return CellLog("FAILED" if failed else "KILLED", stopped=stopped)
 
     def _log_results(self, part: _Part, tags: Mapping[str, Mapping[str, str]]) -> list[str]:
         """Log results that were made elsewhere, or that MLflow does not have whole."""
@@ -415,11 +389,11 @@ def with_parent(experiment: Experiment, parent: str | None) -> Experiment:
     return experiment.model_copy(update={"tracking": tracking})
 
 
-def _tracking_of(sweep: Sweep) -> SweepRun | None:
-    """Return the MLflow run of a sweep, not yet opened; None if it is not logged.
+def open_parent(sweep: Sweep) -> SweepRun | None:
+    """Open the MLflow run of a sweep; None if it is not logged.
 
     Raises:
-        InputError: There is no usable tracking URI.
+        InputError: The MLflow store cannot be opened.
     """
     tracked = [cell.experiment for cell in sweep.cells if cell.experiment.tracking.mlflow]
     if not tracked:
@@ -428,8 +402,7 @@ def _tracking_of(sweep: Sweep) -> SweepRun | None:
     return SweepRun(
         tracking_uri(options.uri, storage.runs),
         options.experiment,
-        Store.open(storage.runs, storage.retry_seconds),
         {"sweep": sweep.name, "profile": sweep.profile, "title": sweep.title},
         {f"axis.{name}": ", ".join(labels) for name, labels in sweep.axes.items()},
-        tuple(sorted(distinct([sweep]))) if sweep.file is None else (),
+        [Store.open(storage.runs).uri, *(sorted(distinct([sweep])) if sweep.file is None else ())],
     )

@@ -1,183 +1,114 @@
-"""Runs in MLflow: one for each experiment.
+"""Runs in MLflow: one for each experiment, however often it is stopped and resumed.
 
-An experiment has one run, however often it is stopped and resumed. All calls go through
-``MlflowClient`` with an explicit run id. There is no active run and no global tracking URI, so that
-one process can hold any number of runs. A run is found again by a tag that the request that creates
-it sets, so a driver that is killed at any moment continues its run.
+All calls go through ``MlflowClient`` with an explicit run id, so that one process can have any
+number of runs. A run is found again by the tag :data:`ATTEMPT_TAG`, which the request that creates
+the run sets.
 """
 
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import tenacity
 
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.runtime.lazy import mlflow
 from trishul_ray.storage.redaction import is_secret_name, redact
-from trishul_ray.tracking.mlflow_store import (
-    TRAINING,
-    is_server,
-    opened,
-    place_of,
-    refusals,
-    ui_command,
-)
-from trishul_ray.tracking.tracker import Input, RunEnd, RunStart, Scalar, Status, Tracker
+from trishul_ray.tracking.store import is_server, opened
 
 if TYPE_CHECKING:
-    from mlflow.entities import DatasetInput, Experiment, Metric, Run
-    from mlflow.tracking import MlflowClient
+    from mlflow.entities import DatasetInput, Metric, Run
 
-ATTEMPT_TAG = "trishul.attempt"
-#: Tag of a run: the id of its experiment.
-ID_TAG = "trishul.id"
-#: Tag of a deleted run: the attempt that has replaced it.
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+Scalar = str | int | float | bool | None
+
+#: Tags of a run: its attempt, the id of its experiment, and the parent in MLflow's list of runs.
+ATTEMPT_TAG, ID_TAG, PARENT_TAG = "trishul.attempt", "trishul.id", "mlflow.parentRunId"
+#: Tag of a deleted run: the attempt that replaces it.
 REPLACED_TAG = "trishul.replaced_by"
-PARENT_TAG = "mlflow.parentRunId"
-#: Metric logged last in every round: a round that has it was logged completely.
+#: Metric that a round logs last: a round with it is complete.
 ROUND_METRIC = "round"
-
-#: Seconds for which a server that has answered before may be gone. It takes a minute to start.
+#: Seconds to wait for a server that has answered before. A server takes a minute to start.
 OUTAGE_SECONDS = 300.0
-
-#: Rounds that end within so many seconds of the last request are sent together: a SQLite store
-#: takes 20 ms for a request of any size, which is much beside a round of a small model.
+#: Rounds that end within so many seconds are sent together: a request to SQLite takes 20 ms.
 ROUNDS_SECONDS = 1.0
 
-#: The smallest limits among MLflow's stores, in characters.
-_VALUE_LIMIT, _KEY_LIMIT = 5000, 250
-#: The most runs that MLflow finds in one request.
-_MOST_RUNS = 50_000
 
+class Tracker:
+    """Follows a run. This one logs nothing: the tracker of ``tracking.mlflow=false``."""
 
-def find_runs(client: "MlflowClient", experiment: str, wanted: str) -> "list[Run]":
-    """Return the runs of an experiment, by its id, that MLflow's filter finds, the oldest first."""
-    return list(
-        client.search_runs(
-            [experiment], wanted, order_by=["start_time ASC"], max_results=_MOST_RUNS
-        )
-    )
-
-
-def _runs_of(client: "MlflowClient", experiment: "Experiment", attempt: str) -> "list[Run]":
-    return find_runs(client, experiment.experiment_id, f"tags.`{ATTEMPT_TAG}` = '{attempt}'")
-
-
-def has_finished(uri: str, experiment_name: str, attempt: str) -> bool:
-    """Return whether the run of an attempt has finished in an experiment of a store."""
-    with opened(uri, experiment_name) as (client, experiment):
-        found = _runs_of(client, experiment, attempt)
-    return any(run.info.status == "FINISHED" for run in found)
-
-
-def replace_run(uri: str, experiment_name: str, attempt: str, by: str) -> None:
-    """Delete the runs of an attempt, with the tag that another one replaces them."""
-    with opened(uri, experiment_name) as (client, experiment):
-        for run in _runs_of(client, experiment, attempt):
-            client.set_tag(run.info.run_id, REPLACED_TAG, by)
-            client.delete_run(run.info.run_id)
-
-
-def is_outage(error: BaseException) -> bool:
-    """Return whether an error of a store may be temporary: it does not answer, or it has a fault.
-
-    False for a wrong password and for input that the store refuses.
-    """
-    cause = error.__cause__ if isinstance(error, InputError) else error
-    # BAD_REQUEST says that the server's database gave up, e.g. on a request that timed out and was
-    # sent again while the first went on. Input that it refuses is INVALID_PARAMETER_VALUE.
-    temporary = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "BAD_REQUEST")
-    return isinstance(cause, mlflow.MlflowException) and cause.error_code in temporary
-
-
-def public(fields: Mapping[str, Scalar]) -> dict[str, str]:
-    """Return fields as MLflow accepts them: without secrets, and with long values cut."""
-    found = {}
-    for key, value in fields.items():
-        if is_secret_name(key):
-            continue
-        name = "".join(c if c.isalnum() or c in "_-. /:" else "_" for c in key)[:_KEY_LIMIT]
-        text = redact(str(value))
-        found[name] = text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 1] + "…"
-    return found
-
-
-class MlflowTracker(Tracker):
-    """Logs a run to an experiment of an MLflow store.
-
-    A store that fails while the run goes on does not stop it: rounds that it has not taken are sent
-    with later ones, at the latest by :meth:`end`, which waits for a server that is gone, and lists
-    what the store did not accept.
-    """
-
-    def __init__(self, uri: str, experiment_name: str) -> None:
-        self.uri, self._name = uri, experiment_name
-        self.place = place_of(uri, experiment_name)
-        self.patience = OUTAGE_SECONDS if is_server(uri) else 0.0
-        self._rounds: dict[int, dict[str, float]] = {}  # that are not sent
-        self._next_request = -math.inf
-        self._rejected: list[str] = []
-
-    def start(self, run: RunStart) -> None:
-        """Find the run of an attempt, or create it.
-
-        Secrets in parameters and tags are masked or omitted, long values cut. MLflow allows no
-        change of a parameter: changed ones go into the tag ``trishul.resumed_with``.
-
-        Raises:
-            InputError: The store does not answer or cannot be written, or the experiment was
-                deleted.
-        """
-        attempt = run.attempt
-        if not attempt or not attempt.isascii() or "'" in attempt or "\\" in attempt:
-            raise InputError(f"attempt={attempt!r}: use ASCII letters, digits, '-', '_', '.', ':'")
-        # In a sweep the server was reachable before: treat this as an outage, not a wrong address.
-        retrying = _retrying(0.0 if run.parent is None else self.patience)
-        found = retrying(self._find_or_create, run)
-        self.run_id = self._id = found.info.run_id
-        self._values = found.data.metrics  # as they were when it was opened
-        self._ended = found.info.end_time if found.info.status == "FINISHED" else None
-        with refusals(self.uri):
-            retrying(self._log_start, run, found.data.params)
-
-    def _find_or_create(self, run: RunStart) -> "Run":
-        tags = public(run.tags) | {ATTEMPT_TAG: run.attempt}
-        if run.parent is not None:
-            tags[PARENT_TAG] = run.parent
-        # Keep the lock from the search to the creation: two drivers of one attempt share a run.
-        with opened(self.uri, self._name) as (self.client, self.experiment):
-            if not (found := _runs_of(self.client, self.experiment, run.attempt)):
-                self._logged: set[int] | None = set()
-                number = self.experiment.experiment_id
-                return self.client.create_run(number, tags=tags, run_name=run.name)
-            self._logged = None  # the store is asked
-            (first, *_) = found
-            if first.info.status != "RUNNING":
-                self.client.update_run(first.info.run_id, status="RUNNING")
-            if REPLACED_TAG in first.data.tags:  # a process was killed in replace_run
-                self.client.delete_tag(first.info.run_id, REPLACED_TAG)
-            return first
-
-    def _log_start(self, run: RunStart, known: Mapping[str, str]) -> None:
-        params, entities = public(run.params), mlflow.entities
-        new = [entities.Param(key, text) for key, text in params.items() if key not in known]
-        changed = {k: v for k, v in params.items() if k in known and known[k] != v}
-        text = json.dumps(changed, sort_keys=True)[:_VALUE_LIMIT]
-        tags = [entities.RunTag("trishul.resumed_with", text)] if changed else []
-        self.client.log_batch(self._id, params=new, tags=tags)
-        if run.inputs:  # MLflow adds each only once
-            self.client.log_inputs(self._id, datasets=list(map(_dataset_input, run.inputs)))
+    run_id: str | None = None
 
     def round(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a round: now, or with a later one if rounds are short.
+        """Log the metrics of a round, unless the round is already logged."""
 
-        A process that is killed loses those that wait: the next one logs them from the checkpoint.
+    def end(
+        self, status: Status, step: int = 0, *, metrics: Mapping[str, float] | None = None,
+        tags: Mapping[str, Scalar] | None = None, inputs: "Sequence[DatasetInput]" = (),
+        folder: Path | None = None,
+    ) -> list[str]:  # fmt: skip
+        """End the run with its totals; return what the store did not accept."""
+        return []
+
+
+class MlflowRun(Tracker):
+    """A run of an MLflow experiment, found by its attempt or created.
+
+    A store that fails while the run goes on does not stop the run: rounds are sent later, at the
+    latest by :meth:`end`, which waits for a server that is gone. Secrets are masked or omitted.
+    """
+
+    def __init__(
+        self, uri: str, experiment: str, attempt: str, name: str, *,
+        params: Mapping[str, Scalar], tags: Mapping[str, Scalar],
+        inputs: "Sequence[DatasetInput]" = (), parent: str | None = None,
+    ) -> None:  # fmt: skip
+        """Open or create the run.
+
+        Raises:
+            InputError: The store cannot be opened, or the experiment was deleted.
         """
-        self._rounds.setdefault(number, dict(metrics))
+        self.uri, self._experiment = uri, experiment
+        self.patience = OUTAGE_SECONDS if is_server(uri) else 0.0
+        self._waiting: dict[int, dict[str, float]] = {}
+        self._next_request = -math.inf
+        self._rejected: list[str] = []
+        marks = public(tags) | {ATTEMPT_TAG: attempt} | ({PARENT_TAG: parent} if parent else {})
+        # A sweep has reached the server before: this is an outage and not a wrong address.
+        retrying = _retrying(self.patience if parent else 0.0)
+        run = retrying(self._find_or_create, attempt, name, marks)
+        self.run_id = self._id = run.info.run_id
+        self._ended = run.info.end_time if run.info.status == "FINISHED" else None
+        self._metrics = run.data.metrics
+        new = {k: v for k, v in public(params).items() if k not in run.data.params}
+        values = [mlflow.entities.Param(*each) for each in new.items()]
+        retrying(self.client.log_batch, self._id, params=values)
+        if inputs:
+            retrying(self.client.log_inputs, self._id, datasets=[*inputs])
+
+    def _find_or_create(self, attempt: str, name: str, tags: dict[str, str]) -> "Run":
+        # The lock is held from the search to the creation: two drivers of an attempt share a run.
+        with opened(self.uri, self._experiment) as (self.client, experiment):
+            number = self.experiment_id = experiment.experiment_id
+            wanted = f"tags.`{ATTEMPT_TAG}` = '{attempt}'"
+            found = list(self.client.search_runs([number], wanted, order_by=["start_time ASC"]))
+            self._logged: set[int] | None = None if found else set()
+            if not found:
+                return self.client.create_run(number, tags=tags, run_name=name)
+            run = found[0]
+            if run.info.status != "RUNNING":
+                self.client.update_run(run.info.run_id, status="RUNNING")
+            if REPLACED_TAG in run.data.tags:  # a process was killed in replace_run
+                self.client.delete_tag(run.info.run_id, REPLACED_TAG)
+            return run
+
+    def round(self, number: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a round: now, or with a later one if rounds are short."""
+        self._waiting.setdefault(number, dict(metrics))
         began = time.monotonic()
         if began < self._next_request:
             return
@@ -186,103 +117,128 @@ class MlflowTracker(Tracker):
             self._log_rounds()
         except (mlflow.MlflowException, OSError) as error:
             if not is_outage(error):
-                self._reject(self._waiting(), error)
-                self._rounds.clear()
-            # A server that hangs takes minutes to give up on: a tenth of the run's time.
+                self._reject("rounds", error)
+                self._waiting.clear()
+            # A server that hangs gets a tenth of the run's time.
             self._next_request = time.monotonic() + 10 * (time.monotonic() - began)
 
     def logged_rounds(self) -> set[int]:
-        """Return the rounds that this process or an earlier one has logged completely."""
+        """Return the rounds that are completely logged."""
         if self._logged is None:
             history = self.client.get_metric_history(self._id, ROUND_METRIC)
             self._logged = {int(point.step) for point in history}
         return self._logged
 
     def _log_rounds(self) -> None:
-        new = sorted(self._rounds.keys() - self.logged_rounds())
-        points = [
+        new = sorted(self._waiting.keys() - self.logged_rounds())
+        values = [
             point
             for number in new
-            for point in points_of({**self._rounds[number], ROUND_METRIC: number}, number)
+            for point in points_of({**self._waiting[number], ROUND_METRIC: number}, number)
         ]
-        self.client.log_batch(self._id, metrics=points)
+        self.client.log_batch(self._id, metrics=values)
         self.logged_rounds().update(new)
-        self._rounds.clear()
+        self._waiting.clear()
 
-    def _waiting(self) -> str:
-        first, last = min(self._rounds), max(self._rounds)
-        return f"round {first}" if first == last else f"rounds {first} to {last}"
+    def end(
+        self, status: Status, step: int = 0, *, metrics: Mapping[str, float] | None = None,
+        tags: Mapping[str, Scalar] | None = None, inputs: "Sequence[DatasetInput]" = (),
+        folder: Path | None = None,
+    ) -> list[str]:  # fmt: skip
+        """End the run; return what the store did not accept.
 
-    def end(self, status: Status, results: RunEnd | None = None) -> list[str]:
-        """End the run with ``status``; return what the store did not accept, e.g. ``round 3``.
-
-        A run that was stopped (``KILLED``) does not wait for a server. One that had finished before
-        it was opened keeps the time of its end.
+        A stopped run (``KILLED``) does not wait for a server. A run that had finished before keeps
+        the time of its end.
         """
-        folder = None if results is None else results.folder
+        client, id = self.client, self._id
         if status == "KILLED":
             self.patience = 0.0
-        if self._rounds:
-            self._send(self._waiting(), self._log_rounds)
-        if results is not None:
-            self._send("totals", partial(self._log_totals, results))
+        if self._waiting:
+            self._send("rounds", self._log_rounds)
+        new = {k: v for k, v in (metrics or {}).items() if self._metrics.get(k) != v}
+        marks = [mlflow.entities.RunTag(*each) for each in public(tags or {}).items()]
+        if new or marks:
+            self._send("totals", client.log_batch, id, metrics=points_of(new, step), tags=marks)
+        if inputs:
+            self._send("inputs", client.log_inputs, id, datasets=[*inputs])
         if folder is not None:
-            self._send(f"folder {folder}", lambda: self.client.log_artifacts(self._id, str(folder)))
+            self._send("files", client.log_artifacts, id, str(folder))
         ended = self._ended if status == "FINISHED" else None
-        self._send(f"status {status}", lambda: self.client.set_terminated(self._id, status, ended))
+        self._send(f"status {status}", client.set_terminated, id, status, ended)
         rejected, self._rejected = self._rejected, []
         return rejected
 
-    def _log_totals(self, results: RunEnd) -> None:
-        # Metrics that a killed process has logged are there already.
-        new = {k: value for k, value in results.metrics.items() if self._values.get(k) != value}
-        tags = [mlflow.entities.RunTag(*each) for each in public(results.tags).items()]
-        self.client.log_batch(self._id, metrics=points_of(new, results.round), tags=tags)
-        if results.inputs:
-            self.client.log_inputs(self._id, datasets=list(map(_dataset_input, results.inputs)))
-
-    def _send(self, what: str, action: Callable[[], object]) -> None:
-        """Send something, and note ``what`` if the store does not accept it."""
+    def _send(
+        self, what: str, action: Callable[..., object], *args: object, **named: object
+    ) -> None:
         try:
-            _retrying(self.patience)(action)
+            _retrying(self.patience)(partial(action, *args, **named))
         except (mlflow.MlflowException, OSError) as error:
-            if is_outage(error):  # a server that is gone is waited for once
+            if is_outage(error):  # wait for a server only once
                 self.patience = 0.0
             self._reject(what, error)
 
     def _reject(self, what: str, error: Exception) -> None:
         self._rejected.append(f"{what} ({redact(first_line(error))})")
 
-    def command(self, run: str = "") -> str:
-        """Return the command that shows the run with this id, or its address on a server."""
-        page = f"#/experiments/{self.experiment.experiment_id}/runs/{self._id}?{TRAINING}"
-        server = is_server(self.uri)
-        return f"{redact(self.uri).rstrip('/')}/{page}" if server else ui_command(self.uri, run)
+
+def has_finished(uri: str, experiment: str, attempt: str) -> bool:
+    """Return whether the run of an attempt is in a store and has finished."""
+    with opened(uri, experiment) as (client, group):
+        wanted = f"tags.`{ATTEMPT_TAG}` = '{attempt}'"
+        found = client.search_runs([group.experiment_id], wanted)
+    return any(run.info.status == "FINISHED" for run in found)
+
+
+def replace_run(uri: str, experiment: str, attempt: str, by: str) -> None:
+    """Delete the run of an attempt, with the tag that another attempt replaces it."""
+    with opened(uri, experiment) as (client, group):
+        wanted = f"tags.`{ATTEMPT_TAG}` = '{attempt}'"
+        for run in client.search_runs([group.experiment_id], wanted):
+            client.set_tag(run.info.run_id, REPLACED_TAG, by)
+            client.delete_run(run.info.run_id)
+
+
+def public(fields: Mapping[str, Scalar]) -> dict[str, str]:
+    """Return fields as MLflow accepts them: without secrets, long values truncated."""
+    found = {}
+    for key, value in fields.items():
+        if not is_secret_name(key):
+            name = "".join(c if c.isalnum() or c in "_-. /:" else "_" for c in key)[:250]
+            found[name] = redact(str(value))[:5000]
+    return found
+
+
+def dataset_input(
+    name: str, digest: str, source: str, context: str, profile: Mapping[str, Scalar]
+) -> "DatasetInput":
+    """Return data or weights that a run reads, and their use, such as ``training``."""
+    kind, entities = source.partition(":")[0], mlflow.entities
+    text, facts = json.dumps({"source": redact(source)}), json.dumps(dict(profile))
+    dataset = entities.Dataset(name, digest, kind, text, profile=facts)
+    return entities.DatasetInput(dataset, [entities.InputTag("mlflow.data.context", context)])
+
+
+def points_of(metrics: Mapping[str, float], step: int) -> "list[Metric]":
+    """Return the metrics of a step as MLflow accepts them."""
+    now = int(time.time() * 1000)
+    return [mlflow.entities.Metric(key, float(value), now, step) for key, value in metrics.items()]
+
+
+def is_outage(error: BaseException) -> bool:
+    """Return whether an error of a store may be temporary, unlike a wrong password or input."""
+    if not isinstance(error, Exception):  # Ctrl-C, perhaps while MLflow is imported
+        return False
+    cause = error.__cause__ if isinstance(error, InputError) else error
+    # BAD_REQUEST: the database of the server gave up. Rejected input is INVALID_PARAMETER_VALUE.
+    temporary = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "BAD_REQUEST")
+    return isinstance(cause, mlflow.MlflowException) and cause.error_code in temporary
 
 
 def _retrying(patience: float) -> tenacity.Retrying:
-    """Return what calls a function again while a server is gone, for ``patience`` seconds."""
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_outage),
         wait=tenacity.wait_exponential(multiplier=1, max=10),
         stop=tenacity.stop_before_delay(patience),
         reraise=True,
     )
-
-
-def points_of(metrics: Mapping[str, float], step: int) -> "list[Metric]":
-    """Return the metrics of a step as MLflow takes them."""
-    now = int(time.time() * 1000)
-    return [mlflow.entities.Metric(key, float(value), now, step) for key, value in metrics.items()]
-
-
-def _dataset_input(given: Input) -> "DatasetInput":
-    dataset = mlflow.entities.Dataset(
-        name=given.name,
-        digest=given.digest,
-        source_type=given.source.partition(":")[0],
-        source=json.dumps({"source": redact(given.source)}),
-        profile=json.dumps(dict(given.profile)),
-    )
-    marks = [mlflow.entities.InputTag("mlflow.data.context", given.context)]
-    return mlflow.entities.DatasetInput(dataset, marks)

@@ -1,49 +1,23 @@
-"""Progress of runs and sweeps: live bars on a terminal, plain lines elsewhere."""
+"""Progress of runs and sweeps: a live bar on a terminal, plain lines elsewhere."""
 
-import html
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from threading import Event, Thread
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from trishul_ray.storage.redaction import redact
 
-#: Minimum seconds between two plain lines about one preparation; its last line always appears.
+#: Seconds after which a preparation shows the time left, and between two plain lines about it.
 PLAIN_INTERVAL = 5.0
-#: Longest time without a line in a log, in seconds.
+#: Seconds without a plain line after which a sweep prints its state.
 LOG_INTERVAL = 60.0
-#: Number of prints of the same note before repeats are only counted.
-MAX_REPEATS = 3
-#: Number of running cells of a sweep that are shown on a terminal.
+#: Number of running cells of a sweep that a terminal shows.
 SHOWN_CELLS = 12
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Amount of work, in rounds or any other unit, and the seconds that it took."""
-
-    done: float = 0.0
-    seconds: float = 0.0
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Pace":
-        """Return the pace of pieces of work that took so many seconds each."""
-        return cls(len(seconds), sum(seconds))
-
-    @property
-    def rate(self) -> float:
-        """Work per second; 0 if it is not known."""
-        return self.done / self.seconds if self.seconds > 0 else 0.0
-
-    def seconds_for(self, work: float) -> float:
-        """Return how long so much work takes at this pace; infinity if that is not known."""
-        return self.seconds / self.done * work if self.done > 0 else math.inf
 
 
 def format_duration(seconds: float) -> str:
@@ -66,63 +40,31 @@ def format_count(number: float) -> str:
     return f"{number:.0f}"
 
 
-class _Notebook:
-    """One output of a notebook's cell: the notes so far, and a line that changes."""
-
-    def __init__(self) -> None:
-        self._notes: list[str] = []
-        self._line = ""
-        self._handle: Any = None
-
-    def show(self, text: str, *, passing: bool) -> None:
-        """Show a note, or a line that the next one replaces."""
-        if passing:
-            self._line = text
-        else:
-            self._notes.append(text)
-        shown = "\n".join([*self._notes, self._line])
-        content = {"text/plain": shown, "text/html": f"<pre>{html.escape(shown)}</pre>"}
-        if self._handle is None:
-            from IPython.display import display  # type: ignore[import-not-found]  # a notebook has it
-
-            self._handle = display(content, raw=True, display_id=True)
-        else:
-            self._handle.update(content, raw=True)
+def format_bytes(number: float) -> str:
+    """Return a number of bytes with a unit: ``812 B``, ``12.3 kB``, ``1.84 MB``."""
+    text = format_count(number)
+    return f"{text}B" if " " in text else f"{text} B"
 
 
 class RunProgress:
     """Progress display of one federated run, as a context manager; by default on standard error.
 
-    On a terminal it is one live bar with the finished rounds, accuracy, loss, uploaded parameters
-    and remaining time, in a notebook one line that changes; elsewhere (a file, CI, a pipe) one
-    plain line per round, and one that says what is going on for each minute without any. It is not
-    thread-safe: call it from the driver only.
+    A terminal shows one live bar. A file, a pipe or a notebook gets one plain line per round.
 
     Attributes:
-        headline: The metric that is shown beside the loss; see ``Task.headline``.
+        headline: The metric that is shown with the loss; see ``Task.headline``.
     """
 
     headline = "accuracy"
 
     def __init__(self, total_rounds: int, console: Console | None = None) -> None:
-        self._total = total_rounds
-        self._console = console or Console(stderr=True)
+        self._total, self._console = total_rounds, console or Console(stderr=True)
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
-        notebook = self._console.is_jupyter and not self._console.quiet
-        self._notebook = _Notebook() if notebook else None
-        self._last_line = ""
-        self._uploaded = 0.0
-        self._simulated = 0.0
+        self._uploaded = self._simulated = 0.0
         self._latest: dict[str, float] = {}
         self._recent_seconds: deque[float] = deque(maxlen=10)
-        self._previous = time.monotonic()
-        self._doing = "starting"
-        self._began_doing = self._printed = time.monotonic()
-        self._log = not self._live and self._notebook is None and not self._console.quiet
-        self._ended = Event()
-        self._notes: dict[str, int] = {}
-        self._printed_at: dict[str, float] = {}
-        self._complete: dict[str, set[str]] = {}  # label -> texts that have come to their end
+        self._previous = self._printed = time.monotonic()
+        self._notes: Counter[str] = Counter()
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=16),
@@ -136,281 +78,207 @@ class RunProgress:
 
     def __enter__(self) -> Self:
         self._bar.start()
-        if self._log:
-            Thread(target=self._break_silence, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
         self._bar.stop()  # leaves the bar on the screen and restores the cursor
-        if self._notebook is not None and self._last_line:
-            self._notebook.show(self._last_line, passing=True)
         for text, times in self._notes.items():
-            if times > MAX_REPEATS:
+            if times > 1:
                 self._print(f"{text} ({times} times in all)")
 
     def phase(self, text: str) -> None:
         """Show what the run does before its first round or after its last."""
-        self._do(text)
         if self._live:
             self._bar.update(self._task, description=text)
         else:
-            self._print(text, passing=True)
+            self._print(text)
 
     def advance(self, round_: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished round; round 0 is the evaluation of the untouched backbone.
-
-        It shows the record's headline (a share in [0, 1]), ``loss``, ``uploaded_parameters``,
-        ``simulated_seconds`` (of all rounds so far) and ``seconds``. In a round without evaluation,
-        a terminal keeps showing the previous metrics; plain lines do not repeat them.
-        """
+        """Show a finished round; round 0 is the evaluation of the backbone before training."""
         now = time.monotonic()
         seconds = float(metrics.get("seconds", now - self._previous))
         self._previous = now
         if round_ > 0:
             self._recent_seconds.append(seconds)
         self._latest |= {k: float(metrics[k]) for k in (self.headline, "loss") if k in metrics}
-        self._uploaded += float(metrics.get("uploaded_parameters", 0.0))
+        self._uploaded += float(metrics.get("uploaded_bytes", 0.0))
         self._simulated = float(metrics.get("simulated_seconds", self._simulated))
-        eta = "done" if round_ >= self._total else ""
-        if self._recent_seconds and not eta:
-            # Not from the clock: a resumed run reports its old rounds all at once.
-            left = Pace.of(self._recent_seconds).seconds_for(self._total - round_)
-            eta = f"{format_duration(left)} left"
+        left, recent = self._total - round_, self._recent_seconds
+        # Not from the clock: a resumed run reports its old rounds all at once.
+        eta = f"{format_duration(left * sum(recent) / len(recent))} left" if recent else ""
+        eta = eta if left > 0 else "done"
         title = f"round {round_}/{self._total}" if round_ else "untouched backbone"
-        following = f"round {round_ + 1}/{self._total}" if round_ < self._total else "last round"
-        self._do(following + (f", {eta}" if eta else ""))
         if self._live:
+            figures = self._figures(self._latest)
             self._bar.update(
-                self._task,
-                description=title,
-                completed=round_,
-                figures=self._figures(self._latest),
-                eta=eta,
+                self._task, description=title, completed=round_, figures=figures, eta=eta
             )
             return
         current = {k: v for k, v in self._latest.items() if k in metrics}
         parts = [title, self._figures(current), format_duration(seconds) if round_ else "", eta]
-        self._last_line = "  ".join(part for part in parts if part)
-        self._print(self._last_line, passing=True)
+        self._print("  ".join(part for part in parts if part))
 
     def count_earlier(self, records: Iterable[Mapping[str, float]]) -> None:
-        """Count the traffic of rounds that an earlier process has finished, and show none."""
-        self._uploaded += sum(float(each.get("uploaded_parameters", 0.0)) for each in records)
+        """Count the traffic of rounds that an earlier process has finished."""
+        self._uploaded += sum(float(each.get("uploaded_bytes", 0.0)) for each in records)
 
     def note(self, text: str) -> None:
         """Print a line above the bar, such as the restart of an actor; count its repeats."""
-        self._notes[text] = times = self._notes.get(text, 0) + 1
-        if times < MAX_REPEATS:
+        self._notes[text] += 1
+        if self._notes[text] == 1:
             self._print(text)
-        elif times == MAX_REPEATS:
-            self._print(f"{text} (again; further ones are only counted)")
 
     def task_progress(self, label: str) -> Callable[[str, float], None]:
         """Return a callback ``(text, share)`` for a preparation, such as a download.
 
-        Call it as often as you like with what is going on and the share done, in [0, 1]. Off a
-        terminal it prints at most one line every :data:`PLAIN_INTERVAL`, and one at the first end.
+        Call it often, with the current stage and the share of it that is done, in [0, 1].
         """
+        began: dict[str, float] = {}
+        done: set[str] = set()
+        printed = -math.inf
 
         def report(text: str, share: float) -> None:
-            share = min(1.0, max(0.0, share))
-            line = f"{label}: {text} {share:4.0%}"
-            self._do(label)
+            nonlocal printed
+            now = time.monotonic()
+            elapsed = now - began.setdefault(text, now)
+            line = f"{label}: {text} {min(1.0, share):4.0%}"
+            if elapsed > PLAIN_INTERVAL and 0 < share < 1:
+                line += f", {format_duration(elapsed / share * (1 - share))} left"
             if self._live:
                 self._bar.update(self._task, description=line)
-                return
-            now = time.monotonic()
-            soon = now - self._printed_at.get(label, -math.inf) < PLAIN_INTERVAL
-            texts = self._complete.setdefault(label, set())
-            if text in texts or (soon and (share < 1.0 or texts)):
-                return
-            self._printed_at[label] = now
-            if share == 1.0:
-                texts.add(text)
-            self._print(line, passing=True)
+            elif text not in done and (share >= 1.0 or now - printed >= PLAIN_INTERVAL):
+                printed = now
+                done.update([text] if share >= 1.0 else [])
+                self._print(line)
 
         return report
-
-    def _do(self, what: str) -> None:
-        if what != self._doing:
-            self._doing, self._began_doing = what, time.monotonic()
-
-    def _break_silence(self) -> None:
-        """Print what is going on whenever nothing has been printed for :data:`LOG_INTERVAL`."""
-        while not self._ended.wait(max(0.1, self._printed + LOG_INTERVAL - time.monotonic())):
-            if time.monotonic() >= self._printed + LOG_INTERVAL:
-                self._print(self._state())
-
-    def _state(self) -> str:
-        """Return what is going on, as a line of a log."""
-        since = format_duration(time.monotonic() - self._began_doing)
-        return f"{self._doing}: {since} so far"
 
     def _figures(self, values: Mapping[str, float]) -> str:
         parts = [f"{name} {value:.2%}" for name, value in values.items() if name != "loss"]
         if "loss" in values:
             parts.append(f"loss {values['loss']:.4g}")
         if self._uploaded:
-            parts.append(f"{format_count(self._uploaded)} up")
+            parts.append(f"{format_bytes(self._uploaded)} up")
         if self._simulated:
             parts.append(f"{format_duration(self._simulated)} simulated")
         return "  ".join(parts)
 
-    def _print(self, text: str, *, passing: bool = False) -> None:
-        text, self._printed = redact(text), time.monotonic()
-        if self._notebook is not None:
-            self._notebook.show(text, passing=passing)
-            return
-        # Never wrap plain lines: a line broken in two cannot be searched for in a log file.
-        self._console.print(text, markup=False, highlight=False, soft_wrap=not self._live)
+    def _print(self, text: str) -> None:
+        self._printed = time.monotonic()
+        # Plain lines do not wrap: a log file is searched by line.
+        self._console.print(redact(text), markup=False, highlight=False, soft_wrap=not self._live)
 
 
 @dataclass
-class _Running:
-    """A cell that is being run."""
-
-    began: float
-    first: int | None = None  # the round it continued from
-    round: int = 0
+class _Cell:
+    name: str
+    rounds: int
+    began: float | None = None
+    round: int | None = None  # none since it started, perhaps again
+    ended: str = ""  # "done" or "failed"
     metrics: dict[str, float] = field(default_factory=dict)
     task: TaskID | None = None
+
+    @property
+    def rounds_left(self) -> int:
+        return 0 if self.ended else self.rounds - (self.round or 0)
 
 
 class SweepProgress(RunProgress):
     """Progress display of many federated runs, as a context manager.
 
-    On a terminal it is a live bar with one line for each running cell; elsewhere one plain line per
-    finished cell, and one for each minute without any.
+    A terminal shows a live bar with one line for each running cell. Elsewhere there is one plain
+    line per finished cell, and one line per minute without any.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         super().__init__(1, console)
-        self._cells: dict[str, tuple[str, int]] = {}  # name and rounds, by id
-        self._unnamed = 0  # cells that are expected
-        self._running: dict[str, _Running] = {}
-        self._done: dict[str, bool] = {}  # whether it finished, by id
+        self._cells: dict[str, _Cell] = {}
+        self._expected: list[int] = []  # rounds of cells that a search will name
         self._began: float | None = None
         self._rounds_done = 0
-        self._rounds_left = 0
-
-    @property
-    def _total_cells(self) -> int:
-        return len(self._cells) + self._unnamed
 
     def expect(self, cells: int, rounds: int) -> None:
         """Announce cells of ``rounds`` rounds each that :meth:`add` will name later."""
-        self._unnamed += cells
-        self._rounds_left += cells * rounds
+        self._expected += [rounds] * cells
         self._show()
 
     def add(self, id: str, name: str, rounds: int) -> None:
-        """Announce a cell, or name an expected one."""
-        self._cells[id] = (name, rounds)
-        if self._unnamed:
-            self._unnamed -= 1
-        else:
-            self._rounds_left += rounds
+        """Announce a cell, or name an expected cell."""
+        self._cells[id] = _Cell(name, rounds)
+        if self._expected:
+            self._expected.pop()
         self._show()
 
     def start(self, id: str) -> None:
-        """Show that a cell is being run, perhaps again."""
-        now = time.monotonic()
-        old = self._running.get(id)
-        self._running[id] = _Running(old.began if old else now, task=old.task if old else None)
+        """Show that a cell runs, perhaps again."""
+        cell = self._cells[id]
+        cell.began, cell.round, cell.ended = cell.began or time.monotonic(), None, ""
         self._show()
 
     def round(
         self, id: str, round_: int, metrics: Mapping[str, float], headline: str = "accuracy"
     ) -> None:
-        """Show a finished round of a cell; the first one is that which it continued from."""
-        cell = self._running[id]
-        if cell.first is None:
-            cell.first = cell.round = round_
-            self._rounds_left -= round_
-        if self._began is None:  # counted from here: the first cell waits for processes to start
-            self._began, self._rounds_done = time.monotonic(), cell.round - round_
-        self._rounds_done += round_ - cell.round
-        self._rounds_left -= round_ - cell.round
+        """Show a finished round of a cell; the first round is where the cell continues from."""
+        cell = self._cells[id]
+        if cell.round is not None:
+            self._rounds_done += round_ - cell.round
         cell.round = round_
+        self._began = self._began or time.monotonic()
         cell.metrics |= {k: float(metrics[k]) for k in (headline, "loss") if k in metrics}
         self._show()
 
     def retry(self, id: str, why: str, attempt: int, attempts: int) -> None:
         """Print that a cell failed and will be tried again."""
-        self._forget_rounds(id)
-        self._print(f"{self._cells[id][0]}: {why}; attempt {attempt} of {attempts} follows")
+        self._print(f"{self._cells[id].name}: {why}; attempt {attempt} of {attempts} follows")
 
     def move(self, id: str, why: str) -> None:
-        """Print that a cell goes on elsewhere, which is no failure."""
-        self._forget_rounds(id)
-        self._print(f"{self._cells[id][0]}: {why}; it goes on elsewhere")
+        """Print that a cell continues elsewhere, which is not a failure."""
+        self._print(f"{self._cells[id].name}: {why}; it continues elsewhere")
 
     def end(self, id: str, *, failure: str | None = None, stopped: str | None = None) -> None:
         """Print that a cell has finished, or why it has not: a failure, or early stopping."""
-        name, rounds = self._cells[id]
-        cell = self._running.pop(id, None) or _Running(time.monotonic())
-        self._rounds_left -= rounds - cell.round
-        self._done[id] = failure is None
+        cell, now = self._cells[id], time.monotonic()
+        cell.ended = "failed" if failure else "done"
         if cell.task is not None:
             self._bar.remove_task(cell.task)
-        seconds = format_duration(time.monotonic() - cell.began)
+            cell.task = None
+        seconds = format_duration(now - (cell.began or now))
         result = failure or stopped or f"{self._figures(cell.metrics)}  {seconds}"
-        eta = self._eta()
-        left = f"  {eta}" if eta and not self._live else ""
-        self._print(f"{len(self._done)}/{self._total_cells}  {name}: {result}{left}")
+        left = f"  {self._eta()}" if self._eta() and not self._live else ""
+        done = sum(bool(each.ended) for each in self._cells.values())
+        total = len(self._cells) + len(self._expected)
+        self._print(f"{done}/{total}  {cell.name}: {result}{left}")
         self._show()
 
-    def _forget_rounds(self, id: str) -> None:
-        """Count the rounds of a cell as not done; those that are kept are reported again."""
-        cell = self._running.get(id)
-        if cell is not None:
-            self._rounds_left += cell.round
-            cell.round, cell.first = 0, None
-
     def _eta(self) -> str:
-        if self._began is None or not self._rounds_left:
+        left = sum(self._expected) + sum(cell.rounds_left for cell in self._cells.values())
+        if self._began is None or not self._rounds_done or not left:
             return ""
-        pace = Pace(self._rounds_done, time.monotonic() - self._began)
-        seconds = pace.seconds_for(self._rounds_left)
-        return f"about {format_duration(seconds)} left" if math.isfinite(seconds) else ""
-
-    def _counts(self) -> tuple[str, list[str]]:
-        """Return how many cells are done, and how many are running and have failed."""
-        failed = list(self._done.values()).count(False)
-        parts = [f"{len(self._running)} running", f"{failed} failed" if failed else ""]
-        return f"cells {len(self._done)}/{self._total_cells}", parts
-
-    def _state(self) -> str:
-        if not self._running:
-            return super()._state()
-        done, parts = self._counts()
-        # The driver may begin or end a cell meanwhile.
-        running = [(id, cell.round) for id, cell in list(self._running.items())]
-        rounds = sum(round_ for _, round_ in running), sum(self._cells[id][1] for id, _ in running)
-        parts += [f"their rounds {rounds[0]}/{rounds[1]}", self._eta()]
-        return f"{done} done, {', '.join(filter(None, parts))}"
+        pace = (time.monotonic() - self._began) / self._rounds_done
+        return f"about {format_duration(pace * left)} left"
 
     def _show(self) -> None:
+        running = [cell for cell in self._cells.values() if cell.began and not cell.ended]
+        ended = [cell.ended for cell in self._cells.values() if cell.ended]
+        total = len(self._cells) + len(self._expected)
+        state, failed = f"cells {len(ended)}/{total}", ended.count("failed")
+        figures = f"{len(running)} running" + (f", {failed} failed" if failed else "")
         if not self._live:
+            if running and time.monotonic() - self._printed > LOG_INTERVAL:
+                rounds = sum(cell.round or 0 for cell in running), sum(c.rounds for c in running)
+                parts = [f"{state} done", figures, f"their rounds {rounds[0]}/{rounds[1]}"]
+                self._print(", ".join(filter(None, [*parts, self._eta()])))
             return
-        done, parts = self._counts()
         self._bar.update(
-            self._task,
-            description=done,
-            total=self._total_cells,
-            completed=len(self._done),
-            figures=", ".join(filter(None, parts)),
+            self._task, description=state, total=total, completed=len(ended), figures=figures,
             eta=self._eta(),
-        )
-        for place, (id, cell) in enumerate(self._running.items()):
-            name, rounds = self._cells[id]
+        )  # fmt: skip
+        for place, cell in enumerate(running):
             if cell.task is None:
-                cell.task = self._bar.add_task(name, total=rounds, figures="", eta="")
+                cell.task = self._bar.add_task(cell.name, total=cell.rounds, figures="", eta="")
+            done = cell.round or 0
             self._bar.update(
-                cell.task,
-                description=name,
-                completed=cell.round,
-                figures=f"round {cell.round}/{rounds}  {self._figures(cell.metrics)}",
-                visible=place < SHOWN_CELLS,
-            )
+                cell.task, completed=done, visible=place < SHOWN_CELLS,
+                figures=f"round {done}/{cell.rounds}  {self._figures(cell.metrics)}",
+            )  # fmt: skip

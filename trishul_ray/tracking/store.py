@@ -1,0 +1,209 @@
+"""The MLflow store of runs: its address, its experiment, and the lock while a file is opened.
+
+MLflow creates the schema of a SQLite store on first use, table by table, and cannot do so
+concurrently. Processes hold a lock file next to the database while they open it, and a new database
+gets its name when it is complete.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from filelock import FileLock
+
+from trishul_ray.errors import InputError, first_line
+from trishul_ray.runtime.lazy import mlflow
+from trishul_ray.storage.durable import make_folder, put_in_place
+from trishul_ray.storage.redaction import MASK, redact
+
+if TYPE_CHECKING:
+    from mlflow.entities import Experiment
+    from mlflow.tracking import MlflowClient
+
+#: Group of scores and losses. MLflow sorts groups in ASCII order, capitals first.
+SCORES = "Score/"
+#: Name of a view of the list of runs, with these columns as far as runs have them.
+VIEW = "trishul"
+_COLUMNS = (
+    *(f"metrics.`{SCORES}{name}`" for name in ("accuracy", "f1", "loss")),
+    *(f"params.`{name}`" for name in ("method.name", "method.lam", "partition.alpha", "seed")),
+    "attributes.`Duration`",
+)
+#: Tags of an experiment: MLflow shows training runs instead of language model applications, and the
+#: view in its menu.
+_EXPERIMENT_TAGS = {
+    "mlflow.experimentKind": "custom_model_development",
+    f"mlflow.sharedViewState.{VIEW}": json.dumps(
+        {
+            "name": "Scores and settings",
+            "createdAt": 0,
+            "state": json.dumps({"selectedColumns": _COLUMNS}),
+        }
+    ),
+}
+_VARIABLE = "MLFLOW_TRACKING_URI"
+_SCHEMES = ("http", "sqlite", "postgresql", "mysql", "mssql")
+#: MLflow reads these when it is first imported: no telemetry, no printed addresses, and a lost
+#: server blocks a run for a minute instead of for many.
+SETTINGS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+
+
+def tracking_uri(uri: str | None, runs: str) -> str:
+    """Return the address of a store: ``uri``, MLFLOW_TRACKING_URI or ``<runs>/mlflow.db``.
+
+    Raises:
+        InputError: The store is neither a SQLite file nor a database nor a server.
+    """
+    named = os.environ.get(_VARIABLE) or None
+    if uri is None or (named is not None and uri == redact(named)):  # as config.yaml has it
+        uri = named
+    if uri is None:
+        if "://" in runs and not runs.startswith("file://"):
+            raise InputError(
+                f"tracking.uri: storage.runs={runs!r} is remote and cannot contain a SQLite file; "
+                "name an MLflow server, or set tracking.mlflow=false"
+            )
+        uri = str(Path(runs.removeprefix("file://")).absolute() / "mlflow.db")
+    if f"://{MASK}@" in uri:
+        raise InputError(
+            f"tracking.uri={uri!r}: credentials are never written; name them again by "
+            f"tracking.uri or {_VARIABLE}"
+        )
+    scheme = urlsplit(uri).scheme
+    if not scheme and uri.endswith(".db"):
+        if "?" in uri or "%" in uri:
+            raise InputError(f"tracking.uri={uri!r}: MLflow accepts no ? or % in a path")
+        return f"sqlite:///{Path(uri).absolute()}"
+    if not scheme.startswith(_SCHEMES) or (scheme == "sqlite" and sqlite_file(uri) is None):
+        raise InputError(
+            f"{_as_set(uri)}: must be a SQLite file (sqlite:///FILE.db), a server (http://HOST) or "
+            "a database (postgresql://, mysql+pymysql://, mssql+pyodbc://)"
+        )
+    return uri
+
+
+def _as_set(uri: str) -> str:
+    """Return an address without credentials, after the variable or the field that sets it."""
+    name = _VARIABLE if os.environ.get(_VARIABLE) == uri else "tracking.uri"
+    return f"{name}={redact(uri)!r}"
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """Return the file of a ``sqlite:///`` address, or None."""
+    head, _, path = uri.partition(":///")
+    path = path.partition("?")[0]
+    is_file = head.partition("+")[0] == "sqlite" and path not in ("", ":memory:")
+    return Path(path).absolute() if is_file else None
+
+
+def is_server(uri: str) -> bool:
+    """Return whether a store is an MLflow server."""
+    return uri.startswith(("http://", "https://"))
+
+
+def place_of(uri: str, experiment: str) -> list[str]:
+    """Return a store without credentials, and the name of an MLflow experiment."""
+    return [redact(uri), experiment]
+
+
+def ui_command(uri: str) -> str:
+    """Return the command that shows a store in a browser, or the address of a server."""
+    if is_server(uri):
+        return redact(uri)
+    with contextlib.suppress(InputError):
+        if uri == tracking_uri(None, os.environ.get("TRISHUL_RUNS", "runs")):
+            return "trishul ui"
+    return f"trishul ui --uri {shlex.quote(redact(uri))}"
+
+
+def open_client(uri: str) -> "MlflowClient":
+    """Return an MLflow client whose store exists and answers; the caller holds its lock.
+
+    Raises:
+        InputError: The store cannot be opened.
+    """
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+    from mlflow.tracking import MlflowClient
+    from sqlalchemy.exc import SQLAlchemyError
+
+    for name in ("alembic", "mlflow.store.db.utils"):  # a page of lines for every new store
+        logging.getLogger(name).setLevel(logging.WARNING)
+    file = sqlite_file(uri)
+    new = file.with_name(f".{file.name}.new") if file is not None and not file.exists() else None
+    try:
+        if new is not None and file is not None:
+            new.unlink(missing_ok=True)  # of a process that was killed
+            SqlAlchemyStore(f"sqlite:///{new}", "mlruns").engine.dispose()
+            put_in_place(new, file)
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        client.search_experiments(max_results=1)
+    except (mlflow.MlflowException, SQLAlchemyError, OSError, ImportError) as error:
+        if new is not None:
+            new.unlink(missing_ok=True)
+        cause = getattr(error, "orig", None) or error
+        raise InputError(
+            f"{_as_set(uri)}: the MLflow store does not answer: {redact(first_line(cause))[:300]}"
+        ) from error
+    return client
+
+
+def view_of(uri: str) -> str:
+    """Return the view of the only experiment with runs, as the end of the address of MLflow."""
+    experiments = open_client(uri).search_experiments()
+    found = [
+        each.experiment_id for each in experiments if _EXPERIMENT_TAGS.keys() <= each.tags.keys()
+    ]
+    kind = "workflowType=machine_learning"  # otherwise MLflow shows language model applications
+    if len(found) == 1:
+        return f"#/experiments/{found[0]}/runs?{kind}&viewStateShareKey={VIEW}"
+    return f"#/experiments?{kind}"
+
+
+@contextlib.contextmanager
+def opened(uri: str, name: str) -> "Iterator[tuple[MlflowClient, Experiment]]":
+    """Open a store and its experiment of this name, which is created if it does not exist.
+
+    The lock of a SQLite file is held until the end. The artifacts of a new experiment go to
+    ``mlartifacts/`` next to the file.
+
+    Raises:
+        InputError: The store cannot be opened or written, or the experiment was deleted.
+    """
+    file = sqlite_file(uri)
+    with contextlib.ExitStack() as stack:
+        if file is not None:
+            try:
+                make_folder(file.parent)
+                stack.enter_context(FileLock(f"{file}.lock", timeout=120))
+            except OSError as error:  # also a lock that another process holds
+                why = error.strerror or "another process holds its lock"
+                raise InputError(f"tracking.uri: cannot write {file}: {why}") from error
+        client = open_client(uri)
+        try:
+            if (found := client.get_experiment_by_name(name)) is None:
+                artifacts = (file.parent / "mlartifacts").as_uri() if file else None
+                with contextlib.suppress(mlflow.MlflowException):  # another process was faster
+                    client.create_experiment(name, artifacts, _EXPERIMENT_TAGS)
+                found = client.get_experiment_by_name(name)
+            if found is None or found.lifecycle_stage != "active":
+                raise InputError(
+                    f"tracking.experiment={name!r} was deleted in MLflow; restore it there or "
+                    "choose another name"
+                )
+            yield client, found
+        except mlflow.MlflowException as error:
+            cause = redact(first_line(error))[:300]
+            raise InputError(f"{_as_set(uri)}: the MLflow store refuses: {cause}") from error
