@@ -11,7 +11,6 @@ one experiment or sweep at a time.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -33,7 +32,6 @@ from trishul_ray.report.summary import RunSummary
 from trishul_ray.result import Result
 from trishul_ray.runs.export import open_run
 from trishul_ray.runs.runner import run_steps
-from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.sweeps.cells import Sweep, TuneOptions
 from trishul_ray.sweeps.loading import load_sweep
 from trishul_ray.sweeps.reproduce import reproduce
@@ -301,13 +299,7 @@ def _read_sweep(
     else:
         assert file is not None
         content = dict(file)
-    with scratch_folder("sweep") as folder:
-        path = Path(folder) / "sweep.yaml"
-        path.write_text(_as_yaml("sweep", content), encoding="utf-8")
-        try:
-            return replace(load_sweep(path, overrides), file=None)
-        except InputError as error:
-            raise InputError(str(error).replace(str(path), "sweep")) from error
+    return load_sweep(yaml.safe_load(_as_yaml("sweep", content)), overrides)
 
 
 def _axis(name: str, values: Any, known: Sequence[str]) -> tuple[str, Any]:

@@ -1,17 +1,15 @@
 """Counts of a plan: each run once, in the first sweep that has it."""
 
 import dataclasses
-import io
 
 import pytest
-from rich.console import Console
 from summaries import invented_hardware, invented_summary
 
 from trishul_ray.errors import InputError
 from trishul_ray.sweeps.cells import distinct
 from trishul_ray.sweeps.cost import work_of
 from trishul_ray.sweeps.loading import find_sweeps, load_sweep, sweep_from_axes
-from trishul_ray.sweeps.plan import device_of, make_plan, plan_notes, plan_table
+from trishul_ray.sweeps.plan import device_of, make_plan, plan_notes
 from trishul_ray.sweeps.status import CellState
 
 BASE = ["dataset=cifar100", "federation.rounds=10"]
@@ -77,26 +75,6 @@ def test_runs_are_counted_by_what_the_store_has_of_them(sweeps):
     notes = "\n".join(plan_notes(plan, states_of(sweeps, **given), 1))
     assert "8 distinct runs" in notes and "1 failed: out of memory" in notes
     assert "1 stale: the data have changed since it was run" in notes
-
-
-def test_what_early_stopping_ended_is_not_to_do_unless_another_sweep_needs_it(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text(
-        "base: {dataset: cifar100, federation.rounds: 10, data.validation_share: 0.1}\n"
-        "axes: {seed: [0, 1, 2]}\nearly_stopping: {kind: asha}\n"
-    )
-    sweep = load_sweep(file, [])
-    why = "stopped early after round 3"
-    states = {id: CellState("missing", "not run yet") for id in distinct([sweep])}
-    states |= dict.fromkeys([*states][:2], CellState("stopped", why))
-    plan = make_plan([sweep], states, "h100")
-    hours = work_of(sweep.cells[0].experiment).seconds("h100", "fp32") / 3600
-    assert plan.total.to_do == 1 and plan.total.hours_left == pytest.approx(hours)
-    console = Console(file=io.StringIO(), width=200)
-    console.print(plan_table(plan))
-    assert "stopped" in console.file.getvalue()
-    again = dataclasses.replace(sweep, name="again", early_stopping=None)
-    assert make_plan([sweep, again], states, "h100").total.to_do == 3
 
 
 def test_the_time_of_a_similar_run_counts_more_than_the_model(sweeps):
@@ -231,7 +209,7 @@ def test_an_adaptive_search_counts_with_all_its_samples(tmp_path):
     file.write_text(
         "base: {dataset: digits, method: fedit}\n"
         "axes: {seed: [0, 1]}\n"
-        "search: {kind: optuna, on: test, samples: 7, space: {optimizer.lr: {log: [0.001, 0.1]}}}\n"
+        "search: {kind: optuna, rows: test, samples: 7, space: {lr: {log: [0.001, 0.1]}}}\n"
     )
     plan = make_plan([load_sweep(file)], {}, "cpu")
     assert (plan.total.cells, plan.total.runs, plan.total.states["missing"]) == (14, 14, 14)

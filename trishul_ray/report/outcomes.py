@@ -64,8 +64,15 @@ def _file_name(name: str) -> str:
 
 Text = Annotated[str, AfterValidator(_name)]
 FileName = Annotated[Text, AfterValidator(_file_name)]
-#: One name stands for a list of one.
-Names = Annotated[tuple[Text, ...], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
+
+
+def _as_names(value: Any) -> Any:
+    """Return names as a list of text: YAML reads ``20`` as a number, and one stands for a list."""
+    names = value if isinstance(value, list | tuple) else [value]
+    return [str(x) if isinstance(x, int | float) else x for x in names]
+
+
+Names = Annotated[tuple[Text, ...], BeforeValidator(_as_names)]
 #: Chosen labels, by axis; axes that are missing are not limited.
 Labels = dict[str, Names]
 Title = Annotated[Text, Field(default_factory=lambda read: read.get("name", ""))]

@@ -1,8 +1,8 @@
-"""Sweeps and their cells, which are the combinations of the labels of all axes.
+"""Sweeps and their cells: the combinations of the labels of all axes.
 
 The fields of a cell are those of the dataset's preset, then the sweep's base, the overrides of the
-command line, the values of the axes, and the adjustments of chosen cells; later ones win. An
-override that would reach only some cells is refused.
+command line, the values of the axes, and the adjustments of selected cells; later ones win. An
+override that would reach only some cells is rejected.
 """
 
 import itertools
@@ -19,14 +19,11 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import check_found
 from trishul_ray.experiment.loading import resolve_experiment, set_field
 from trishul_ray.report.outcomes import Labels, SweepHead
-from trishul_ray.sweeps.placed_yaml import Value, fail, plain
-from trishul_ray.sweeps.search import EarlyStopping, Search
+from trishul_ray.sweeps.search import Search
 from trishul_ray.sweeps.sweep_file import MAX_CELLS, Fields, SweepFile, field_of
 
 #: The axis of learning rates.
 RATE = "optimizer.lr"
-#: Caveat of a table whose runs were chosen by the scores that it shows.
-CHOSEN_ON_TEST = "chosen on the test rows"
 
 
 @dataclass(frozen=True)
@@ -34,11 +31,11 @@ class Cell:
     """One combination of axis labels.
 
     Attributes:
-        experiment: The run that it is read from; cells may share one.
+        experiment: The run of the cell; cells may share one.
         labels: Label of each axis, in the order of the axes.
-        metric: Name of the metric that it is read by; None is the task's headline.
-        rows: Rows whose metric it is read by.
-        fields: The fields that the sweep sets, by dotted name, for :func:`vary`.
+        metric: Name of its metric; None is the task's headline.
+        rows: Rows of its metric.
+        fields: The fields that the sweep sets, by dotted name.
     """
 
     experiment: Experiment
@@ -47,83 +44,41 @@ class Cell:
     rows: ScoredSplit = "test"
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    def varied(self, values: Mapping[str, Any]) -> "Cell":
+        """Return the cell with other fields; a learning rate that is not set is looked up again.
+
+        Raises:
+            InputError: The experiment is not valid.
+        """
+        fields = {**self.fields, **{field_of(name): value for name, value in values.items()}}
+        labels = {**self.labels, **{name: str(value) for name, value in values.items()}}
+        return replace(self, experiment=_resolve(fields), labels=labels, fields=fields)
+
 
 @dataclass(frozen=True)
 class Sweep(SweepHead):
-    """A sweep, read and validated.
+    """A validated sweep.
 
     Attributes:
-        cells: Every combination of labels that is not left out.
-        file: Where it was read from; None if it was given on the command line.
-        search: How values are found that no axis sets; None is the grid of the axes.
-        early_stopping: How runs that lag behind are stopped; None is never.
-        search_place: Where the search stands, for errors.
+        cells: Every combination of labels that ``except`` does not leave out.
+        file: Its file, or None.
+        search: How values are found that no axis sets, or None.
     """
 
     cells: tuple[Cell, ...]
     file: Path | None = None
     search: Search | None = None
-    early_stopping: EarlyStopping | None = None
-    search_place: str = field(default="search", compare=False)
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether its cells are only known once others have finished."""
+        """Whether its cells depend on the results of other cells."""
         return self.search is not None and self.search.kind == "optuna"
-
-    @property
-    def compared(self) -> Search | None:
-        """Comparison of its runs with each other while they run; None if there is none."""
-        if self.search is None and self.early_stopping is not None:
-            return Search(on=self.early_stopping.on)
-        return self.search
-
-
-@dataclass(frozen=True)
-class TuneOptions:
-    """Options of running cells.
-
-    Attributes:
-        retries: How often a cell that failed is tried again.
-        stall_minutes: Minutes without a finished round after which a cell is ended and tried again.
-        concurrency: Number of cells at a time; None is what the cluster holds, with the nodes that
-            its autoscaler may add. Cells beyond that wait.
-    """
-
-    retries: int = 2
-    stall_minutes: float = 30.0
-    concurrency: int | None = None
-
-
-@dataclass(frozen=True)
-class CellRun:
-    """Runs of a trial.
-
-    Attributes:
-        experiment: The run.
-        name: How it is called in messages.
-        tags: Tags of its MLflow run.
-        replaces: Attempt of an earlier run with the same id that is deleted first, as
-            ``attempt_of`` returns it; None keeps what there is and continues it.
-        stays_stopped: Whether a run that early stopping has ended answers with its last round,
-            instead of going on.
-    """
-
-    experiment: Experiment
-    name: str
-    tags: Mapping[str, str] = field(default_factory=dict)
-    replaces: str | None = None
-    stays_stopped: bool = False
-
-
-#: Returns what a trial runs, given its Tune configuration.
-FindRun = Callable[[Mapping[str, Any]], CellRun]
 
 
 def distinct(sweeps: Sequence[Sweep]) -> dict[str, Experiment]:
     """Return the experiments of all cells by id, in order, each once.
 
-    One that several cells share is scored after every round that one of them asks for.
+    A shared experiment is scored after every round that one of its cells requires.
     """
     found: dict[str, Experiment] = {}
     for sweep in sweeps:
@@ -133,102 +88,118 @@ def distinct(sweeps: Sequence[Sweep]) -> dict[str, Experiment]:
     return found
 
 
-def vary(cell: Cell, values: Mapping[str, Any]) -> Cell:
-    """Return a cell with other fields, by dotted name, as a search samples them.
+@dataclass(frozen=True)
+class TuneOptions:
+    """Options of running cells.
 
-    A learning rate that is not set is looked up again, for the new fields.
-
-    Raises:
-        InputError: The experiment is not valid.
+    Attributes:
+        retries: Number of retries of a run that failed.
+        stall_minutes: Minutes without a finished round after which a run is ended and retried.
+        concurrency: Number of concurrent runs; None is what the cluster holds.
     """
-    fields = {**cell.fields, **{field_of(name): value for name, value in values.items()}}
-    labels = {**cell.labels, **{name: str(value) for name, value in values.items()}}
-    return replace(cell, experiment=_resolve(fields), labels=labels, fields=fields)
+
+    retries: int = 2
+    stall_minutes: float = 30.0
+    concurrency: int | None = None
+
+
+@dataclass(frozen=True)
+class CellRun:
+    """The run of a trial.
+
+    Attributes:
+        experiment: The run.
+        name: Its name in messages.
+        tags: Tags of its MLflow run.
+        replaces: Attempt of an earlier run with the same id that is deleted first, as
+            ``attempt_of`` returns it; None keeps what there is and resumes it.
+    """
+
+    experiment: Experiment
+    name: str
+    tags: Mapping[str, str] = field(default_factory=dict)
+    replaces: str | None = None
+
+
+#: Returns the run of a trial, given its Tune configuration.
+FindRun = Callable[[Mapping[str, Any]], CellRun]
 
 
 def expand(file: SweepFile, overrides: Fields) -> tuple[Cell, ...]:
     """Return the cells of all combinations but the excluded ones; the last axis varies fastest."""
-    place = file.place("axes")
     for number, excluded in enumerate(file.excluded):
-        file.check_labels(excluded, "except", "except", number)
+        file.check_labels(excluded, "except", number)
     for number, adjustment in enumerate(file.adjust):
-        file.check_labels(adjustment.where, "where", "adjust", number, "where")
-    count = math.prod(len(axis) for axis in file.axes.values())
+        file.check_labels(adjustment.where, "adjust", number, "where")
+    count = math.prod(len(labels) for labels in file.labels.values())
     if count > MAX_CELLS:
-        sizes = " x ".join(f"{len(axis)} {name}" for name, axis in file.axes.items())
-        raise InputError(
-            f"{place}: {sizes} are {count:,} cells, and a sweep may have {MAX_CELLS:,}; "
-            "shorten an axis or divide the sweep"
-        )
-    common = {**file.base, **overrides}
-    hindered: dict[str, list[Value]] = {}
+        sizes = " x ".join(f"{len(labels)} {name}" for name, labels in file.labels.items())
+        file.fail(f"{sizes} are {count:,} cells, more than {MAX_CELLS:,}; shorten an axis", "axes")
+    unreached: dict[str, int] = {}
     used: set[int] = set()
     cells = []
     for labels, fields, metric in _combinations(file):
-        if any(is_chosen(labels, each) for each in file.excluded):
+        if any(is_selected(labels, each) for each in file.excluded):
             continue
         for number, adjustment in enumerate(file.adjust):
-            if is_chosen(labels, adjustment.where):
+            if is_selected(labels, adjustment.where):
                 fields |= adjustment.fields
                 used.add(number)
         for name in overrides.keys() & fields.keys():
-            if plain(fields[name]) != plain(overrides[name]):
-                hindered.setdefault(name, []).append(fields[name])
-        cells.append(_make_cell({**common, **fields}, labels, metric, place))
+            if fields[name] != overrides[name]:
+                unreached[name] = unreached.get(name, 0) + 1
+        cells.append(_make_cell(file, overrides, fields, labels, metric))
     if not cells:
-        raise InputError(f"{place}: no cell is left; shorten `except`")
+        file.fail("no cell is left; shorten it", "except")
     for number in range(len(file.adjust)):
         if number not in used:
-            file.fail("adjust: no cell has these labels; change or remove them", "adjust", number)
-    for name, values in sorted(hindered.items()):
-        fail(
-            overrides[name],
-            f"it does not reach {len(values):,} of {len(cells):,} cells, for which an axis or "
-            f"`adjust` sets {name} (first at {values[0].place}: {plain(values[0])!r}); set it "
-            "there, in a file of your own that extends this one",
+            file.fail("no cell has these labels; change or remove them", "adjust", number)
+    for name, number in sorted(unreached.items()):
+        raise InputError(
+            f"override {name}={overrides[name]}: an axis or `adjust` sets {name} in {number:,} of "
+            f"{len(cells):,} cells; set it in a file that extends this one"
         )
     return tuple(cells)
 
 
 def _combinations(file: SweepFile) -> Iterator[tuple[dict[str, str], Fields, str | None]]:
     """Yield the labels of all axes, and the fields and the metric that they set together."""
-    for chosen in itertools.product(*(axis.items() for axis in file.axes.values())):
-        labels = dict(zip(file.axes, (label for label, _ in chosen), strict=True))
+    for chosen in itertools.product(*(axis.items() for axis in file.labels.values())):
+        labels = dict(zip(file.labels, (label for label, _ in chosen), strict=True))
         fields: Fields = {}
         metric: str | None = None
-        for axis, (_, value) in zip(file.axes, chosen, strict=True):
+        for (axis, label), (_, value) in zip(labels.items(), chosen, strict=True):
             for name, given in value.fields.items():
-                if name in fields and plain(fields[name]) != plain(given):
-                    fail(
-                        given,
-                        f"axis {axis!r} sets {name}={plain(given)!r}, but another axis sets "
-                        f"{plain(fields[name])!r} at {fields[name].place} (cell {_name(labels)}); "
-                        "set it on one axis, or leave the combination out under `except`",
-                    )
+                if name in fields and fields[name] != given:
+                    path = "axes", axis, label, name
+                    file.fail(f"{given!r}, but another axis sets {fields[name]!r}", *path)
                 fields[name] = given
             if value.metric is not None and metric not in (None, value.metric):
-                raise InputError(
-                    f"{value.place}: two axes name a metric, {metric!r} and {value.metric!r} "
-                    f"(cell {_name(labels)}); name it on one axis"
+                file.fail(
+                    f"{value.metric!r}, but another axis sets {metric!r}", "axes", axis, label
                 )
             metric = value.metric or metric
         yield labels, fields, metric
 
 
-def is_chosen(labels: Mapping[str, str], choice: Labels) -> bool:
-    """Return whether a cell has one of the chosen labels on each axis."""
-    return all(labels[axis] in some for axis, some in choice.items())
+def is_selected(labels: Mapping[str, str], selection: Labels) -> bool:
+    """Return whether a cell has one of the selected labels on each axis."""
+    return all(labels[axis] in some for axis, some in selection.items())
 
 
-def _make_cell(fields: Fields, labels: Mapping[str, str], metric: str | None, place: str) -> Cell:
-    values = {name: plain(value) for name, value in fields.items()}
+def _make_cell(
+    file: SweepFile, overrides: Fields, own: Fields, labels: Mapping[str, str], metric: str | None
+) -> Cell:
+    fields = {**file.base, **overrides, **own}
     try:
-        experiment = _resolve(values)
+        experiment = _resolve(fields)
         check_found(experiment)
     except InputError as error:
-        cell = f" (cell {_name(labels)})" if labels else ""
-        raise InputError(f"{_blame(str(error), fields) or place}: {error}{cell}") from error
-    return Cell(experiment, labels, metric, fields=values)
+        name = _first_named(str(error), fields)
+        if name in overrides and name not in own:
+            raise InputError(f"override {name}={overrides[name]}: {error}") from error
+        file.fail(str(error), *_path_of(file, name, labels))
+    return Cell(experiment, labels, metric, fields=fields)
 
 
 def _resolve(fields: Mapping[str, Any]) -> Experiment:
@@ -238,15 +209,25 @@ def _resolve(fields: Mapping[str, Any]) -> Experiment:
     return resolve_experiment(nested)
 
 
-def _blame(message: str, fields: Fields) -> str | None:
-    """Return the place of the field that ``message`` is about: the first that it names."""
-    found = []
-    for name, value in fields.items():
-        match = re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", message)
-        if match:
-            found.append((match.start(), value.place))
-    return min(found)[1] if found else None
+def _first_named(message: str, fields: Fields) -> str:
+    """Return the field whose name, or else whose text, a message has first, or an empty string."""
+    for wanted in (fields, {n: repr(v) for n, v in fields.items() if isinstance(v, str)}):
+        found = {}
+        for name in wanted:
+            text = name if wanted is fields else wanted[name]
+            if match := re.search(rf"(?<![\w.]){re.escape(text)}(?![\w.])", message):
+                found[name] = match.start()
+        if found:
+            return min(found, key=lambda name: found[name])
+    return ""
 
 
-def _name(labels: Mapping[str, str]) -> str:
-    return ", ".join(f"{axis}={label}" for axis, label in labels.items())
+def _path_of(file: SweepFile, name: str, labels: Mapping[str, str]) -> tuple[str | int, ...]:
+    """Return where a file sets a field of a cell."""
+    for number, adjustment in reversed([*enumerate(file.adjust)]):
+        if name in adjustment.fields and is_selected(labels, adjustment.where):
+            return "adjust", number, "fields", name
+    for axis, label in labels.items():
+        if name in file.labels[axis][label].fields:
+            return "axes", axis, label, name
+    return ("base", name) if name in file.base else ()

@@ -1,60 +1,48 @@
-"""Read sweeps from files, from the folders of sweeps, or from axes on the command line."""
+"""Load sweeps from files, from the folders of sweeps, or from axes on the command line."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trishul_ray.errors import InputError
+import yaml
+
+from trishul_ray.data.dataset import score_name
+from trishul_ray.errors import InputError, one_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.ids import may_identify
-from trishul_ray.report.outcomes import SEED, Profile, TableLayout
-from trishul_ray.report.references import table_keys
-from trishul_ray.sweeps.cells import CHOSEN_ON_TEST, Sweep, expand
-from trishul_ray.sweeps.checks import (
-    check_figures,
-    check_metrics,
-    check_tables,
-    check_varied_rates,
-    checked_search,
-    checked_stopping,
-)
-from trishul_ray.sweeps.placed_yaml import Items, Pairs, Scalar, parse, plain
-from trishul_ray.sweeps.search import EarlyStopping
+from trishul_ray.experiment.yaml_files import parse_yaml
+from trishul_ray.report.figures.kind import check_figure
+from trishul_ray.report.outcomes import SEED, FigureLayout, Profile, TableLayout
+from trishul_ray.report.references import figure_keys, table_keys
+from trishul_ray.sweeps.cells import RATE, Cell, Sweep, expand, is_selected
 from trishul_ray.sweeps.sweep_file import (
+    PROFILES,
     Fields,
     SweepFile,
     folders,
     hint,
-    read_axis,
+    make_file,
     read_file,
     read_overrides,
     unknown_field,
 )
 
-_PROFILES: tuple[Profile, ...] = ("paper", "small", "smoke")
 
+def load_sweep(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Sweep:
+    """Read a sweep file, or its content, and validate every cell.
 
-def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
-    """Read a sweep file and validate every cell.
-
-    ``overrides`` are ``key=value`` strings for every cell, which win over ``base``. One that an
-    axis or ``adjust`` sets, too, is refused, but a range or list of seeds, ``seed=0..4``, takes the
-    place of the axis ``seed``.
+    ``overrides`` are ``key=value`` strings for every cell, which win over ``base``. An override
+    that an axis or ``adjust`` also sets is rejected, but a range or list of seeds, ``seed=0..4``,
+    replaces the axis ``seed``.
 
     Raises:
-        InputError: One line that names file, line, fault and remedy.
+        InputError: One line that names the file, the path in it, and the fault.
     """
-    return _load(path, read_file(path), overrides)
-
-
-def _load(path: Path, file: SweepFile, overrides: Sequence[str]) -> Sweep:
-    """Return the sweep of a file, given what it holds."""
-    name = file.name
-    if name is None:  # that of the file must be one, too
-        name = SweepFile.of(Pairs(str(path), {"name": Scalar(path.stem, str(path), "")})).name
-    folder = path.resolve().parent.name
-    profile: Profile = next((each for each in _PROFILES if each == folder), "custom")
-    return _build(file, name or "", file.profile or profile, path, read_overrides(overrides))
+    fields = read_overrides(overrides)
+    if isinstance(source, Path):
+        return _load(source, read_file(source), fields)
+    return _build(make_file(dict(source), "sweep"), "sweep", "custom", None, fields)
 
 
 def sweep_from_axes(axes: Sequence[str], overrides: Sequence[str] = ()) -> Sweep:
@@ -63,21 +51,22 @@ def sweep_from_axes(axes: Sequence[str], overrides: Sequence[str] = ()) -> Sweep
     Raises:
         InputError: As :func:`load_sweep`.
     """
-    read = Pairs("--axis")
+    read: dict[str, Any] = {}
     for text in axes:
         name, equals, raw = text.partition("=")
-        name, place = name.strip(), f"--axis {text!r}"
-        if not equals or not name:
-            raise InputError(f"{place}: must be of the form field=value,value or field=0..4")
-        if name in read:
-            raise InputError(f"{place}: axis {name!r} is given twice; remove one")
-        if wrong := unknown_field(name):
-            raise InputError(f"{place}: {wrong}")
-        read[name] = parse(f"[{raw}]", place, place)
-    content = Pairs("--axis", {"axes": read})
+        if not equals or not name.strip():
+            raise InputError(f"--axis {text!r} must be of the form field=value,value or field=0..4")
+        if name.strip() in read:
+            raise InputError(f"--axis {text!r}: the axis is given twice; remove one")
+        if wrong := unknown_field(name.strip()):
+            raise InputError(f"--axis {text!r}: {wrong}")
+        try:
+            read[name.strip()] = parse_yaml(f"[{raw}]")
+        except yaml.YAMLError as error:
+            raise InputError(f"--axis {text!r}: not YAML: {one_line(error)}") from error
     title = "Sweep over " + ", ".join(read) if read else "One run"
-    content["title"] = Scalar(title, "--axis", title)
-    return _build(SweepFile.of(content), "sweep", "custom", None, read_overrides(overrides))
+    file = make_file({"title": title, "axes": read}, "--axis")
+    return _build(file, "sweep", "custom", None, read_overrides(overrides))
 
 
 def find_sweeps(
@@ -85,8 +74,8 @@ def find_sweeps(
 ) -> tuple[Sweep, ...]:
     """Load the sweeps of a profile, from ``./sweeps`` or those that come with the package.
 
-    The name ``all`` stands for every sweep of the profile, in the paper's order, but those whose
-    file says ``in_all: false``, as those beyond the paper do.
+    The name ``all`` means every sweep of the profile, in the paper's order, except files with
+    ``in_all: false``.
 
     Raises:
         InputError: There is no such sweep, or as :func:`load_sweep`.
@@ -98,106 +87,192 @@ def find_sweeps(
     if not files:
         raise InputError(
             f"profile {profile!r} has no sweeps in {' or '.join(map(str, folders()))}; "
-            f"known profiles: {', '.join(_PROFILES)}"
+            f"known profiles: {', '.join(PROFILES[:-1])}"
         )
-    wanted: dict[str, SweepFile] = {}
+    selected: dict[str, SweepFile] = {}
     for name in names:
         if name != "all" and name not in files:
-            near = hint(name, sorted(files))
-            if name.endswith((".yaml", ".yml")):
-                near = f"for a sweep file of your own: trishul sweep {name}"
-            raise InputError(f"profile {profile!r} has no sweep {name!r}; {near}")
+            raise InputError(f"profile {profile!r} has no sweep {name!r}; {hint(name, files)}")
         for each in sorted(files) if name == "all" else [name]:
             file = read_file(files[each])
             if file.in_all or name != "all":
-                wanted.setdefault(each, file)
-    sweeps = [_load(files[name], file, overrides) for name, file in wanted.items()]
-    return tuple(sorted(sweeps, key=_position) if "all" in names else sweeps)
+                selected.setdefault(each, file)
+    fields = read_overrides(overrides)
+    sweeps = [_load(files[name], file, fields) for name, file in selected.items()]
+    keys = [*table_keys()]
+
+    def position(sweep: Sweep) -> int:
+        return min((keys.index(t.paper) for t in sweep.tables if t.paper), default=len(keys))
+
+    return tuple(sorted(sweeps, key=position) if "all" in names else sweeps)
 
 
-def _position(sweep: Sweep) -> int:
-    """Return the position of a sweep's first table in the paper."""
-    keys = table_keys()
-    return min(
-        (keys.index(table.paper) for table in sweep.tables if table.paper), default=len(keys)
-    )
+def _load(path: Path, file: SweepFile, overrides: Fields) -> Sweep:
+    name = file.name or make_file({"name": path.stem}, str(path)).name or ""
+    folder = path.resolve().parent.name
+    profile: Profile = next((each for each in PROFILES if each == folder), "custom")
+    return _build(file, name, file.profile or profile, path, overrides)
 
 
 def _build(
     file: SweepFile, name: str, profile: Profile, path: Path | None, overrides: Fields
 ) -> Sweep:
-    """Return the sweep of a file, with the name and profile that it has."""
+    """Return the sweep of a file, after all checks of the file against its cells."""
     seeds = overrides.get("seed")
-    if seeds is not None and "seed" in file.axes and (isinstance(seeds, Items) or ".." in seeds):
-        # `seed=0..4` on the command line replaces the sweep's axis of seeds.
-        axes = file.axes | {"seed": read_axis("seed", seeds)}
-        file = file.model_copy(update={"axes": axes})
+    if "seed" in file.labels and (isinstance(seeds, list) or ".." in str(seeds)):
+        seed_axis = make_file({"axes": {"seed": seeds}}, "override seed").axes
+        file = file.model_copy(update={"axes": file.axes | seed_axis})
         overrides = {field: value for field, value in overrides.items() if field != "seed"}
-    cells = expand(file, overrides)
-    check_metrics(file)
-    search = checked_search(file, cells, overrides)
-    check_varied_rates(file, search, cells)
-    stopping = checked_stopping(file, search, cells)
-    check_tables(file, cells)
-    check_figures(file, cells)
     title = file.title or name
+    tables = file.tables
+    axes = [*file.labels]
+    if tables is None and axes:  # one table of all axes
+        shown = [axis for axis in axes if axis != SEED] or axes
+        split = len(shown) - (len(shown) > 1)
+        rows, columns = tuple(shown[:split]), tuple(shown[split:])
+        tables = (TableLayout(name=name, title=title, rows=rows, columns=columns),)
+    elif tables and len(tables) == 1 and "title" not in tables[0].model_fields_set:
+        tables = (tables[0].model_copy(update={"title": title}),)
+    cells = expand(file, overrides)
+    _check_metrics(file)
+    _check_search(file, cells, overrides)
+    _check_layouts(file, "tables", file.tables or (), table_keys(), cells)
+    _check_layouts(file, "figures", file.figures, figure_keys(), cells)
     return Sweep(
         name=name,
         title=title,
         profile=profile,
-        file=path,
         description=file.description,
-        axes=file.labels,
+        axes={axis: tuple(labels) for axis, labels in file.labels.items()},
         shown={
-            name: {label: value.shown for label, value in axis.items() if value.shown}
-            for name, axis in file.axes.items()
+            axis: {label: each.shown for label, each in labels.items() if each.shown}
+            for axis, labels in file.labels.items()
         },
-        cells=cells,
-        tables=_tables(file, name, title, stopping),
+        tables=tables or (),
         figures=file.figures,
-        search=search,
-        early_stopping=stopping,
         overrides=tuple(
-            f"{field}={plain(value)}"
+            f"{field}={value}"
             for field, value in overrides.items()
             if may_identify(Experiment, field)
-            and any(_in_id(field, cell.experiment) for cell in cells)
         ),
-        search_place=file.place("search", "kind"),
+        cells=cells,
+        file=path,
+        search=file.search,
     )
 
 
-def _tables(
-    file: SweepFile, name: str, title: str, stopping: EarlyStopping | None
-) -> tuple[TableLayout, ...]:
-    """Return how the cells form tables; by default, one table of all axes."""
-    tables = file.tables or ()
-    if file.tables is None and file.axes:
-        shown = tuple(axis for axis in file.axes if axis != SEED) or tuple(file.axes)
-        split = len(shown) - (len(shown) > 1)
-        tables = (TableLayout(name=name, title=title, rows=shown[:split], columns=shown[split:]),)
-    if len(tables) == 1 and "title" not in tables[0].model_fields_set:
-        tables = (tables[0].model_copy(update={"title": title}),)
-    if stopping is None or stopping.on != "test":
-        return tables
-    return tuple(
-        table.model_copy(update={"title": f"{table.title}, {CHOSEN_ON_TEST}"}) for table in tables
-    )
+def _check_metrics(file: SweepFile) -> None:
+    """Check that some task has the metrics that labels and a search name."""
+    named: list[tuple[str, tuple[str, ...]]] = [
+        (value.metric, ("axes", axis, label, "metric"))
+        for axis, labels in file.labels.items()
+        for label, value in labels.items()
+        if value.metric
+    ]
+    if file.search is not None and file.search.metric is not None:
+        named.append((file.search.metric, ("search", "metric")))
+    if named:
+        from trishul_ray.tasks.base import is_metric, metric_names  # imports torch
+
+        for name, path in named:
+            if not is_metric(name.removeprefix(score_name("", "validation"))):
+                file.fail(f"no task has the metric {name!r}; {hint(name, metric_names())}", *path)
 
 
-def _in_id(field: str, experiment: Experiment) -> bool:
-    """Return whether a field is part of an experiment's id, with the value that is set."""
-    fields: Any = experiment
-    found: Any = experiment.identity()
-    first, _, inner = field.partition(".")
-    if first in experiment.stages:
-        fields, found, field = experiment.stages[first], found.get(first), inner
-    for name in field.split("."):
-        if not isinstance(found, dict) or name not in found:
-            return False
-        info = type(fields).model_fields.get(name)
-        extra = info.json_schema_extra if info is not None else None
-        if isinstance(extra, dict) and extra.get("identity") == "default":
-            return False
-        found, fields = found[name], getattr(fields, name, None)
-    return True
+def _check_search(file: SweepFile, cells: Sequence[Cell], overrides: Fields) -> None:
+    """Check that the ends of every sampled range are valid in each cell, and the compared rows."""
+    search = file.search
+    space = search.space if search is not None else {}
+    if (RATE in file.labels or RATE in space) and any(
+        c.fields.get("optimizer.rates") for c in cells
+    ):
+        file.fail(f"optimizer.rates replaces the rates that {RATE} varies; remove one of them")
+    if search is None:
+        return
+    varied = {n for labels in file.labels.values() for v in labels.values() for n in v.fields}
+    varied |= {name for adjustment in file.adjust for name in adjustment.fields} | overrides.keys()
+    for name, domain in space.items():
+        path = "search", "space", name
+        if wrong := unknown_field(name):
+            file.fail(wrong, *path)
+        if name in varied:
+            file.fail("an axis, `adjust` or an override also sets this field; remove one", *path)
+        for cell, end in itertools.product(cells, domain.values):
+            try:
+                cell.varied({name: end})
+            except InputError as error:
+                file.fail(str(error), *path)
+    if search.rows == "validation" and not all(c.experiment.data.validation_share for c in cells):
+        file.fail(
+            "without data.validation_share the search would compare test rows: set "
+            "data.validation_share, such as 0.1, or `rows: test`, which the tables then report",
+            "search",
+        )
+
+
+def _check_layouts(
+    file: SweepFile,
+    section: str,
+    layouts: Sequence[TableLayout | FigureLayout],
+    paper: Sequence[str],
+    cells: Sequence[Cell],
+) -> None:
+    """Check that tables or figures show axes, labels and cells that exist."""
+    for number, layout in enumerate(layouts):
+        path = section, number
+        if any(other.name == layout.name for other in layouts[:number]):
+            file.fail(f"{layout.name!r} appears twice; rename one", *path, "name")
+        if layout.paper is not None and layout.paper not in paper:
+            near = hint(layout.paper, paper)
+            file.fail(f"the paper has no {layout.paper!r}; {near}", *path, "paper")
+        file.check_labels(layout.where, *path, "where")
+        shown = [cell.labels for cell in cells if is_selected(cell.labels, layout.where)]
+        if not shown:
+            file.fail("selects no cell; add labels, or shorten `except`", *path, "where")
+        if isinstance(layout, TableLayout):
+            _check_table(file, layout, path, shown)
+            continue
+        try:
+            check_figure(layout, tuple(file.labels))
+        except InputError as error:
+            file.fail(str(error), *path)
+
+
+def _check_table(
+    file: SweepFile,
+    table: TableLayout,
+    path: tuple[str | int, ...],
+    shown: Sequence[Mapping[str, str]],
+) -> None:
+    axes = [*table.rows, *table.columns]
+    for axis in axes:
+        if axis not in file.labels:
+            file.fail(f"unknown axis {axis!r}; {hint(axis, file.labels)}", *path)
+        if axes.count(axis) > 1:
+            file.fail(f"the axis {axis!r} appears twice; remove one", *path)
+    if not axes:
+        file.fail("needs rows or columns", *path)
+    if table.average and not table.columns:
+        file.fail("needs columns", *path, "average")
+    if table.column is not None:
+        file.check_labels(table.column.needs, *path, table.column.key)
+        for axis, labels in table.column.needs.items():
+            if left_out := {*labels} - {*table.where.get(axis, labels)}:
+                key = table.column.key
+                file.fail(f"leaves out {min(left_out)!r}, which {key} needs", *path, "where")
+    # Rows that are compared must be means over the same labels, or have one label each.
+    hidden = [axis for axis in file.labels if axis not in (*axes, SEED)]
+    groups: dict[tuple[str, ...], dict[str, set[tuple[str, ...]]]] = {}
+    for cell in shown:
+        row = cell[table.rows[-1]] if table.rows else ""
+        place = tuple(cell[axis] for axis in (*table.rows[:-1], *table.columns))
+        over = tuple(cell[axis] for axis in hidden)
+        groups.setdefault(place, {}).setdefault(row, set()).add(over)
+    for rows in groups.values():
+        most = max(rows.values(), key=len)
+        if len(most) > 1 and any(over != most for over in rows.values()):
+            file.fail(
+                f"rows would be means over different labels of {' and '.join(hidden)}: make the "
+                "axis a row or a column, or select its labels by `where`",
+                *path,
+            )

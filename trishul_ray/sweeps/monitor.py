@@ -12,7 +12,6 @@ from ray.tune.experiment import Trial
 
 from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.federation.on_ray.ray_internals import launch_failures
-from trishul_ray.report.outcomes import CellStatus
 from trishul_ray.sweeps.cells import CellRun, FindRun, TuneOptions
 from trishul_ray.sweeps.search import Search
 from trishul_ray.sweeps.status import record_failure
@@ -22,7 +21,6 @@ from trishul_ray.sweeps.trial import (
     HEADLINE_NAME,
     NOTES,
     ROUND,
-    STOPPED,
     TuneResult,
 )
 from trishul_ray.tracking.progress import SweepProgress, format_duration
@@ -45,7 +43,7 @@ class Monitor(tune.Callback):
         self.samples: list[dict[str, Any]] = []
         self.staging: Path | None = None  # where Tune keeps its files until it saves them
         self._find, self._progress = find, progress
-        self._search = search or Search()
+        self._search = search
         self._runs: dict[str, CellRun] = {}  # by trial
         self._results: dict[str, TuneResult] = {}  # the last ones, by trial
         self._finished: set[str] = set()  # or stopped early
@@ -107,15 +105,6 @@ class Monitor(tune.Callback):
         elif FAILURE in result:
             self._count(trial)
             self._fail(trial, result[FAILURE])
-        elif STOPPED in result:
-            self._fail(trial, result[STOPPED], "stopped")
-        else:
-            compared, shown = self._search.compared, ""
-            if compared in result:
-                name = f"{self._search.on} {self._search.metric or 'score'}"
-                shown = f", {name} {result[compared]:.4g}"
-            why = f"stopped early after round {result.get(ROUND, 0)}{shown}"
-            self._fail(trial, why, "stopped")
 
     def on_step_end(self, iteration: int, trials: list[Trial], **info: Any) -> None:
         """Report once that trials wait for resources; Tune calls this all the time."""
@@ -133,15 +122,11 @@ class Monitor(tune.Callback):
         """Return the cells that Tune has given up although they may be tried again."""
         return [id for id in ids if id not in self._finished and id not in self.failures]
 
-    def _fail(self, trial: Trial, why: str, status: CellStatus = "failed") -> None:
+    def _fail(self, trial: Trial, why: str) -> None:
         id = self._id(trial)
-        record_failure(self._run(trial).experiment, why, self._attempts.get(id, 1), status)
-        if status == "stopped":
-            self._finished.add(id)
-            self._progress.end(id, stopped=why)
-        else:
-            self.failures[id] = why
-            self._progress.end(id, failure=why)
+        record_failure(self._run(trial).experiment, why, self._attempts.get(id, 1))
+        self.failures[id] = why
+        self._progress.end(id, failure=why)
 
     def _count(self, trial: Trial) -> int:
         id = self._id(trial)
@@ -151,7 +136,7 @@ class Monitor(tune.Callback):
     def _run(self, trial: Trial) -> CellRun:
         if trial.trial_id not in self._runs:
             run = self._runs[trial.trial_id] = self._find(trial.config)
-            if self._search.kind == "optuna":
+            if self._search is not None:
                 self.samples.append(dict(trial.config))
                 self._progress.add(run.experiment.id, run.name, run.experiment.federation.rounds)
         return self._runs[trial.trial_id]

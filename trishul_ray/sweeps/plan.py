@@ -110,7 +110,6 @@ def make_plan(
     finished = [state.summary for state in states.values() if state.summary is not None]
     clock = _Clock(device, [*finished, *measured])
     shared = distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
-    whole = {c.experiment.id for s in sweeps if s.early_stopping is None for c in s.cells}
     seen: set[str] = set()
     plans = []
     for sweep in sweeps:
@@ -124,8 +123,7 @@ def make_plan(
         else:
             seen |= own.keys()
             counts = Counter(states[id].status for id in own)
-            over = {id for id in own if states[id].status == "stopped"} - whole
-            to_do = [own[id] for id in own if states[id].summary is None and id not in over]
+            to_do = [own[id] for id in own if states[id].summary is None]
             done = [summary for id in own if (summary := states[id].summary) is not None]
         estimates = [clock.estimate(experiment) for experiment in to_do]
         plans.append(

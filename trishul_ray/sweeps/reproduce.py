@@ -110,7 +110,7 @@ def _check_searches(sweeps: Sequence[Sweep]) -> None:
     for sweep in sweeps:
         if sweep.is_adaptive and find_spec("optuna") is None:
             raise InputError(
-                f"{sweep.search_place}: search: kind optuna needs the package optuna: "
+                f"{sweep.file or sweep.name}: search: kind optuna needs the package optuna: "
                 + how_to_install("search", "optuna>=5,<6")
             )
 
@@ -118,22 +118,13 @@ def _check_searches(sweeps: Sequence[Sweep]) -> None:
 def _run(
     work: "_Work", missing: Sequence[str], searches: Sequence["_Part"], options: TuneOptions
 ) -> None:
-    """Run missing cells on Ray; runs are compared with each other where they may be stopped."""
+    """Run missing cells, and the samples of searches, on Ray."""
     from trishul_ray.sweeps.tuner import check_stores, run_cells, run_search
-
-    def run_listed(ids: Sequence[str], sweep: Sweep | None = None) -> None:
-        if ids:
-            run_cells({id: work.run_of(id) for id in ids}, options, work.progress, sweep)
 
     sweeps = [part.sweep for part in work.parts]
     check_stores({cell.experiment.storage.runs for sweep in sweeps for cell in sweep.cells})
-    left = dict.fromkeys(missing)
-    for part in work.parts:
-        if part.sweep.compared is not None and not part.sweep.is_adaptive:
-            own = [id for id in part.cells if id in left]
-            run_listed(own, part.sweep)
-            left = {id: None for id in left if id not in own}
-    run_listed(list(left))
+    if missing:
+        run_cells({id: work.run_of(id) for id in missing}, options, work.progress)
     for part in searches:
         assert part.sweep.search is not None
         for cell in part.sweep.cells:
@@ -160,9 +151,7 @@ def _sample_runs(sweep: Sweep, cell: Cell, parent: str | None) -> FindRun:
         assert sweep.search is not None
         made = sampled(cell, config, sweep.search)
         experiment = with_parent(made.experiment, parent)
-        stopping = sweep.early_stopping is not None
-        name, tags = cell_name(sweep, made), cell_tags(sweep, made)
-        return CellRun(experiment, name, tags, stays_stopped=stopping)
+        return CellRun(experiment, cell_name(sweep, made), cell_tags(sweep, made))
 
     return find
 
@@ -230,15 +219,7 @@ class _Work:
 
     def unfinished(self) -> list[str]:
         """Return the cells that have no result that can be used, and that some sweep needs."""
-        return [
-            id
-            for id, parts in self.holders.items()
-            if self.states[id].status != "finished"
-            and not (
-                self.states[id].status == "stopped"
-                and all(part.sweep.early_stopping is not None for part in parts)
-            )
-        ]
+        return [id for id in self.holders if self.states[id].status != "finished"]
 
     def tidy(self) -> None:
         """Remove what killed processes have left of cells with a result."""

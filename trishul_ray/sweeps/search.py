@@ -1,107 +1,70 @@
-"""The sections ``search`` and ``early_stopping`` of a sweep file."""
+"""The section ``search`` of a sweep file."""
 
-import math
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import Field, model_validator
 
 from trishul_ray.config.section import Section
 from trishul_ray.data.dataset import ScoredSplit, score_name
 from trishul_ray.report.outcomes import Text, is_loss
-from trishul_ray.sweeps.placed_yaml import Items, Pairs, plain
+from trishul_ray.runtime.lazy import ray
 
 #: Name of the task's main metric in a trial's results; see ``Task.headline``.
 HEADLINE = "headline"
 
 
-@dataclass(frozen=True)
-class Domain:
-    """Space of a sample: the values of a ``choice``, or numbers between two, both included.
+class Space(Section):
+    """The values of a sampled field: a choice, or numbers between two, both included."""
 
-    A number is ``uniform``; ``log``, uniform in the logarithm; or ``int``, a whole number. All are
-    valid if ``values`` are.
-    """
+    choice: tuple[Any, ...] = ()
+    uniform: tuple[float, float] | None = None
+    log: tuple[float, float] | None = None
+    integer: tuple[int, int] | None = Field(None, alias="int")
 
-    kind: str
-    values: tuple[Any, ...]
+    @model_validator(mode="after")
+    def _is_one(self) -> "Space":
+        if len(self.model_fields_set) != 1:
+            raise ValueError("needs one of choice, uniform, log, int, as in {choice: [0, 0.1]}")
+        values = self.values
+        if not values or (not self.choice and not values[0] < values[1]):
+            raise ValueError("needs [low, high], or a choice of one or more values")
+        if self.log is not None and self.log[0] <= 0:
+            raise ValueError(f"log needs numbers above 0, got {[*self.log]}")
+        return self
 
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The choices, or the two ends."""
+        return self.choice or self.uniform or self.log or self.integer or ()
 
-#: Names of kinds of a space in other libraries.
-_OTHER_NAMES = {
-    "loguniform": "log",
-    "log_uniform": "log",
-    "randint": "int",
-    "categorical": "choice",
-}
-
-
-def _read_domain(value: Any) -> Domain:
-    if isinstance(value, Domain):
-        return value
-    kinds = ("choice", "uniform", "log", "int")
-    kind, given = next(iter(value.items())) if isinstance(value, Pairs) and value else ("", None)
-    if kind in _OTHER_NAMES:
-        raise ValueError(f"unknown key {kind!r}; here it is {_OTHER_NAMES[kind]!r}")
-    if kind not in kinds or len(value) != 1 or not isinstance(given, Items):
-        raise ValueError(f"needs one of {', '.join(kinds)}, such as `{{choice: [0, 0.1]}}`")
-    items = plain(given)
-    if kind == "choice":
-        if not items or any(item in items[:place] for place, item in enumerate(items)):
-            raise ValueError(f"choices must be one or more different values, not {items}")
-        return Domain(kind, tuple(items))
-    numbers = [_number(item) for item in items]
-    if len(numbers) != 2 or not numbers[0] < numbers[1] or (kind == "log" and numbers[0] <= 0):
-        above = " above 0" if kind == "log" else ""
-        raise ValueError(f"{kind} needs [low, high], two numbers{above}, not {items}")
-    if kind == "int":
-        if not all(number.is_integer() for number in numbers):
-            raise ValueError(f"int needs whole numbers, not {items}")
-        return Domain(kind, tuple(map(int, numbers)))
-    return Domain(kind, tuple(numbers))
-
-
-def _number(value: Any) -> float:
-    """Return a finite number, or NaN; YAML reads ``1e-4`` as text."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        return math.nan
-    return number if math.isfinite(number) else math.nan
+    def domain(self) -> Any:
+        """Return the space as Ray Tune's."""
+        if self.choice:
+            return ray.tune.choice([*self.choice])
+        if self.integer is not None:
+            return ray.tune.randint(self.integer[0], self.integer[1] + 1)
+        return (ray.tune.loguniform if self.log else ray.tune.uniform)(*self.values)
 
 
 class Search(Section):
     """Search for values that the axes do not set."""
 
-    kind: Literal["grid", "random", "optuna"] = Field(
-        "grid", description="grid runs the cells of the axes alone; the others sample `space`"
-    )
-    samples: int = Field(20, ge=1, description="number of samples for each cell")
-    metric: Text | None = Field(
-        None, description="metric that is compared; None is the task's headline"
-    )
+    kind: Literal["random", "optuna"] = Field(description="how `space` is sampled")
+    samples: int = Field(20, ge=1, description="number of samples per cell of the axes")
+    metric: Text | None = Field(None, description="compared metric; None is the task's headline")
     mode: Literal["max", "min"] = Field(
         default_factory=lambda read: "min" if is_loss(read.get("metric") or "") else "max",
         description="whether a larger or a smaller metric is better",
     )
     seed: int = Field(0, ge=0, description="seed of the samples")
-    space: dict[str, Annotated[Domain, PlainValidator(_read_domain)]] = Field(
-        default_factory=dict, description="space of each sampled field, by dotted name"
-    )
-    on: ScoredSplit = Field("validation", description="rows whose metric is compared")
+    space: dict[str, Space] = Field(min_length=1, description="space per field, by dotted name")
+    rows: ScoredSplit = Field("validation", description="rows whose metric is compared")
 
     @property
     def compared(self) -> str:
-        """Name of what is compared in a trial's results."""
-        return score_name(self.metric or HEADLINE, self.on)
+        """Name of the compared metric in a trial's results."""
+        return score_name(self.metric or HEADLINE, self.rows)
 
-
-class EarlyStopping(Section):
-    """Stop runs that lag behind the others, by ASHA; one step is one round."""
-
-    kind: Literal["asha"] = "asha"
-    grace: int = Field(1, ge=1, description="rounds before a run may be stopped")
-    reduction: int = Field(3, ge=2, description="a rung keeps the best 1 / reduction of its runs")
-    on: ScoredSplit = Field(
-        "validation", description="rows whose metric is compared; those of the search if it has one"
-    )
+    def domains(self) -> dict[str, Any]:
+        """Return the space as Ray Tune's, by field."""
+        return {name: space.domain() for name, space in self.space.items()}

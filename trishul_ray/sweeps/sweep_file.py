@@ -1,43 +1,24 @@
-"""Sweep files: what YAML holds becomes the sections of a sweep; every mistake names file and line.
+"""Sweep files: YAML that pydantic validates, over the files that it extends.
 
-One YAML file, such as ``sweeps/smoke/vision.yaml``::
-
-    extends: ../paper/vision.yaml    # optional; a path or a list of them
-    base: {federation.rounds: 2}     # fields of every run, as in a file of `trishul run`
-    axes:
-      method: [trishul, ravan]       # a list or range, if the axis has the name of a field
-      data:                          # or labels with their fields
-        easy: {dataset: digits, partition.kind: iid}
-        hard: {dataset: digits, partition.alpha: 0.05, shown: very skewed}
-      seed: 0..4
-    except:                          # combinations that are left out
-      - {method: ravan, data: easy}
-    adjust:                          # fields of chosen combinations, which win over the axes
-      - {where: {method: ravan, data: hard}, fields: {optimizer.lr: 1e-3}}
-    tables:
-      - {name: mine, title: My table, rows: [method], columns: [data]}
-
-``metric`` in the fields of a label names the metric that its cells are read by, and ``shown`` how
-the label is displayed. A file's ``base`` is merged field by field over that of the files it extends
-and ``axes`` axis by axis (null removes one); its other sections replace theirs.
+See docs/sweep-files.md. A file's ``base`` is merged field by field over that of the files it
+extends and ``axes`` axis by axis (null removes one); its other sections replace theirs.
 """
 
 import itertools
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, PlainValidator
-from pydantic import ValidationError as Invalid
+import yaml
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
 from trishul_ray.config.section import Section
-from trishul_ray.errors import InputError, did_you_mean
+from trishul_ray.errors import InputError, did_you_mean, one_line
 from trishul_ray.experiment.loading import (
     SHORT_FIELDS,
     describe_unknown_field,
@@ -45,9 +26,9 @@ from trishul_ray.experiment.loading import (
     full_name,
     split_override,
 )
+from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.methods.base import method_names
 from trishul_ray.report.outcomes import (
-    COLUMNS,
     FigureLayout,
     FileName,
     Labels,
@@ -56,214 +37,159 @@ from trishul_ray.report.outcomes import (
     TableLayout,
     Text,
 )
-from trishul_ray.sweeps.placed_yaml import (
-    KINDS,
-    Items,
-    Pairs,
-    Scalar,
-    Value,
-    describe,
-    expect,
-    fail,
-    parse,
-    place_of,
-    plain,
-)
-from trishul_ray.sweeps.search import EarlyStopping, Search
+from trishul_ray.sweeps.search import Search
 
-#: More cells than this are refused: a range such as 0..1000000 is a mistake.
+#: A range such as 0..1000000 is a mistake.
 MAX_CELLS = 20_000
-#: Sections that are not taken from the files that a file extends.
-_OWN = ("extends", "name", "profile")
+PROFILES: tuple[Profile, ...] = get_args(Profile)
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
-
 #: Values by the dotted name of a field.
-Fields = dict[str, Value]
+Fields = dict[str, Any]
 
 
-def hint(name: str, known: Collection[str]) -> str:
-    """Return what ``name`` may have meant: the nearest of ``known``, or all of them."""
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is nearest to ``name``, or all known names."""
     near = did_you_mean(name, known).removeprefix("; ")
     return near or f"known: {', '.join(known) or 'none'}"
 
 
 @cache
 def known_fields() -> frozenset[str]:
-    """Return the dotted names of all fields, of every method, and the short names.
-
-    Fields of older versions are among them: they are refused with their new spelling when the
-    experiment is made.
-    """
+    """Return the dotted names of the fields of all methods, and the short names."""
     names = itertools.chain.from_iterable(field_names(method) for method in method_names())
     return frozenset(names) | SHORT_FIELDS.keys()
 
 
 def field_of(name: str) -> str:
-    """Return the field that a short name, or the last part of only one field's name, means."""
+    """Return the dotted name of a field, which may be given by its short name or last part."""
     try:
         name = full_name(name, sorted(known_fields()))
-    except InputError:  # none or several: the name is refused where the experiment is made
+    except InputError:  # reported when the experiment is validated
         return name
     return SHORT_FIELDS.get(name, name)
 
 
-def unknown_field(name: str) -> str | None:
-    """Return what is wrong with a name that is no field; None if it is one."""
+def unknown_field(name: str) -> str:
+    """Return what is wrong with a name that is not a field, or an empty string."""
     known = known_fields()
-    return None if field_of(name) in known else describe_unknown_field(name, sorted(known))
+    return "" if field_of(name) in known else describe_unknown_field(name, sorted(known))
 
 
-def read_fields(fields: Any, what: str = "fields", prefix: str = "") -> Fields:
-    """Return the values of nested fields by dotted name.
-
-    Raises:
-        InputError: a field is set twice, such as by its short name and by its full one.
-    """
+def flat_fields(fields: Any, prefix: str = "") -> Fields:
+    """Return the values of nested fields by dotted name; raise a ValueError if one is set twice."""
+    if not isinstance(fields, Mapping):
+        raise ValueError("must be fields, such as {optimizer.lr: 0.01}")
     flat: Fields = {}
-    for key, value in expect(fields, Pairs, what).items():
-        if isinstance(value, Pairs):
-            inner = read_fields(value, what, f"{prefix}{key}.")
-        else:
-            inner = {prefix + key if prefix else field_of(key): value}
-        for name in flat.keys() & inner.keys():
-            fail(inner[name], f"{name} is set twice (first at {flat[name].place}); remove one")
+    for key, value in fields.items():
+        name = f"{prefix}{key}" if prefix else field_of(str(key))
+        inner = flat_fields(value, f"{key}.") if isinstance(value, Mapping) else {name: value}
+        for twice in flat.keys() & inner.keys():
+            raise ValueError(f"{twice} is set twice; remove one")
         flat |= inner
     return flat
 
 
 def read_overrides(overrides: Sequence[str]) -> Fields:
     """Return the values of ``key=value`` overrides by dotted field name."""
-    flat: Fields = {}
+    fields: Fields = {}
     for text in overrides:
-        key, _ = split_override(text)
-        raw, place = text.partition("=")[2], f"override {text!r}"
-        # An empty text parses as an empty mapping; it means nothing, as in YAML.
-        value = parse(raw, "override", place) if raw.strip() else Scalar("", place, None)
-        flat |= read_fields(Pairs(place, {key: value}))
-    return flat
+        key, raw = split_override(text)
+        try:
+            value = parse_yaml(raw)
+        except yaml.YAMLError as error:
+            raise InputError(f"override {text!r}: not YAML: {one_line(error)}") from error
+        fields |= flat_fields({key: "" if value is None and not raw.strip() else value})
+    return fields
 
 
-@dataclass(frozen=True)
-class AxisValue:
-    """Fields that one label of an axis sets."""
-
-    place: str
-    fields: Fields
-    metric: str | None = None
-    shown: str | None = None
+FlatFields = Annotated[Fields, BeforeValidator(flat_fields)]
 
 
-#: Axis of a sweep: labels in order, each with the fields that it sets.
-Axis = dict[str, AxisValue]
+class AxisLabel(Section):
+    """The fields that one label of an axis sets."""
 
-
-def read_axis(name: str, value: Value) -> Axis:
-    """Read the labels of an axis: a list or range of values, or a mapping from label to fields.
-
-    Raises:
-        InputError: it is empty, repeats a label, or lists values although ``name`` is no field.
-    """
-    what = f"axis {name!r}"
-    if isinstance(value, Pairs):
-        labels = list(value.items())
-    else:
-        items = [value] if isinstance(value, Scalar) else value
-        scalars = [expect(item, Scalar, what) for item in items]
-        labels = [(str(one), one) for item in scalars for one in _range(what, item)]
-    if not labels:
-        fail(value, f"{what} is empty; give it at least one label, or remove it")
-    axis: Axis = {}
-    for label, given in labels:
-        if label in axis:
-            fail(given, f"{what}: two cells with one name, {label!r}; rename or remove one")
-        axis[label] = _axis_value(name, label, given)
-    return axis
-
-
-def _axis_value(axis: str, label: str, value: Value) -> AxisValue:
-    if not isinstance(value, Pairs):
-        if wrong := unknown_field(axis):
-            fail(
-                value,
-                f"axis {axis!r}: label {label!r} needs fields, as in `{label}: {{field: value}}`; "
-                f"only an axis that is named after a field can have plain values ({wrong})",
-            )
-        return AxisValue(value.place, {field_of(axis): value})
-    own = {
-        key: str(expect(value[key], Scalar, f"{key} of {label!r}"))
-        for key in ("metric", "shown")
-        if key in value
-    }
-    rest = Pairs(value.place, {key: inner for key, inner in value.items() if key not in own})
-    return AxisValue(value.place, read_fields(rest), own.get("metric"), own.get("shown"))
-
-
-def _range(axis: str, item: Scalar) -> Iterator[Scalar]:
-    """Yield the numbers of a range such as ``0..4``, or ``item`` itself if it is none."""
-    match = _RANGE.fullmatch(item)
-    if not match:
-        yield item
-        return
-    first, last = map(int, match.groups())
-    if not 0 <= last - first < MAX_CELLS:
-        fail(item, f"{axis}: range {item} must go up, by at most {MAX_CELLS:,}")
-    yield from (Scalar(str(number), item.place, number) for number in range(first, last + 1))
-
-
-FieldValues = Annotated[Fields, PlainValidator(read_fields)]
+    fields: Fields = Field(default_factory=dict)
+    metric: Text | None = None
+    shown: Text | None = None
 
 
 class Adjustment(Section):
-    """Fields of chosen cells; they win over the axes and over earlier adjustments."""
+    """Fields of selected cells; they win over the axes and over earlier adjustments."""
 
-    where: Labels = Field(description="the chosen labels; all of an axis that is not named")
-    fields: FieldValues
-
-
-def _with_plain_options(figure: Any) -> Any:
-    if isinstance(figure, Pairs) and isinstance(options := figure.get("options"), Pairs):
-        return figure | {"options": plain(options)}
-    return figure
+    where: Labels = Field(description="the selected labels; all labels of an axis that is missing")
+    fields: FlatFields
 
 
-def _read_axes(axes: Any) -> dict[str, Axis]:
-    return {name: read_axis(name, value) for name, value in expect(axes, Pairs, "axes").items()}
+def _labels_of(axis: str, given: Any) -> dict[str, Any]:
+    """Return the labels of an axis: values or ranges of its field, or labels with fields."""
+    labels: dict[str, Any] = {}
+    wrong = unknown_field(axis)
+    if isinstance(given, Mapping):
+        for label, fields in given.items():
+            own = {}
+            if isinstance(fields, Mapping):
+                own = {key: fields[key] for key in ("metric", "shown") if key in fields}
+                fields = {key: value for key, value in fields.items() if key not in own}
+            elif wrong or fields is None:
+                example = f"`{label}: {{field: value}}`"
+                raise ValueError(f"axis {axis!r}: label {label!r} needs fields, as in {example}")
+            else:
+                fields = {axis: fields}
+            labels[str(label)] = {**own, "fields": flat_fields(fields)}
+    elif wrong:
+        raise ValueError(f"axis {axis!r} is not a field, and needs labels with fields ({wrong})")
+    else:
+        for value in given if isinstance(given, list) else [given]:
+            for each in _range(value):
+                if str(each) in labels:
+                    raise ValueError(f"axis {axis!r}: {str(each)!r} appears twice; remove one")
+                labels[str(each)] = {"fields": {field_of(axis): each}}
+    if not labels:
+        raise ValueError(f"axis {axis!r} is empty; give it at least one label, or remove it")
+    return labels
+
+
+def _range(value: Any) -> Iterable[Any]:
+    """Return the numbers of a range such as ``0..4``, or the value itself."""
+    if isinstance(value, list | dict) or value is None or value == "":
+        raise ValueError("the values of an axis must be names or numbers")
+    if not (match := _RANGE.fullmatch(str(value))):
+        return [value]
+    first, last = map(int, match.groups())
+    if not 0 <= last - first < MAX_CELLS:
+        raise ValueError(f"range {value} must ascend, by at most {MAX_CELLS:,}")
+    return range(first, last + 1)
 
 
 class SweepFile(Section):
-    """The sections of a file, over those of the files that it extends."""
+    """The sections of a sweep file."""
 
     extends: Names = ()
     name: FileName | None = None
     title: Text | None = None
     profile: Profile | None = None
     in_all: bool = True
-    base: FieldValues = Field(default_factory=dict)
-    axes: Annotated[dict[str, Axis], PlainValidator(_read_axes)] = Field(default_factory=dict)
+    base: FlatFields = Field(default_factory=dict)
+    axes: dict[str, dict[str, AxisLabel] | None] = Field(default_factory=dict)
     excluded: tuple[Labels, ...] = Field((), alias="except")
     adjust: tuple[Adjustment, ...] = ()
     tables: tuple[TableLayout, ...] | None = None
-    figures: tuple[Annotated[FigureLayout, BeforeValidator(_with_plain_options)], ...] = ()
+    figures: tuple[FigureLayout, ...] = ()
     search: Search | None = None
-    early_stopping: EarlyStopping | None = None
 
-    _content: Pairs
+    _place: str = "sweep"
     _description: str = ""
 
+    @field_validator("axes", mode="before")
     @classmethod
-    def of(cls, content: Pairs, description: str = "") -> "SweepFile":
-        """Validate the content of a file.
-
-        Raises:
-            InputError: The first mistake, with its line.
-        """
-        try:
-            made = cls.model_validate(content)
-        except Invalid as error:
-            raise _first_mistake(error.errors()[0], content) from error
-        made._content, made._description = content, description
-        return made
+    def _read_axes(cls, axes: Any) -> Any:
+        if not isinstance(axes, Mapping):
+            return axes
+        return {
+            str(name): None if given is None else _labels_of(str(name), given)
+            for name, given in axes.items()
+        }
 
     @property
     def description(self) -> str:
@@ -271,80 +197,58 @@ class SweepFile(Section):
         return self._description
 
     @property
-    def labels(self) -> dict[str, tuple[str, ...]]:
-        """Labels of each axis."""
-        return {name: tuple(axis) for name, axis in self.axes.items()}
+    def labels(self) -> dict[str, dict[str, AxisLabel]]:
+        """The labels of each axis."""
+        return {name: labels for name, labels in self.axes.items() if labels is not None}
 
-    def place(self, *loc: str | int) -> str:
-        """Return where a value stands, as ``file:line``."""
-        return place_of(self._content, loc)
+    def fail(self, message: str, *path: str | int) -> NoReturn:
+        """Raise an InputError that names the file and the path of a value."""
+        raise InputError(f"{_place(self._place, path)}: {message}")
 
-    def fail(self, message: str, *loc: str | int) -> NoReturn:
-        """Raise an InputError that starts with the place of a value."""
-        raise InputError(f"{self.place(*loc)}: {message}")
-
-    def check_labels(self, labels: Labels, what: str, *loc: str | int) -> None:
-        """Check that axes and labels exist.
-
-        Raises:
-            InputError: One does not.
-        """
-        axes = self.labels
-        for axis, chosen in labels.items():
-            if axis not in axes:
-                self.fail(f"{what}: unknown axis {axis!r}; {hint(axis, axes)}", *loc, axis)
-            for number, label in enumerate(chosen):
-                if label not in axes[axis]:
-                    near = hint(label, axes[axis])
-                    why = f"{what}: axis {axis!r} has no label {label!r}; {near}"
-                    self.fail(why, *loc, axis, number)
+    def check_labels(self, selected: Labels, *path: str | int) -> None:
+        """Raise an InputError unless the axes and labels of a selection exist."""
+        for axis, labels in selected.items():
+            if axis not in self.labels:
+                self.fail(f"unknown axis {axis!r}; {hint(axis, self.labels)}", *path, axis)
+            for label in labels:
+                if label not in self.labels[axis]:
+                    near = hint(label, self.labels[axis])
+                    self.fail(f"axis {axis!r} has no label {label!r}; {near}", *path, axis)
 
 
-_MODELS: dict[str, type[BaseModel]] = {
-    "adjust": Adjustment,
-    "tables": TableLayout,
-    "figures": FigureLayout,
-    "search": Search,
-    "early_stopping": EarlyStopping,
-}
-_EXPECTED: dict[str, type] = {
-    "string_type": Scalar,
-    "tuple_type": Items,
-    "dict_type": Pairs,
-    "model_type": Pairs,
-}
+def _place(file: str, path: Sequence[str | int]) -> str:
+    return ": ".join(filter(None, [file, " -> ".join(map(str, path))]))
 
 
-def _first_mistake(error: ErrorDetails, content: Pairs) -> InputError:
-    """Return a mistake that pydantic found, with its line."""
-    cause = error.get("ctx", {}).get("error")
-    if isinstance(cause, InputError):  # has its place
-        return cause
-    loc = error["loc"]
-    *parents, last = [str(part) for part in loc if isinstance(part, str)] or [""]
-    section, key = (parents or [last])[0], last if parents else ""
-    what = section
-    if section in ("tables", "figures") and len(loc) > 1:
-        item = content[section][loc[1]]
-        name = item.get("name", "") if isinstance(item, Pairs) else ""
-        what = f"{section[:-1]} {name}" if name else f"a {section[:-1]}"
-    named, given = f"{what}: {key}" if key else what, error["input"]
+def make_file(content: Any, place: str, description: str = "") -> SweepFile:
+    """Validate the content of a sweep file, which messages name ``place``.
+
+    Raises:
+        InputError: One line that names the place, the path in it, and the fault.
+    """
+    try:
+        made = SweepFile.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(f"{_place(place, first['loc'])}: {_describe(first)}") from error
+    made._place, made._description = place, description
+    return made
+
+
+def _describe(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
-        fields = (_MODELS[section] if key else SweepFile).model_fields
-        known = [field.alias or name for name, field in fields.items() if name != "column"]
-        known += COLUMNS.names() if section == "tables" else []
-        what = what if key else "a sweep file"
-        text = f"{what}: unknown key {last!r}; {hint(last, known)}"
-    elif error["type"] == "missing":
-        text = f"{what} needs `{key}`"
-    elif kind := _EXPECTED.get(error["type"]):
-        text = f"{named} must be {KINDS[kind]}, not {describe(given)}"
-    elif error["type"] == "value_error":
-        text = f"{named} {cause}" if key == "name" or not key else f"{named}: {cause}"
-    else:
-        text = f"{section}: {key}={given}" if key else f"{section}={given}"
-        text += f": {error['msg'][0].lower()}{error['msg'][1:]}"
-    return InputError(f"{place_of(content, loc)}: {text}")
+        models: dict[str, type[Section]] = {
+            **{"tables": TableLayout, "figures": FigureLayout},
+            **{"search": Search, "adjust": Adjustment},
+        }
+        section = str(error["loc"][0]) if len(error["loc"]) > 1 else ""
+        fields = models.get(section, SweepFile).model_fields
+        known = [field.alias or name for name, field in fields.items()]
+        return f"unknown key; {hint(str(error['loc'][-1]), known)}"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    given = "" if error["type"] == "missing" else f", got {error['input']!r:.60}"
+    return f"{error['msg'][0].lower()}{error['msg'][1:]}{given}"
 
 
 def folders() -> tuple[Path, ...]:
@@ -353,58 +257,53 @@ def folders() -> tuple[Path, ...]:
     return Path("sweeps"), checkout, Path(sys.prefix) / "share" / "trishul-ray" / "sweeps"
 
 
-def read_file(path: Path) -> SweepFile:
-    """Read a file and those that it extends.
+def read_file(path: Path, children: tuple[Path, ...] = ()) -> SweepFile:
+    """Read a file over the files that it extends.
 
     Raises:
-        InputError: one line that names file, line, fault and remedy.
+        InputError: One line that names the file, the path in it, and the fault.
     """
-    return SweepFile.of(*_read(path, ()))
-
-
-def _read(path: Path, children: tuple[Path, ...]) -> tuple[Pairs, str]:
-    """Return the content of a file over that of those it extends, and the comment at its head."""
-    shown = os.path.relpath(path) if path.resolve().is_relative_to(Path.cwd()) else str(path)
+    place = os.path.relpath(path) if path.resolve().is_relative_to(Path.cwd()) else str(path)
     try:
         text = path.read_text(encoding="utf-8")
+        content = parse_yaml(text)
     except FileNotFoundError:
-        raise InputError(f"sweep file {shown} does not exist") from None
+        raise InputError(f"sweep file {place} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"sweep file {shown} cannot be read: {error}") from error
-    own = expect(parse(text, shown), Pairs, "a sweep file")
-    if not own:
-        raise InputError(f"sweep file {shown} is empty: it needs `base` or `axes`")
-    merged = Pairs(own.place)
-    base: Fields = {}
-    axes = Pairs(own["axes"].place if "axes" in own else own.place)
-    for other in _extended(own, path, (*children, path.resolve())):
-        older, _ = _read(other, (*children, path.resolve()))
-        merged |= {name: section for name, section in older.items() if name not in _OWN}
-        base |= older["base"]
-        axes |= older["axes"]
-    merged |= own
-    if "base" in own:
-        base |= read_fields(own["base"], "base")
-    for name, axis in expect(own["axes"], Pairs, "axes").items() if "axes" in own else ():
-        if isinstance(axis, Scalar) and axis.value is None:
-            if axes.pop(name, None) is None:
-                fail(axis, f"axis {name!r} is null, but no extended file has it; give it labels")
-        else:
-            axes[name] = axis
-    merged |= {"base": Pairs(own.place, base), "axes": axes}
+        raise InputError(f"sweep file {place} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise InputError(f"{place}: not YAML: {one_line(error)}") from error
+    if not content:
+        raise InputError(f"{place}: the sweep file is empty; add `base` or `axes`")
     comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
-    return merged, "\n".join(line[1:].removeprefix(" ").rstrip() for line in comment)
+    lines = [line[1:].removeprefix(" ").rstrip() for line in comment]
+    own = make_file(content, place, "\n".join(lines))
+    sections: dict[str, Any] = {}
+    base: Fields = {}
+    axes: dict[str, Any] = {}
+    for other in _extended(own, path, (*children, path.resolve())):
+        older = read_file(other, (*children, path.resolve()))
+        kept = older.model_fields_set - {"extends", "name", "profile"}
+        sections |= {name: getattr(older, name) for name in kept}
+        base |= older.base
+        axes |= older.axes
+    for name, labels in own.axes.items():
+        if labels is None and name not in axes:
+            own.fail("is null, but no extended file has this axis", "axes", name)
+        axes |= {name: labels}
+    own_sections = {name: getattr(own, name) for name in own.model_fields_set}
+    axes = {name: labels for name, labels in axes.items() if labels is not None}
+    merged = sections | own_sections | {"base": base | own.base, "axes": axes}
+    return own.model_copy(update=merged)
 
 
-def _extended(own: Pairs, path: Path, children: tuple[Path, ...]) -> Iterator[Path]:
-    """Yield the files that ``path`` extends: beside it, or in a folder of sweeps."""
-    given = own.get("extends", ())
-    for item in [given] if isinstance(given, Scalar) else given:
-        name = expect(item, Scalar, "extends")
+def _extended(own: SweepFile, path: Path, children: tuple[Path, ...]) -> Iterator[Path]:
+    """Yield the files that ``path`` extends: next to it, or in a folder of sweeps."""
+    for name in own.extends:
         candidates = [folder / name for folder in (path.parent, *folders())]
         found = next(filter(os.path.isfile, candidates), None)  # also for names that are too long
         if found is None:
-            fail(name, f"extends: {name} does not exist; give its path from this file")
+            own.fail(f"{name} does not exist; give its path from this file", "extends")
         if found.resolve() in children:
-            fail(name, f"extends: {name} extends this file, too; remove one of the two")
+            own.fail(f"{name} extends this file, too; remove one of the two", "extends")
         yield found

@@ -32,11 +32,10 @@ from trishul_ray.runs.folder import RunFolder
 from trishul_ray.runs.runner import FinishedRun, RunSteps, run_steps
 from trishul_ray.sweeps.cells import CellRun, FindRun
 from trishul_ray.sweeps.search import HEADLINE
-from trishul_ray.sweeps.status import read_failure
 from trishul_ray.tracking.progress import RunProgress
 
 #: Keys of a trial's results, besides the metrics of the round and :data:`HEADLINE`.
-ROUND, NOTES, FAILURE, FINISHED, STOPPED = "round", "notes", "failure", "finished", "stopped"
+ROUND, NOTES, FAILURE, FINISHED = "round", "notes", "failure", "finished"
 BUSY = "busy"
 #: A trial may be silent for this many times its median round, and its longest one.
 MEDIAN_ROUNDS, LONGEST_ROUNDS = 5.0, 2.0
@@ -68,10 +67,6 @@ class _Notes(RunProgress):
         return lambda text, share: None
 
 
-class _StoppedBefore(Exception):
-    """Ends a run as early stopping has ended it before."""
-
-
 class NodeDrainsError(RayActorError):
     """Ends a trial whose node is being drained.
 
@@ -88,7 +83,7 @@ class CellTrial(tune.Trainable):
     Each result is one round: its number, its metrics, and what was reported in it. The first one,
     without a round, says that the run has been loaded; before it, ``busy`` says that the run waits
     for another process. The last one has ``finished``, ``failure`` if the same input would fail
-    again, or ``stopped`` if early stopping ended the run before.
+    again.
 
     A trial may take ``loading_seconds`` to start, and a run to load data and backbone.
     """
@@ -141,8 +136,6 @@ class CellTrial(tune.Trainable):
         try:
             while not self._results:
                 self._advance_in_time()
-        except _StoppedBefore as stop:
-            self._add({STOPPED: str(stop), DONE: True})
         except BusyError:
             # Its result will count; if that process ends without one, this one continues the run.
             self._steps = self._run(self._cell)
@@ -170,15 +163,7 @@ class CellTrial(tune.Trainable):
 
     def _run(self, run: CellRun) -> RunSteps:
         # A generator: nothing is done before the first step, where Tune handles errors.
-        folder = RunFolder.of(run.experiment)
-        home = folder.home
-        noted = read_failure(home) if run.stays_stopped else None
-        if noted is not None and noted.status == "stopped":
-            checkpoint = folder.checkpoints.newest()
-            # The last record is that of a round that has not been evaluated.
-            for record in checkpoint.records[:-1] if checkpoint is not None else ():
-                self._metrics |= {ROUND: record.round, **record.metrics()}
-            raise _StoppedBefore(noted.reason)
+        home = RunFolder.of(run.experiment).home
         steps = partial(
             run_steps,
             run.experiment,

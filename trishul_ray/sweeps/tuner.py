@@ -16,7 +16,6 @@ from typing import Any
 import ray
 from ray import tune
 from ray.exceptions import RayError
-from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 from ray.tune.search import Searcher
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -38,10 +37,9 @@ from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.cells import CellRun, FindRun, Sweep, TuneOptions
 from trishul_ray.sweeps.monitor import Monitor
-from trishul_ray.sweeps.samples import sampling_space
 from trishul_ray.sweeps.search import Search
 from trishul_ray.sweeps.status import record_failure
-from trishul_ray.sweeps.trial import ROUND, CellTrial, TuneResult
+from trishul_ray.sweeps.trial import CellTrial, TuneResult
 from trishul_ray.tracking.progress import SweepProgress
 
 #: Seconds in which nodes answer; those that have gone do not.
@@ -156,12 +154,11 @@ def run_cells(
     runs: Mapping[str, CellRun],
     options: TuneOptions,
     progress: SweepProgress,
-    sweep: Sweep | None = None,
 ) -> None:
     """Run cells on the current Ray runtime.
 
     A cell that fails is tried again from its checkpoint; one that always fails is recorded in its
-    folder, and the others go on. ``sweep`` says how they are compared with each other, if they are.
+    folder, and the others go on.
 
     Raises:
         InputError: The cluster cannot hold a cell, or no cell's data are available.
@@ -174,7 +171,7 @@ def run_cells(
         progress.note(note)
     for id, run in runs.items():
         progress.add(id, run.name, run.experiment.federation.rounds)
-    failures = prepare_inputs(experiments, progress, sweep)
+    failures = prepare_inputs(experiments, progress)
     for id, why in failures.items():
         record_failure(experiments[id], why, 1)
         progress.end(id, failure=why)
@@ -184,14 +181,13 @@ def run_cells(
 
     for group in groups:
         left = [id for id in group.ids if id not in failures]
-        monitor = Monitor(find, options, progress, sweep.compared if sweep else None)
+        monitor = Monitor(find, options, progress, None)
         before = -1
         # Tune counts the death of an actor between two cells twice, and gives up a cell too early;
         # after a preemption, too.
         while left and monitor.interruptions > before:
             before = monitor.interruptions
-            scheduler = _scheduler(sweep, [experiments[id] for id in left])
-            _fit(group, find, {"cell": tune.grid_search(left)}, scheduler, monitor)
+            _fit(group, find, {"cell": tune.grid_search(left)}, monitor)
             left = monitor.unfinished(left)
 
 
@@ -220,8 +216,7 @@ def run_search(
         progress.note(group.note)
     prepare_inputs({experiment.id: experiment}, progress, sweep)
     monitor = Monitor(find, options, progress, search)
-    scheduler = _scheduler(sweep, [experiment])
-    _fit(group, find, sampling_space(search), scheduler, monitor, _optuna(search), search.samples)
+    _fit(group, find, search.domains(), monitor, _optuna(search), search.samples)
     return monitor.samples
 
 
@@ -300,7 +295,7 @@ def _prepare(
         search = sweep.search if sweep else None
         if sweep and search and search.metric not in (None, *task.metrics.names):
             return InputError(
-                f"{sweep.search_place}: search.metric={search.metric}: the task has "
+                f"{sweep.file or sweep.name}: search -> metric: {search.metric}: the task has "
                 f"{', '.join(task.metrics.names)}"
             )
         ensure_pretrained(backbone, progress.task_progress(f"preparing {backbone.name}"))
@@ -313,7 +308,6 @@ def _fit(
     group: Group,
     find: FindRun,
     space: dict[str, Any],
-    scheduler: TrialScheduler | None,
     monitor: Monitor,
     searcher: Searcher | None = None,
     samples: int = 1,
@@ -339,7 +333,6 @@ def _fit(
                 param_space=space,
                 tune_config=tune.TuneConfig(
                     search_alg=searcher,
-                    scheduler=scheduler,
                     num_samples=samples,
                     max_concurrent_trials=group.concurrent,
                     reuse_actors=True,
@@ -361,21 +354,6 @@ def _fit(
         finally:
             if monitor.staging is not None:
                 shutil.rmtree(monitor.staging, ignore_errors=True)
-
-
-def _scheduler(sweep: Sweep | None, experiments: Sequence[Experiment]) -> TrialScheduler | None:
-    if sweep is None or sweep.early_stopping is None or sweep.compared is None:
-        return None
-    early_stopping, search = sweep.early_stopping, sweep.compared
-    rounds = max(experiment.federation.rounds for experiment in experiments)
-    return AsyncHyperBandScheduler(
-        time_attr=ROUND,
-        metric=search.compared,
-        mode=search.mode,
-        max_t=rounds,
-        grace_period=min(early_stopping.grace, rounds),
-        reduction_factor=early_stopping.reduction,
-    )
 
 
 def _optuna(search: Search) -> Searcher:
