@@ -15,6 +15,5 @@ MODULES = {
         *("server_optimizer",),
     ),
     "column": ("costs.costs",),
-    "figure": ("costs.figures",),
     "check": ("codecs.checks",),
 }

@@ -18,7 +18,6 @@ from pathlib import Path
 from markupsafe import Markup
 
 from trishul_ray.errors import why_unreadable
-from trishul_ray.report.figures.kind import FIGURES
 from trishul_ray.report.formats import to_csv, to_latex, to_markdown
 from trishul_ray.report.outcomes import (
     COLUMNS,
@@ -58,7 +57,7 @@ _OF_PAGE = {
     "#ffffff": "--page", "#0072b2": "--blue",
 }  # fmt: skip
 _FIGURE_COLOUR = re.compile(r"\b(fill|stroke): (#[0-9a-f]{6})")
-_REGISTRIES = (COLUMNS, FIGURES, REFERENCES, SECTIONS)
+_REGISTRIES = (COLUMNS, REFERENCES, SECTIONS)
 #: File of a report that says what it was made from.
 _MADE_FROM = "made-from.json"
 
@@ -241,7 +240,7 @@ def write_report(
     if made_from is not None and _is_current(folder, made_from):
         return folder / "report.html"
     if figures is None:
-        from trishul_ray.report.figures.drawing import draw  # imports matplotlib
+        from trishul_ray.report.figures.draw import draw  # imports matplotlib
 
         figures = draw
     tables = build_tables(outcomes) if tables is None else tables
