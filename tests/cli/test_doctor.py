@@ -295,7 +295,7 @@ def test_a_user_without_a_home_folder_is_told_what_to_set(tmp_path):
         options = {"cwd": tmp_path, "capture_output": True, "text": True}
         return subprocess.run(words, env=environment | more, **options)
 
-    without = run("datasets", "digits")
+    without = run("list", "datasets", "digits")
     assert without.returncode == 2 and len(without.stderr.splitlines()) == 1
     assert "set TRISHUL_CACHE" in without.stderr
     there = run("doctor", TRISHUL_CACHE=str(tmp_path / "cache"))
