@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trishul_ray.cli.output import Plugins, out, print_field, print_line
+from trishul_ray.cli.output import Plugins, print_field, print_line
 from trishul_ray.errors import InputError
 from trishul_ray.plugins.loading import load_plugin
 
@@ -40,10 +40,9 @@ def doctor(
         bool,
         typer.Option(
             "--clean",
-            help="Instead, remove failed and outdated preparations of own data and Ray's folders "
-            "of finished runs, unless used within the last hour; and rows passed from Python, "
-            "weights prepared for mapping and copies of results in buckets, after a month; and "
-            "what killed processes were writing into the cache or --runs.",
+            help="Instead, remove outdated preparations of your own data, Ray folders of finished "
+            "runs, temporary files of killed processes, and data and weights that no run has used "
+            "for a month.",
         ),
     ] = False,
     runs: Annotated[
@@ -52,7 +51,7 @@ def doctor(
 ) -> None:
     """Check this machine: versions, devices, Ray, folders, the hub."""
     from trishul_ray.cli.doctor import clean as remove_leftovers
-    from trishul_ray.cli.doctor import diagnose, exit_code, render
+    from trishul_ray.cli.doctor import diagnose, render
     from trishul_ray.config.places import Places
 
     if clean:
@@ -61,9 +60,7 @@ def doctor(
             print_line(f"removed {folder}")
         print_line(f"{len(removed)} removed")
         return
-    found = diagnose(runs=runs, start_ray=start_ray)
-    render(found, out)
-    raise typer.Exit(exit_code(found))
+    raise typer.Exit(render(diagnose(runs, start_ray)))
 
 
 def ui(
