@@ -48,6 +48,8 @@ def invent_run(labels, value, *, status="finished", reason="", metric="accuracy"
             final={"round": 50, metric: value / 100, "loss": 1.5 - value / 100},
             round_seconds=[seconds] * 5,
             wall_seconds=6 * seconds,
+            uploaded_bytes=40_000_000,
+            downloaded_bytes=40_000_000,
             versions=VERSIONS,
             config=experiment.to_dict(),
             identity=experiment.identity(),
@@ -105,6 +107,7 @@ def invent_sweep(
         tables=(table,),
         figures=tuple(figures),
         cells=tuple(cells),
+        command=f"trishul sweep {name} --profile {profile}",
     )
 
 

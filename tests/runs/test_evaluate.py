@@ -22,7 +22,8 @@ from trishul_ray.data.instructions import Row
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.report.outcomes import CellOutcome, Evaluated
+from trishul_ray.report.frame import shown_frame
+from trishul_ray.report.outcomes import CellOutcome, Evaluated, SweepOutcome, TableLayout
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.evaluate import (
     ANSWERS,
@@ -99,33 +100,37 @@ def test_answers_are_the_same_in_any_batch_and_their_scores_are_read_by_tables(t
     folder = Path(tuned.path)
     home = Store.open(str(folder.parent)).child(folder.name)
     cell = CellOutcome({}, tuned.id, "finished", "", "accuracy", RunSummary.read(home), home)
-    column = Evaluated(score="rouge_l", model="untuned")
-    (read,) = column.outcomes([cell])
-    assert read.value == whole["untuned"]["rouge_l"] and read.unit == "%"
+
+    def read(cells, **score):
+        layout = TableLayout(name="answers", eval=Evaluated(**score))
+        sweep = SweepOutcome("s", "S", "custom", "", {}, {}, (layout,), (), tuple(cells))
+        return shown_frame(sweep, sweep.cells, layout)[0].replace({math.nan: None})
+
+    assert [*read([cell], score="rouge_l", model="untuned")["shown"]] == [
+        100 * whole["untuned"]["rouge_l"]
+    ]
     for name in ("eval.json", ANSWERS):
         content = home.read(name)
         for damage in DAMAGE:
             home.write(name, DAMAGE[damage](content))
             if name == "eval.json":
-                (cell_read,) = column.outcomes([cell])
                 with pytest.raises(CorruptFileError, match=r"eval\.json .*; trishul eval .* again"):
-                    cell_read.value  # noqa: B018
+                    read([cell], score="rouge_l")
             assert _read(home, {"id": tuned.id}) == {}
         home.write(name, content)
     assert _read(home, {"id": tuned.id}) == whole
-    (lost,) = Evaluated(score="loss").outcomes([cell])
-    assert lost.value == scores["loss"] and lost.unit == "loss"
+    lost = read([cell], score="loss")
+    assert [*lost["value"], *lost["unit"]] == [scores["loss"], "loss"]
 
     # A run that was asked for longer answers has no number beside those that were not.
     other = Store.open(str(folder.parent)).child("other")
     changed = {**from_checked_json(home.read("eval.json"), "eval.json"), "new_tokens": 41}
     other.write("eval.json", to_checked_json({k: v for k, v in changed.items() if k != "checksum"}))
     longer = replace(cell, home=other)
-    read = Evaluated(score="rouge_l").outcomes([cell, longer, cell, replace(cell, summary=None)])
-    assert [each.value for each in read] == [scores["rouge_l"], None, scores["rouge_l"], None]
-    assert [each.gap for each in read[1::2]] == ["asked otherwise", "not measured"]
-    (alone,) = Evaluated(score="rouge_l").outcomes([longer])
-    assert alone.value == scores["rouge_l"]
+    found = read([cell, longer, cell, replace(cell, summary=None)], score="rouge_l")
+    assert [*found["value"]] == [scores["rouge_l"], None, scores["rouge_l"], None]
+    assert [*found["gap"]] == ["", "asked otherwise", "", "not measured"]
+    assert [*read([longer], score="rouge_l")["value"]] == [scores["rouge_l"]]
 
 
 def test_answers_are_limited_in_tokens(tuned):

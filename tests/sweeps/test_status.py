@@ -16,7 +16,8 @@ from tiny_files import TINY_TEXT, change_weights, save_bert, write_notes
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.report.outcomes import EVALUATION, Evaluated
+from trishul_ray.report.frame import shown_frame
+from trishul_ray.report.outcomes import EVALUATION, Evaluated, TableLayout
 from trishul_ray.report.summary import RunSummary, mark_finished, times_finished, unmark_finished
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.storage.integrity import to_checked_json
@@ -229,7 +230,8 @@ def test_a_finished_run_in_a_bucket_is_read_once(cell, place, cache, s3_bucket):
     scores = {"state_sha256": state.summary.state_sha256, "tuned": {"rouge_l": 0.5}}
     home.write(EVALUATION, to_checked_json(scores))
     (outcome,) = collect([sweep], {there.id: state})
-    assert [c.value for c in Evaluated(score="rouge_l").outcomes(outcome.cells)] == [0.5]
+    layout = TableLayout(name="answers", eval=Evaluated(score="rouge_l"))
+    assert [*shown_frame(outcome, outcome.cells, layout)[0]["value"]] == [0.5]
     assert len(outcome.cells[0].records) == 3
     home.write("result.json", b"{}")
     assert examine({there.id: there})[there.id].summary == state.summary

@@ -14,6 +14,6 @@ MODULES = {
         *("attack", "clock.stage", "codecs.stage", "privacy.stage", "robust"),
         *("server_optimizer",),
     ),
-    "column": ("costs.costs",),
+    "figure": ("costs.figures",),
     "check": ("codecs.checks",),
 }

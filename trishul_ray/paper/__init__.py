@@ -4,7 +4,4 @@ Nothing outside this folder imports it, or names its content.
 """
 
 #: The modules that register something, by the field of its registry.
-MODULES = {
-    "reference": ("numbers",),
-    "section": ("switches",),
-}
+MODULES = {"reference": ("numbers",)}

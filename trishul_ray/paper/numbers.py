@@ -4,12 +4,14 @@ A record of a figure names the line of the paper's source that prints it.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from trishul_ray.report.references import REFERENCES, Reference
+from trishul_ray.paper.open_choices import open_choices
+from trishul_ray.report.references import REFERENCES, Choice, Reference
+from trishul_ray.report.summary import RunSummary
 from trishul_ray.storage.durable import Json
 
 #: Keys of a record that say nothing about the position of its value in the table.
@@ -57,8 +59,12 @@ class Paper(Reference):
         """Return where the paper contradicts itself on a table or figure."""
         return tuple(slip["text"] for slip in records()["slips"] if slip["of"] == key)
 
+    def open_choices(self, runs: Sequence[RunSummary]) -> list[Choice]:
+        """Return what the paper leaves open, and how runs decide it."""
+        return open_choices(runs)
 
-#: The one instance that the claims and the tests use.
+
+#: The one instance that tests use.
 PAPER = Paper()
 
 

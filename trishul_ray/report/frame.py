@@ -5,18 +5,32 @@ Index levels are the axes of the sweep, and labels are in its order. So group by
 """
 
 import math
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
-from trishul_ray.report.outcomes import CellOutcome, SweepHead, is_loss
+from trishul_ray.errors import CorruptFileError
+from trishul_ray.report.outcomes import (
+    EVALUATION,
+    CellOutcome,
+    CostName,
+    EvalShare,
+    SweepHead,
+    TableLayout,
+    Target,
+    is_loss,
+    unit_of,
+)
 from trishul_ray.runtime.lazy import pd
+from trishul_ray.storage.integrity import from_checked_json
 
 if TYPE_CHECKING:
-    from pandas import DataFrame, MultiIndex, Series
+    from pandas import DataFrame, MultiIndex
 
-CostName = Literal["megabytes", "hours", "epsilon"]
+#: Symbols of fields beside a label that is a number.
+_SYMBOLS = {"alpha": "α", "lam": "λ"}
 
 
 class Cost(NamedTuple):
@@ -75,37 +89,100 @@ def rounds_frame(sweep: SweepHead, cells: Sequence[CellOutcome]) -> "DataFrame":
     return found
 
 
-def spent_until(
-    sweep: SweepHead,
-    cells: Sequence[CellOutcome],
-    cost: CostName,
-    axis: str,
-    reference: str,
-    share: float,
-) -> "Series":
-    """Return each cell's cost until a share of what the reference ends with, by place in ``cells``.
+def shown_frame(
+    sweep: SweepHead, cells: Sequence[CellOutcome], layout: TableLayout
+) -> tuple["DataFrame", str]:
+    """Return the cells that a table shows, and the quantity that it shows of them.
 
-    The reference is the cell with that label on ``axis``, and else the same labels. A loss has to
-    fall to the reference's, divided by the share. A target that is missed has an infinite cost,
-    an unknown one NaN.
+    Beside the columns of :func:`cells_frame`, ``gap`` is why there is no value, ``unit`` that of
+    the value, and ``shown`` the value in this unit.
     """
-    rounds = rounds_frame(sweep, cells)
+    found = cells_frame(sweep, cells)
+    found["unit"] = [unit_of(metric) for metric in found["metric"]]
+    found["gap"] = found["status"].where(found["status"] != "finished", "not measured")
+    names = " and ".join(metric.replace("_", " ") for metric in dict.fromkeys(found["metric"]))
+    label = f"{names}, %" if (found["unit"] == "%").any() else names
+    if (target := layout.target) is not None:
+        found["value"] = spent_until(sweep, cells, target)
+        found.loc[np.isinf(found["value"]), "gap"] = "not reached"
+        found["value"] = found["value"].replace(math.inf, math.nan)
+        found["metric"] = found["unit"] = target.cost
+        reference = sweep.shown_label(target.axis, target.reference)
+        label = f"{COSTS[target.cost].label} until {target.share:.0%} of what {reference} ends with"
+    if (score := layout.eval) is not None:
+        answers = [_evaluation(cell) for cell in cells]
+        found["value"] = [each.get(score.model, {}).get(score.score, math.nan) for each in answers]
+        found.loc[_asked_otherwise(answers), ["value", "gap"]] = math.nan, "asked otherwise"
+        found["metric"] = score.score
+        found["unit"] = "%" if score.score in get_args(EvalShare) else "loss"
+        name = score.score.replace("_", " ")
+        label = f"{name} of generated answers, {score.model}"
+        label += ", %" if score.score in get_args(EvalShare) else ""
+    found["shown"] = found["value"] * np.where(found["unit"] == "%", 100.0, 1.0)
+    found["gap"] = found["gap"].where(found["value"].isna(), "")
+    return found, label
+
+
+def spent_until(sweep: SweepHead, cells: Sequence[CellOutcome], target: Target) -> list[float]:
+    """Return each cell's cost until a share of what the reference ends with.
+
+    The reference is the cell with its label on the axis, and else the same labels. A loss has to
+    fall to the reference's, divided by the share. The cost is infinite if the target is missed, and
+    NaN if it is unknown.
+    """
+    rounds = rounds_frame(sweep, cells).dropna(subset=["value", target.cost])
 
     def others(cell: CellOutcome) -> tuple[str, ...]:
-        return tuple(label for name, label in cell.labels.items() if name != axis)
+        return tuple(label for name, label in cell.labels.items() if name != target.axis)
 
-    finals = {others(cell): cell.value for cell in cells if cell.labels.get(axis) == reference}
+    references = [cell for cell in cells if cell.labels[target.axis] == target.reference]
+    finals = {others(cell): cell.value for cell in references}
     found = []
     for place, cell in enumerate(cells):
-        scored = rounds[rounds["cell"] == place].dropna(subset=["value", cost])
-        final = finals.get(others(cell))
+        scored, final = rounds[rounds["cell"] == place], finals.get(others(cell))
         if final is None or cell.value is None or scored.empty:
             found.append(math.nan)
             continue
-        loss = is_loss(cell.metric)
-        reached = scored["value"] <= final / share if loss else scored["value"] >= final * share
-        found.append(float(scored.loc[reached, cost].min()) if reached.any() else math.inf)
-    return pd.Series(found, dtype=float)
+        loss, value = is_loss(cell.metric), scored["value"]
+        reached = value <= final / target.share if loss else value >= final * target.share
+        found.append(float(scored.loc[reached, target.cost].min()) if reached.any() else math.inf)
+    return found
+
+
+def _evaluation(cell: CellOutcome) -> dict[str, Any]:
+    """Return the content of eval.json of a cell's run; empty if it was not evaluated.
+
+    Raises:
+        CorruptFileError: The file is damaged.
+    """
+    if cell.summary is None or not cell.home.exists(EVALUATION):
+        return {}
+    try:
+        found = from_checked_json(cell.home.read(EVALUATION), cell.home.place(EVALUATION))
+    except CorruptFileError as error:
+        again = f"trishul eval {cell.home.uri} makes it again"
+        raise CorruptFileError(f"{error}; {again}") from None
+    # It may be of a run that has started over since.
+    return found if found["state_sha256"] == cell.summary.state_sha256 else {}
+
+
+def _asked_otherwise(answers: Sequence[dict[str, Any]]) -> list[bool]:
+    """Return which evaluations are of other rows, or by another limit, than most on their data."""
+    fields = ("split", "rows_sha256", "new_tokens", "answer_pattern")
+    asked = [str([each.get(name) for name in fields]) if each else "" for each in answers]
+    data = [str(each.get("sources")) for each in answers]
+    usual = {}
+    for name in dict.fromkeys(data):
+        mine = [ask for ask, its in zip(asked, data, strict=True) if ask and its == name]
+        usual[name] = max(mine, key=mine.count, default="")
+    return [bool(ask) and ask != usual[name] for ask, name in zip(asked, data, strict=True)]
+
+
+def shown_label(sweep: SweepHead, axis: str, label: str) -> str:
+    """Return how a label is displayed; one that is a number has its axis beside it."""
+    shown = sweep.shown_label(axis, label)
+    is_number = shown == label and re.fullmatch(r"[-+.e\d]*\d[-+.e\d]*", label) is not None
+    return f"{_SYMBOLS.get(axis.rpartition('.')[2], axis)} = {label}" if is_number else shown
 
 
 def _index(sweep: SweepHead, cells: Sequence[CellOutcome]) -> "MultiIndex":

@@ -1,38 +1,25 @@
-"""Parts of a report: the outcomes of a sweep's cells, and the tables and figures of them.
+"""Outcomes of a sweep's cells, and the layouts of its tables and figures.
 
 A cell is one combination of axis labels, such as ``{"method": "FedIT", "seed": "0"}``. Labels are
 those of the paper's records where a table reproduces one.
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    InstanceOf,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from trishul_ray.config.section import Section
-from trishul_ray.errors import CorruptFileError
-from trishul_ray.plugins.registry import Registry
 from trishul_ray.report.summary import RunSummary, read_arrays, read_metrics
-from trishul_ray.storage.durable import Json
-from trishul_ray.storage.integrity import from_checked_json
 from trishul_ray.storage.store import Store
 
 #: The axis whose labels are repetitions.
 SEED = "seed"
-
 #: File of a run's folder with the scores of answers that it generated, by `trishul eval`.
 EVALUATION = "eval.json"
 
@@ -73,59 +60,31 @@ def _as_names(value: Any) -> Any:
 
 
 Names = Annotated[tuple[Text, ...], BeforeValidator(_as_names)]
+Label = Annotated[Text, BeforeValidator(lambda x: _as_names(x)[0])]
 #: Chosen labels, by axis; axes that are missing are not limited.
 Labels = dict[str, Names]
 Title = Annotated[Text, Field(default_factory=lambda read: read.get("name", ""))]
 
-
-class Column(Section):
-    """The number of each run that a table shows in place of its metric; a kind of tables.
-
-    Subclass it, with the options of a table as its fields, and register the class by the key under
-    which a table of a sweep file sets them.
-    """
-
-    @property
-    def key(self) -> str:
-        """The key that it is registered by."""
-        return next(name for name, cls in COLUMNS.items.items() if cls is type(self))
-
-    @property
-    def needs(self) -> Labels:
-        """Labels that the table must show, by axis, such as that of a reference."""
-        return {}
-
-    def outcomes(self, cells: "Sequence[CellOutcome]") -> "Sequence[CellOutcome]":
-        """Return the cells, each read by another number: see :class:`CellOutcome`."""
-        raise NotImplementedError
-
-    def label(self, sweep: "SweepHead") -> str:
-        """Return a caption of the numbers, with their unit."""
-        raise NotImplementedError
-
-    def caveats(self, cells: "Sequence[CellOutcome]") -> list[str]:
-        """Return assumptions that the numbers rest on."""
-        return []
+#: Scores of generated answers that are shares, and those that are better if lower.
+EvalShare = Literal["rouge_l", "exact_match", "ended", "token_accuracy", "acc", "acc_norm"]
+EvalAmount = Literal["loss", "perplexity", "bits_per_byte", "repeated"]
+CostName = Literal["megabytes", "hours", "epsilon"]
 
 
-#: The columns that plug-ins have registered.
-COLUMNS = Registry[type[Column]]("column", "column of a table")
+class Evaluated(Section):
+    """A score of the answers that the command ``eval`` has generated."""
+
+    score: EvalShare | EvalAmount = Field(description="the score")
+    model: Literal["tuned", "untuned"] = Field("tuned", description="whose: the run's, or before")
 
 
-def _column(name: str, options: Any) -> Column:
-    try:
-        return COLUMNS[name].model_validate(options)
-    except ValidationError as error:
-        faults = [
-            InitErrorDetails(
-                type=fault["type"],
-                loc=(name, *fault["loc"]),
-                input=fault["input"],
-                ctx=fault.get("ctx", {}),
-            )
-            for fault in error.errors()
-        ]
-        raise ValidationError.from_exception_data(error.title, faults) from None
+class Target(Section):
+    """The cost until a share of what a reference ends with is reached."""
+
+    cost: CostName = Field(description="the cost: megabytes, hours or epsilon")
+    axis: Text = Field(description="the axis with the reference")
+    reference: Label = Field(description="the label of the reference, whose last score is 100 %")
+    share: float = Field(0.95, gt=0, le=1, description="the share that has to be reached")
 
 
 class TableLayout(Section):
@@ -140,29 +99,8 @@ class TableLayout(Section):
     paper: Text | None = Field(None, description="key of the paper's table, such as tab:vision")
     where: Labels = Field(default_factory=dict, description="labels that are shown")
     average: bool = Field(False, description="whether a last column shows the mean of the columns")
-    column: InstanceOf[Column] | None = Field(
-        None, description="the number that is shown; by default the metric after the last round"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _column_by_key(cls, fields: Any) -> Any:
-        """Make the column of the key that names one."""
-        if not isinstance(fields, Mapping) or not (unknown := fields.keys() - cls.model_fields):
-            return fields
-        named = [name for name in COLUMNS.names() if name in unknown]
-        if len(named) > 1:
-            raise ValueError(f"one of {' and '.join(named)} can be shown, not both")
-        others = {name: value for name, value in fields.items() if name not in named}
-        return others | ({"column": _column(named[0], fields[named[0]])} if named else {})
-
-
-FigureKind = Literal[
-    "accuracy_inconsistency", "alpha_diagnostics", "convergence", "covariance", "heterogeneity",
-    "hours", "lambda_accuracy", "lambda_diagnostics", "megabytes", "overhead", "personal",
-    "privacy", "spectral_alignment", "spectral_diagnostics", "svt_spectra", "waterfilling",
-    "waterfilling_layerwise",
-]  # fmt: skip
+    eval: Evaluated | None = Field(None, description="a score of generated answers to show")
+    target: Target | None = Field(None, description="the cost until a score to show")
 
 
 class FigureLayout(Section):
@@ -170,22 +108,10 @@ class FigureLayout(Section):
 
     name: FileName = Field(description="identifies the figure, also as a file name")
     title: Title = Field(description="caption; by default the name")
-    kind: FigureKind = Field(description="what is drawn, such as convergence")
-    metric: Text | None = Field(
-        None, description="column of metrics.parquet; by default the metric of the cells"
-    )
-    series: Names | None = Field(
-        None, description="axes whose labels name a series; by default that of the kind"
-    )
-    panels: Names | None = Field(
-        None, description="axes whose labels name a panel; by default that of the kind"
-    )
+    kind: Text = Field(description="name of the drawing function")
     where: Labels = Field(default_factory=dict, description="labels that are shown")
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the function")
     paper: Text | None = Field(None, description="key of the paper's figure, such as fig:lambda")
-
-
-#: A row of a table in long format, by column.
-Row: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -237,16 +163,6 @@ class CellOutcome:
         return None if value is None else float(value)
 
     @property
-    def unit(self) -> str:
-        """The unit of the value: ``%``, or an amount, which is better if lower."""
-        return unit_of(self.metric)
-
-    @property
-    def decimals(self) -> int | None:
-        """How many the value is shown with; None: as many as make four significant digits."""
-        return 2 if self.unit == "%" else 4
-
-    @property
     def result(self) -> RunSummary:
         """The content of ``result.json`` of a finished cell."""
         assert self.summary is not None, f"cell {self.id} is {self.status}"
@@ -256,16 +172,6 @@ class CellOutcome:
     def method(self) -> str:
         """The method of a finished cell."""
         return str(self.result.config["method"]["name"])
-
-    @property
-    def gap(self) -> str:
-        """Reason why there is no value, in a word or two."""
-        return "not measured" if self.status == "finished" else self.status
-
-    @property
-    def bias(self) -> str:
-        """Why a value is missing that is not missing at random; empty if it is, or if there is."""
-        return f"{self.status} runs" if self.status in ("failed", "stopped") else ""
 
     @property
     def part(self) -> str:
@@ -302,102 +208,6 @@ class CellOutcome:
         return read_arrays(files, name) if files.exists(name) else {}
 
 
-#: Scores of generated answers that are shares, and those that are better if lower.
-EvalShare = Literal["rouge_l", "exact_match", "ended", "token_accuracy", "acc", "acc_norm"]
-EvalAmount = Literal["loss", "perplexity", "bits_per_byte", "repeated"]
-
-
-#: Fields of an evaluation that decide its scores, beside the model: its rows, the limit of its
-#: answers, and the pattern by which they are compared.
-_ASKED = ("split", "rows_sha256", "new_tokens", "answer_pattern")
-
-
-@dataclass(frozen=True)
-class EvaluatedOutcome(CellOutcome):
-    """A cell that is read by a score of its run's ``eval.json``.
-
-    Attributes:
-        evaluation: The content of the file; empty if the run was not evaluated.
-        other: Whether it is of other rows, or by another limit, than most of its table.
-        fault: Error of a damaged file.
-    """
-
-    model: str = "tuned"
-    evaluation: Json = field(default_factory=dict)
-    other: bool = False
-    fault: CorruptFileError | None = None
-
-    @property
-    def value(self) -> float | None:
-        """The score; None if the run was not evaluated, or not as most of its table.
-
-        Raises:
-            CorruptFileError: The file is damaged.
-        """
-        if self.fault is not None:
-            raise self.fault
-        value = self.evaluation.get(self.model, {}).get(self.metric)
-        return None if value is None or self.other else float(value)
-
-    @property
-    def gap(self) -> str:
-        """Reason why there is no value: also an evaluation of other rows, or by another limit."""
-        return "asked otherwise" if self.other else super().gap
-
-    @property
-    def unit(self) -> str:
-        """``%``, or an amount, which is better if lower."""
-        return "%" if self.metric in get_args(EvalShare) else self.metric
-
-
-def _data(cell: EvaluatedOutcome) -> str:
-    return str(cell.evaluation.get("sources"))  # hashes of rows and tokens
-
-
-def _question(cell: EvaluatedOutcome) -> Json:
-    return {name: cell.evaluation.get(name) for name in _ASKED}
-
-
-@COLUMNS.register("eval")
-class Evaluated(Column):
-    """A score of the answers that the command ``eval`` has generated."""
-
-    score: EvalShare | EvalAmount = Field(description="the score")
-    model: Literal["tuned", "untuned"] = Field("tuned", description="whose: the run's, or before")
-
-    def outcomes(self, cells: Sequence[CellOutcome]) -> tuple[EvaluatedOutcome, ...]:
-        """Return the cells, each read by the score, if it was asked as most on the same data."""
-        read = [self._read(cell) for cell in cells]
-        asked: dict[str, list[Json]] = defaultdict(list)
-        for cell in read:
-            if cell.evaluation:
-                asked[_data(cell)].append(_question(cell))
-        usual = {data: max(asks, key=asks.count) for data, asks in asked.items()}
-        return tuple(
-            replace(cell, other=_question(cell) != usual[_data(cell)]) if cell.evaluation else cell
-            for cell in read
-        )
-
-    def _read(self, cell: CellOutcome) -> EvaluatedOutcome:
-        known: dict[str, Any] = {f.name: getattr(cell, f.name) for f in fields(CellOutcome)}
-        known |= {"metric": self.score, "model": self.model}
-        if cell.summary is None or not cell.home.exists(EVALUATION):
-            return EvaluatedOutcome(**known)
-        try:
-            found = from_checked_json(cell.home.read(EVALUATION), cell.home.place(EVALUATION))
-        except CorruptFileError as error:
-            again = f"trishul eval {cell.home.uri} makes it again"
-            return EvaluatedOutcome(**known, fault=CorruptFileError(f"{error}; {again}"))
-        if found["state_sha256"] != cell.summary.state_sha256:
-            return EvaluatedOutcome(**known)  # of a run that has started over since
-        return EvaluatedOutcome(**known, evaluation=found)
-
-    def label(self, sweep: "SweepHead") -> str:
-        """Return the score, and whose it is."""
-        unit = ", %" * (self.score in get_args(EvalShare))
-        return f"{self.score.replace('_', ' ')} of generated answers, {self.model}{unit}"
-
-
 @dataclass(frozen=True)
 class SweepHead:
     """Name of a sweep, and the tables and figures of its cells.
@@ -421,9 +231,9 @@ class SweepHead:
     overrides: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
-    def decides(self) -> bool:
-        """Whether its numbers say anything about methods: those of the profile smoke do not."""
-        return self.profile != "smoke"
+    def made_by(self) -> str:
+        """The command that makes its runs, without overrides."""
+        return f"trishul table {self.name} --profile {self.profile}"
 
     def shown_label(self, axis: str, label: str) -> str:
         """Return how a label is displayed."""
@@ -432,14 +242,15 @@ class SweepHead:
     def with_outcomes(self, cells: Iterable[CellOutcome]) -> "SweepOutcome":
         """Return the sweep with the outcomes of its cells."""
         head = {each.name: getattr(self, each.name) for each in fields(SweepHead)}
-        return SweepOutcome(**head, cells=tuple(cells))
+        return SweepOutcome(**head, cells=tuple(cells), command=self.made_by)
 
 
 @dataclass(frozen=True)
 class SweepOutcome(SweepHead):
-    """A sweep with the outcomes of all its cells."""
+    """A sweep with the outcomes of all its cells, and the command that makes its runs."""
 
     cells: tuple[CellOutcome, ...]
+    command: str = field(default="", kw_only=True)
 
     def within(self, where: Mapping[str, tuple[str, ...]]) -> tuple[CellOutcome, ...]:
         """Return the cells with one of these labels on each axis."""

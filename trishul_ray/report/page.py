@@ -1,26 +1,22 @@
-"""The report: one self-contained HTML page, the same as Markdown, and its tables and figures.
+"""The report: one self-contained HTML page, its tables as Markdown, LaTeX and CSV, its figures."""
 
-The same outcomes give the same bytes. Numbers of the clock are on the HTML page alone, inside
-elements with the attribute ``data-time``: without them, the pages of two repetitions are equal.
-"""
-
-import hashlib
-import itertools
-import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from trishul_ray.errors import why_unreadable
-from trishul_ray.report.formats import to_csv, to_latex, to_markdown
+from trishul_ray.report.formats import escape_markdown, to_csv, to_latex, to_markdown
 from trishul_ray.report.outcomes import (
-    COLUMNS,
+    SEED,
     STATUSES,
     CellOutcome,
     CellStatus,
@@ -28,60 +24,84 @@ from trishul_ray.report.outcomes import (
     FigureLayout,
     SweepOutcome,
 )
-from trishul_ray.report.references import REFERENCES, of_figure
-from trishul_ray.report.sections import SECTIONS, PageSection, render
-from trishul_ray.report.statistics import ALPHA, POWER
-from trishul_ray.report.summary import Hardware, RunSummary
-from trishul_ray.report.tables import SweepTable, build_tables, labels_text, make_slug
+from trishul_ray.report.references import Choice, of_figure, references
+from trishul_ray.report.statistics import ALPHA
+from trishul_ray.report.summary import Hardware, RunSummary, flatten
+from trishul_ray.report.tables import SweepTable, build_tables, make_slug
 from trishul_ray.stages import STAGES, stage_names
 from trishul_ray.storage.durable import Json, write_file
-from trishul_ray.storage.integrity import digest
-from trishul_ray.version import EDGE_NUMERICS, NUMERICS, __version__
+from trishul_ray.tracking.progress import format_duration
+from trishul_ray.version import NUMERICS, __version__
 
 #: Draws a figure from the finished cells; None if there is nothing to draw.
 DrawFigure = Callable[[FigureLayout, SweepOutcome], DrawnFigure | None]
 
-#: Numbers to compare those of a profile with; other profiles are a user's own.
+#: What numbers of a profile may be compared with.
 COMPARABLE = {
     "paper": "The paper's protocol: these numbers may be compared with the paper's.",
     "small": "Small models and short runs: compare the rows of a table with each other, and no "
     "number with the paper's.",
     "smoke": "Stand-in data, tiny models and a few steps: these numbers show that every cell "
     "works. They say nothing about the methods, and must not be compared with the paper's.",
-    "custom": "A sweep of your own: compare what differs in the axes of a table alone, and no "
-    "number with the paper's.",
+    "custom": "A sweep of your own: compare only what differs in the axes of a table.",
 }
-#: Variables of ``report.css`` for the colours of a figure that are those of type and paper.
+#: Settings that a page shows of each sweep at a glance, by field.
+_SETTINGS = {
+    "model.name": "model",
+    "data.name": "dataset",
+    "method.name": "method",
+    "budget": "budget",
+    "federation.clients": "clients",
+    "federation.clients_per_round": "clients a round",
+    "federation.rounds": "rounds",
+    "federation.local_steps": "local steps",
+    "federation.batch_size": "batch size",
+    "optimizer.name": "optimizer",
+    "optimizer.lr": "learning rate",
+    "model.precision": "precision",
+}
+#: Sections and fields that change no number.
+_UNSHOWN = ("name", "seed", "storage", "tracking", "resources", "plugins")
+#: More values of a setting than these are counted instead of listed.
+_MOST_VALUES = 4
+#: Variables of ``report.css`` for the colors of a figure that are those of type and paper.
 _OF_PAGE = {
     "#000000": "--ink", "#222222": "--ink", "#555555": "--muted", "#b0b0b0": "--line",
     "#ffffff": "--page", "#0072b2": "--blue",
 }  # fmt: skip
-_FIGURE_COLOUR = re.compile(r"\b(fill|stroke): (#[0-9a-f]{6})")
-_REGISTRIES = (COLUMNS, REFERENCES, SECTIONS)
-#: File of a report that says what it was made from.
-_MADE_FROM = "made-from.json"
+_FIGURE_COLOR = re.compile(r"\b(fill|stroke): (#[0-9a-f]{6})")
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure on the page, or why there is none; a ``broken`` one had files of runs unread."""
+    """A figure on the page, or why there is none."""
 
     layout: FigureLayout
     slug: str
     image: DrawnFigure | None
     problem: str = ""
-    broken: bool = False
 
     @property
     def markup(self) -> Markup:
-        """The SVG text, to be put into HTML as it is, in the colours of the page."""
-        return Markup(_FIGURE_COLOUR.sub(_as_of_page, self.image.svg) if self.image else "")
+        """The SVG text, to be put into HTML as it is, in the colors of the page."""
+        return Markup(_FIGURE_COLOR.sub(_as_of_page, self.image.svg) if self.image else "")
 
     @property
     def number(self) -> str:
         """Number and label of the figure of the paper that it reproduces; empty if none."""
         key = self.layout.paper
         return f"Figure {of_figure(key).figures()[key]} of the paper ({key})" if key else ""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes and seconds of the runs of one row: texts, with the range if they differ."""
+
+    label: str
+    uploaded: str
+    downloaded: str
+    round_seconds: str
+    runs: int
 
 
 @dataclass(frozen=True)
@@ -94,36 +114,91 @@ class SweepPart:
     drawings: tuple[Drawing, ...]
 
     @property
+    def command(self) -> str:
+        """The command that makes its runs."""
+        return " ".join([self.sweep.command, *self.sweep.overrides])
+
+    @property
     def states(self) -> Counter[str]:
         """Number of its runs by state."""
-        return Counter(run.status for _, run in _distinct([self.sweep]))
+        return Counter({cell.id: cell.status for cell in self.sweep.cells}.values())
 
     @property
     def departures(self) -> tuple[str, ...]:
         """Departures of its runs from the profile."""
         return self.sweep.departures(self.sweep.cells)
 
+    @cached_property
+    def _configs(self) -> list[Json]:
+        finished = {c.id: c.result.config for c in self.sweep.cells if c.status == "finished"}
+        return [flatten(config) for config in finished.values()]
+
+    @property
+    def settings(self) -> list[tuple[str, str]]:
+        """The main settings of its finished runs: name, and value or values."""
+        found = []
+        for field, name in _SETTINGS.items():
+            values = sorted({str(c[field]) for c in self._configs if c.get(field) is not None})
+            few = ", ".join(values) if len(values) <= _MOST_VALUES else f"{len(values)} values"
+            found += [(name, few)] * bool(values)
+        return found
+
+    @property
+    def configuration(self) -> str:
+        """The fields that all finished runs have in common, as YAML."""
+        common: Json = {}
+        first, *others = self._configs or [{}]
+        for field, value in first.items():
+            section, _, name = field.rpartition(".")
+            same = all(field in other and other[field] == value for other in others)
+            if same and field.partition(".")[0] not in _UNSHOWN:
+                place = common
+                for part in section.split(".") if section else ():
+                    place = place.setdefault(part, {})
+                place[name] = value
+        text: str = yaml.safe_dump(common, sort_keys=False, allow_unicode=True, width=90)
+        return text
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        """Bytes that all clients of a run send and receive, by the axes of the first table."""
+        axes = self.sweep.tables[0].rows if self.sweep.tables else _varying(self.sweep)[:1]
+        groups: dict[tuple[str, ...], dict[str, RunSummary]] = {}
+        for cell in self.sweep.cells:
+            if cell.status == "finished":
+                groups.setdefault(cell.labels_of(axes), {})[cell.id] = cell.result
+        found = []
+        for labels in self.sweep.in_order(axes, groups):
+            runs = list(groups[labels].values())
+            name = ", ".join(map(self.sweep.shown_label, axes, labels)) or self.sweep.title
+            seconds = [s for run in runs for s in run.round_seconds]
+            found.append(
+                Traffic(
+                    name,
+                    _range(bytes_text, [run.uploaded_bytes for run in runs]),
+                    _range(bytes_text, [run.downloaded_bytes for run in runs]),
+                    f"{statistics.median(seconds):.3g} s" if seconds else "",
+                    len(runs),
+                )
+            )
+        return found
+
     @property
     def problems(self) -> list[tuple[CellStatus, str, list[CellOutcome]]]:
         """Runs that failed or cannot be used, by state and reason."""
-        found: dict[tuple[CellStatus, str], list[CellOutcome]] = {}
-        for _, run in _distinct([self.sweep]):
-            if run.status not in ("finished", "missing", "stopped"):
-                found.setdefault((run.status, run.reason), []).append(run)
-        groups = [(status, reason, runs) for (status, reason), runs in found.items()]
+        found: dict[tuple[CellStatus, str], dict[str, CellOutcome]] = {}
+        for cell in self.sweep.cells:
+            if cell.status not in ("finished", "missing", "stopped"):
+                found.setdefault((cell.status, cell.reason), {}).setdefault(cell.id, cell)
+        groups = [(status, reason, [*runs.values()]) for (status, reason), runs in found.items()]
         return sorted(groups, key=lambda group: STATUSES.index(group[0]))
 
 
 @dataclass(frozen=True)
 class Page:
-    """Content of the templates.
-
-    Attributes:
-        sections: Sections of plug-ins that have something to show: name, section, its HTML.
-    """
+    """Content of the page."""
 
     parts: tuple[SweepPart, ...]
-    sections: tuple[tuple[str, PageSection, Markup], ...] = ()
 
     @property
     def title(self) -> str:
@@ -131,22 +206,26 @@ class Page:
         return self.parts[0].sweep.title if len(self.parts) == 1 else "Tables and figures"
 
     @property
-    def profiles(self) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+    def profiles(self) -> list[tuple[str, str, tuple[str, ...]]]:
         """Profiles, what their numbers may be compared with, and how runs depart from them."""
         sweeps: dict[str, list[SweepOutcome]] = {}
         for part in self.parts:
             sweeps.setdefault(part.sweep.profile, []).append(part.sweep)
-        return tuple((name, comparable(each), departures(each)) for name, each in sweeps.items())
+        return [(name, comparable(each), departures(each)) for name, each in sweeps.items()]
 
     @property
-    def decides(self) -> bool:
-        """Whether some numbers say anything about methods."""
-        return any(part.sweep.decides for part in self.parts)
+    def judged(self) -> bool:
+        """Whether rows of any table are compared."""
+        return any(table.judged for part in self.parts for _, table in part.tables)
 
     @cached_property
     def runs(self) -> list[tuple[SweepOutcome, CellOutcome]]:
         """Every run once, with the first sweep that has it."""
-        return _distinct([part.sweep for part in self.parts])
+        found: dict[str, tuple[SweepOutcome, CellOutcome]] = {}
+        for part in self.parts:
+            for cell in part.sweep.cells:
+                found.setdefault(cell.id, (part.sweep, cell))
+        return list(found.values())
 
     @cached_property
     def states(self) -> Counter[str]:
@@ -158,43 +237,30 @@ class Page:
         """The results of all finished runs."""
         return [run.result for _, run in self.runs if run.status == "finished"]
 
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """What a publication leaves open that sweeps of the page reproduce."""
+        if all(part.sweep.profile == "custom" for part in self.parts):
+            return []
+        return [each for ref in references() for each in ref.open_choices(self.summaries)]
+
     @property
-    def hardware(self) -> list[tuple[str, int]]:
+    def machines(self) -> list[tuple[str, int]]:
         """Machines and the number of runs on each."""
         return sorted(Counter(_machine(s.hardware) for s in self.summaries).items())
 
     @property
-    def made_by(self) -> str:
-        """The version of the sweeps, and its numerics, in which a finished run may be shown."""
-        return (
-            f"trishul-ray {__version__}, numerics {NUMERICS} ({EDGE_NUMERICS} of the sections "
-            f"{', '.join(stage_names())})"
-        )
-
-    @property
     def versions(self) -> list[tuple[str, str]]:
         """Versions of software by name; several if runs differ."""
-        found: dict[str, dict[str, None]] = {}
-        for summary in self.summaries:
-            for name, version in summary.versions.items():
-                found.setdefault(name, {})[version] = None
+        found: dict[str, set[str]] = {}
+        for name, version in (pair for s in self.summaries for pair in s.versions.items()):
+            found.setdefault(name, set()).add(version)
         return [(name, ", ".join(sorted(versions))) for name, versions in found.items()]
 
     @property
     def seconds(self) -> float:
         """Seconds of all rounds of all finished runs, each counted once."""
         return sum(summary.seconds for summary in self.summaries)
-
-    @property
-    def wall_seconds(self) -> float:
-        """Wall time of the processes that finished the runs, from their start."""
-        return sum(summary.wall_seconds for summary in self.summaries)
-
-    @property
-    def median_round(self) -> float:
-        """Median seconds of a round."""
-        rounds = [seconds for summary in self.summaries for seconds in summary.round_seconds]
-        return statistics.median(rounds) if rounds else 0.0
 
 
 def comparable(sweeps: Sequence[SweepOutcome]) -> str:
@@ -231,23 +297,16 @@ def write_report(
     """Write the report on sweeps into a folder, and return the path of its HTML page.
 
     The folder gets ``report.html``, which needs no other file, ``report.md``, ``tables/`` (CSV and
-    LaTeX; files of sections) and ``figures/`` (SVG, PDF, and what they show as CSV). A
-    report that was made from the same results by the same code, which ``made-from.json`` says,
-    stays as it is. Any number of cells may be missing. ``tables`` are made if they are not given
-    and the report is not there already.
+    LaTeX) and ``figures/`` (SVG, PDF, and what they show as CSV). Any number of cells may be
+    missing. ``tables`` are made if they are not given.
     """
-    made_from = _made_from(outcomes) if figures is None else None
-    if made_from is not None and _is_current(folder, made_from):
-        return folder / "report.html"
     if figures is None:
-        from trishul_ray.report.figures.draw import draw  # imports matplotlib
+        from trishul_ray.report.figures.drawing import draw  # imports matplotlib
 
         figures = draw
     tables = build_tables(outcomes) if tables is None else tables
-    sections = [(name, section(outcomes)) for name, section in SECTIONS.all().items()]
-    shown = tuple((name, each, html) for name, each in sections if (html := each.html()))
-    page = Page(tuple(_parts(outcomes, tables, figures)), shown)
-    files: dict[str, str | bytes] = {}
+    page = Page(tuple(_parts(outcomes, tables, figures)))
+    files: dict[str, str | bytes] = {"report.html": _html(page), "report.md": _markdown(page)}
     for part in page.parts:
         for slug, table in part.tables:
             files[f"tables/{slug}.csv"] = to_csv(table)
@@ -256,86 +315,107 @@ def write_report(
             if image := drawing.image:
                 for kind, content in (("svg", image.svg), ("csv", image.csv), ("pdf", image.pdf)):
                     files[f"figures/{drawing.slug}.{kind}"] = content
-    for _, section, _ in page.sections:
-        files |= section.files()
-    shown_by = {
-        "ALPHA": ALPHA,
-        "POWER": POWER,
-        "comparable": comparable,
-        "labels_text": labels_text,
-        "to_markdown": to_markdown,
-    }
-    for name in ("report.md", "report.html"):
-        files[name] = render("trishul_ray.report", name, page=page, **shown_by)
-    for name, content in files.items():
-        _write(folder / name, content)
-    # Try again to read a broken drawing, since its files may be back.
-    broken = any(drawing.broken for part in page.parts for drawing in part.drawings)
-    broken |= not all(section.complete for _, section in sections)
-    if made_from is not None and not broken:
-        hashes = {name: digest(folder / name) for name in files}
-        _write(folder / _MADE_FROM, json.dumps({"made_from": made_from, "files": hashes}, indent=1))
+    for name, text in files.items():
+        write_file(folder / name, text.encode() if isinstance(text, str) else text)
     return folder / "report.html"
 
 
-def _made_from(outcomes: Sequence[SweepOutcome]) -> str:
-    """Return a hash of what a report shows and of the code that shows it.
-
-    The checksum of a result stands for its files; what columns of tables read may be added later.
-    """
-    # Without what Python compiles, which comes and goes beside the code.
-    files = [f for f in Path(__file__).parents[1].rglob("*.*") if "__pycache__" not in f.parts]
-    code = [digest(file) for file in sorted(files) if file.is_file()]
-    added = [
-        plugin.content
-        for each in _REGISTRIES
-        for name in each.names()
-        for plugin in each.plugins_of(name)
-    ]
-    shown: list[object] = [__version__, code, added]
-    for sweep in outcomes:
-        shown.append(replace(sweep, cells=()))
-        for layout in sweep.tables:
-            if layout.column is not None:
-                read = layout.column.outcomes(sweep.within(layout.where))
-                shown.append([(cell.value, cell.gap) for cell in read])
-        for cell in sweep.cells:
-            checksum = cell.result.checksum if cell.status == "finished" else None
-            state = cell.status, cell.reason, checksum
-            shown.append((cell.labels, cell.id, *state, cell.metric, cell.scored))
-    return hashlib.sha256(repr(shown).encode()).hexdigest()
+def _html(page: Page) -> str:
+    templates = Environment(
+        loader=PackageLoader("trishul_ray.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters["duration"] = format_duration
+    shown = {"labels_text": labels_text, "statuses": STATUSES, "alpha": f"{100 * ALPHA:g} %"}
+    return templates.get_template("report.html").render(page=page, comparable=comparable, **shown)
 
 
-def _is_current(folder: Path, made_from: str) -> bool:
-    """Return whether a folder has the whole report that :func:`_made_from` identifies."""
-    try:
-        noted = json.loads((folder / _MADE_FROM).read_bytes())
-        return noted["made_from"] == made_from and all(
-            digest(folder / name) == expected for name, expected in noted["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+def _markdown(page: Page) -> str:
+    """Return title, profiles, tables and figures of the page as Markdown."""
+    lines = [f"# {escape_markdown(page.title)}", ""]
+    for name, text, reasons in page.profiles:
+        departs = f" Departures: {'; '.join(reasons)}." if reasons else ""
+        lines += [f"**Profile {escape_markdown(name)}.** {escape_markdown(text + departs)}", ""]
+    others = [f", {page.states[state]} {state}" for state in STATUSES[1:] if page.states[state]]
+    lines += [f"{page.states['finished']} of {page.states.total()} runs finished{''.join(others)}."]
+    lines += [f"Ids are those of trishul-ray {__version__}, numerics {NUMERICS}."]
+    for part in page.parts:
+        profile = escape_markdown(part.sweep.profile)
+        lines += ["", f"## {escape_markdown(part.sweep.title)} (profile {profile})", ""]
+        lines += [f"Command: {escape_markdown(part.command)}"] if part.command else []
+        for _, table in part.tables:
+            title = filter(None, [table.paper_table, table.caption, *table.caveats])
+            lines += ["", f"### {escape_markdown(table.layout.title)}", ""]
+            lines += [escape_markdown(" ".join(title)), "", to_markdown(table)]
+            lines += [f"- {escape_markdown(slip)}" for slip in table.slips]
+        for drawing in part.drawings:
+            lines += ["", f"### {escape_markdown(drawing.layout.title)} (profile {profile})", ""]
+            name = escape_markdown(drawing.layout.title)
+            image = f"![{name}](figures/{drawing.slug}.svg)"
+            lines += [image if drawing.image else escape_markdown(drawing.problem)]
+    if page.choices:
+        lines += ["", "## Choices that the paper leaves open", ""]
+        lines += ["| question | field | values |", "| --- | --- | --- |"]
+        for choice in page.choices:
+            values = ", ".join(f"{value} ({count})" for value, count in choice.answers)
+            texts = (choice.question, choice.field, values)
+            lines += [f"| {' | '.join(map(escape_markdown, texts))} |"]
+    return "\n".join(lines) + "\n"
+
+
+def labels_text(sweep: SweepOutcome, labels: Mapping[str, str]) -> str:
+    """Return the displayed labels of a cell in one line."""
+    return ", ".join(
+        f"{SEED} {label}" if axis == SEED else sweep.shown_label(axis, label)
+        for axis, label in labels.items()
+    )
+
+
+def bytes_text(count: float) -> str:
+    """Return an amount of bytes with its unit, such as ``26.6 MB``."""
+    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    found = next(((unit, size) for unit, size in units if count >= size), ("B", 1.0))
+    return f"{count / found[1]:.3g} {found[0]}"
 
 
 def _parts(
     outcomes: Sequence[SweepOutcome], tables: Sequence[SweepTable], draw: DrawFigure
-) -> Iterator[SweepPart]:
-    taken: set[str] = set()
+) -> Iterable[SweepPart]:
+    taken: Counter[str] = Counter()
 
-    def unique(slug: str) -> str:
-        numbered = (f"{slug}-{number}" for number in itertools.count(2))
-        name = next(name for name in itertools.chain([slug], numbered) if name not in taken)
-        taken.add(name)
-        return name
+    def unique(*names: str) -> str:
+        slug = make_slug(*names)
+        taken[slug] += 1
+        return f"{slug}-{taken[slug]}" if taken[slug] > 1 else slug
 
     for sweep in outcomes:
-        slug = unique(make_slug("sweep", sweep.profile, sweep.name))
-        named = tuple((unique(table.slug), table) for table in tables if table.sweep is sweep)
         drawings = []
-        for layout in sweep.figures:
-            name = unique(make_slug("figure", sweep.profile, sweep.name, layout.name))
-            drawings.append(_draw(layout, sweep, draw, name))
+        for layout in [*sweep.figures, *_learning_curve(sweep)]:
+            slug = unique("figure", sweep.profile, sweep.name, layout.name)
+            drawings.append(_draw(layout, sweep, draw, slug))
+        named = tuple((unique(table.slug), table) for table in tables if table.sweep is sweep)
+        slug = unique("sweep", sweep.profile, sweep.name)
         yield SweepPart(sweep, slug, named, tuple(drawings))
+
+
+def _learning_curve(sweep: SweepOutcome) -> list[FigureLayout]:
+    """Return a figure of the score by round, if the sweep has none."""
+    if any(figure.kind == "convergence" for figure in sweep.figures):
+        return []
+    axes = [axis for axis in _varying(sweep) if axis != "dataset"]
+    options = {"series": axes[:1] or None, "panels": "dataset" if "dataset" in sweep.axes else None}
+    title = "Learning curve"
+    return [FigureLayout(name="curve", title=title, kind="convergence", options=options)]
+
+
+def _varying(sweep: SweepOutcome) -> list[str]:
+    """Return the axes other than the seed that vary, those that name rows first."""
+    first = [axis for table in sweep.tables[:1] for axis in reversed(table.rows)]
+    axes = dict.fromkeys([*first, *sweep.axes])
+    return [axis for axis in axes if axis != SEED and len(sweep.axes[axis]) > 1]
 
 
 def _draw(layout: FigureLayout, sweep: SweepOutcome, draw: DrawFigure, slug: str) -> Drawing:
@@ -343,38 +423,23 @@ def _draw(layout: FigureLayout, sweep: SweepOutcome, draw: DrawFigure, slug: str
         image = draw(layout, sweep)
     # One file of a run that is unreadable, or has other columns, must not cost the whole page.
     except (OSError, ValueError, LookupError, TypeError) as error:
-        why = f"It could not be drawn: {why_unreadable(error)}"
-        return Drawing(layout, slug, None, why, broken=True)
+        return Drawing(layout, slug, None, f"It could not be drawn: {why_unreadable(error)}")
     return Drawing(layout, slug, image, "" if image else "No finished run has what it shows.")
 
 
 def _as_of_page(found: re.Match[str]) -> str:
-    """Return a colour in SVG as the page's own, which follows the dark mode, if it has that."""
-    name, colour = found.groups()
-    return f"{name}: var({_OF_PAGE[colour]}, {colour})" if colour in _OF_PAGE else found.group()
+    """Return a color in SVG as the page's own, which follows the dark mode, if it has that."""
+    name, color = found.groups()
+    return f"{name}: var({_OF_PAGE[color]}, {color})" if color in _OF_PAGE else found.group()
 
 
-def _distinct(sweeps: Sequence[SweepOutcome]) -> list[tuple[SweepOutcome, CellOutcome]]:
-    """Return every run once, with the first sweep that has it."""
-    found: dict[str, tuple[SweepOutcome, CellOutcome]] = {}
-    for sweep in sweeps:
-        for cell in sweep.cells:
-            found.setdefault(cell.id, (sweep, cell))
-    return list(found.values())
+def _range(text: Callable[[Any], str], values: Sequence[Any]) -> str:
+    least, most = text(min(values)), text(max(values))
+    return least if least == most else f"{least} to {most}"
 
 
 def _machine(hardware: Hardware) -> str:
     gpus = Counter(hardware.gpus)
     devices = [f"{count} x {name}" for name, count in sorted(gpus.items())] or ["no GPU"]
-    return ", ".join(
-        [
-            hardware.processor,
-            f"{hardware.cpus} CPUs ({hardware.cpu_capability})",
-            f"{hardware.memory_gib} GiB",
-            *devices,
-        ]
-    )
-
-
-def _write(path: Path, content: str | bytes) -> None:
-    write_file(path, content.encode() if isinstance(content, str) else content)
+    cpus = f"{hardware.cpus} CPUs ({hardware.cpu_capability})"
+    return ", ".join([hardware.processor, cpus, f"{hardware.memory_gib} GiB", *devices])

@@ -5,8 +5,22 @@ reproduces by a key (``paper: tab:vision``).
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from trishul_ray.plugins.registry import Registry
+from trishul_ray.report.summary import RunSummary
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A question that a publication leaves open, and how many runs answer it in which way.
+
+    ``field`` is the field of an experiment that decides it; empty if none does.
+    """
+
+    question: str
+    field: str
+    answers: tuple[tuple[str, int], ...]
 
 
 class Reference:
@@ -16,14 +30,11 @@ class Reference:
     """
 
     def tables(self) -> Mapping[str, int | None]:
-        """Return the keys of tables in the order of the publication, each with its number.
-
-        None for one that the publication does not print as a table.
-        """
+        """Return the keys of tables, each with its number; None if it is not printed as a table."""
         return {}
 
     def figures(self) -> Mapping[str, int]:
-        """Return the keys of figures in the order of the publication, each with its number."""
+        """Return the keys of figures, each with its number."""
         return {}
 
     def table_value(self, key: str, labels: Mapping[str, str]) -> float | None:
@@ -35,15 +46,15 @@ class Reference:
         return None
 
     def figure_value(self, key: str, metric: str, labels: Mapping[str, str]) -> float | None:
-        """Return the number that is printed of a figure; None if none. Shares are in percent.
-
-        A metric is that of runs, such as ``accuracy``, or ``seconds_per_round``, ``overhead``,
-        ``principal_angle_similarity``, ``fewest_heads`` or ``most_heads``.
-        """
+        """Return the number that is printed of a figure; None if none. Shares are in percent."""
         return None
 
     def slips(self, key: str) -> Sequence[str]:
         """Return where the publication contradicts itself on a table or figure, in sentences."""
+        return ()
+
+    def open_choices(self, runs: Sequence[RunSummary]) -> Sequence[Choice]:
+        """Return what the publication leaves open, and how runs decide it."""
         return ()
 
 

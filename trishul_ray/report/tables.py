@@ -6,63 +6,201 @@
 import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from scipy import stats
 
 from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.report.frame import shown_frame, shown_label
 from trishul_ray.report.outcomes import SEED, CellOutcome, SweepOutcome, TableLayout, has_order
 from trishul_ray.report.references import of_table
-from trishul_ray.report.statistics import ALPHA, Comparison
-from trishul_ray.report.table_cells import (
-    TableCell,
-    average_columns,
-    average_runs,
-    decimals_of,
-    with_paper,
-)
-from trishul_ray.report.verdicts import RowGroup, TableRow, judge, mark_best
+from trishul_ray.report.statistics import ALPHA, Comparison, compare_rows
+from trishul_ray.runtime.lazy import pd
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
 
 #: The column of the mean over all others; also the paper's label of it.
 AVERAGE = "average"
-#: Symbols of fields in the head of a column.
-SYMBOLS = {"alpha": "α", "lam": "λ"}
+#: Full fine-tuning is a reference: neither compared nor in bold, as in the paper.
+REFERENCE_METHOD = "fullft"
+#: Why values are missing that are not missing at random, so that a row cannot be compared.
+_BIAS = {"failed": "failed runs", "stopped": "stopped runs", "not reached": "target not reached"}
+#: Reasons why runs have no number, the gravest first.
+_GAPS = (*_BIAS, "corrupt", "stale", "asked otherwise", "missing", "not measured")
+
+
+@dataclass(frozen=True)
+class Number:
+    """One number of a table: the mean of its values by seed, in percent unless an amount.
+
+    Attributes:
+        values: Value of each seed, NaN if it is missing.
+        gap: Why values are missing; empty if none is.
+        unit: ``%``, or an amount, which is better if lower.
+        paper: The paper's number.
+        compared: Whether the paper's number may be compared with it.
+        best: Whether it is the best of its column within the group of rows.
+        left_out: Number of columns that an average lacks, because the sweep leaves them out.
+    """
+
+    values: "Series"
+    gap: str
+    unit: str
+    paper: float | None = None
+    compared: bool = False
+    best: bool = False
+    left_out: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of seeds that have a value."""
+        return int(self.values.count())
+
+    @property
+    def mean(self) -> float:
+        """Mean over seeds; NaN without a value."""
+        return float(self.values.mean())
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation over seeds; None for fewer than two."""
+        return float(self.values.std()) if self.count > 1 else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Student's 95 % interval of the mean; None for fewer than two seeds."""
+        if self.deviation is None:
+            return None
+        half = stats.t.ppf(1 - ALPHA / 2, self.count - 1) * self.deviation / self.count**0.5
+        return self.mean - float(half), self.mean + float(half)
+
+    @property
+    def difference(self) -> float | None:
+        """Mean minus the paper's number; None unless the two may be compared."""
+        known = self.compared and self.paper is not None and self.count and not self.left_out
+        return self.mean - self.paper if known and self.paper is not None else None
+
+    @property
+    def within(self) -> str:
+        """``within`` or ``outside``: where the paper's number lies to our 95 % interval."""
+        if self.difference is None or self.paper is None or self.interval is None:
+            return ""
+        return "within" if self.interval[0] <= self.paper <= self.interval[1] else "outside"
+
+    @property
+    def lacks(self) -> str:
+        """Seeds or columns that the mean lacks, as text; empty if none."""
+        if not self.count:
+            return ""
+        seeds = f"{self.count} of {len(self.values)} seeds" * (self.count < len(self.values))
+        columns = f"{self.left_out} column{'s' * (self.left_out > 1)} left out" * bool(
+            self.left_out
+        )
+        return ", ".join(filter(None, (seeds, columns)))
+
+    def format(self, value: float) -> str:
+        """Return a value as text, without unit."""
+        return f"{value:.{self._decimals(value)}f}".replace("-", "−")
+
+    def format_difference(self, value: float) -> str:
+        """Return a difference as text, with its sign."""
+        text = f"{value:+.{self._decimals(value)}f}".replace("-", "−")
+        return text.lstrip("+−") if float(text[1:]) == 0 else text
+
+    def _decimals(self, value: float) -> int:
+        if self.unit in ("%", "loss", "fraction"):
+            return 2 if self.unit == "%" else 4
+        return max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a row stands against the best of its group.
+
+    Attributes:
+        kind: ``best`` has the best mean; ``tied`` has the same mean, as displayed; ``worse`` is
+            decided to be worse than the best; ``undecided`` is not; ``reference`` is not compared;
+            ``biased`` lacks values that are not missing at random; ``apart`` has no seed and column
+            in common with the best; ``none`` has nothing to compare.
+        best: Label of the best row; or why a row is biased.
+        comparison: The numbers of ``worse`` and ``undecided``; larger is better in them.
+    """
+
+    kind: Literal["best", "tied", "worse", "undecided", "reference", "biased", "apart", "none"]
+    best: str = ""
+    comparison: Comparison | None = None
+
+    @property
+    def label(self) -> str:
+        """The verdict in a word or two."""
+        return {
+            "best": "best mean",
+            "tied": "same mean as the best",
+            "worse": "worse, decided",
+            "apart": "no run to compare",
+            "biased": f"not compared: {self.best}",
+            "none": "",
+        }.get(self.kind, self.kind)
+
+    @property
+    def p_value(self) -> str:
+        """The adjusted p-value, or why there is none; empty for a row that is not judged."""
+        if self.comparison is None:
+            return ""
+        if self.comparison.p_value is None:
+            return "one seed" if self.comparison.seeds == 1 else "no spread between seeds"
+        small = self.comparison.p_value < 1e-4
+        return "p < 0.0001" if small else f"p = {self.comparison.p_value:.2g}"
+
+    @property
+    def text(self) -> str:
+        """Label and p-value."""
+        return f"{self.label}: {self.p_value}" if self.p_value else self.label
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row: its label within the group, a number for each column (None: not planned)."""
+
+    label: str
+    numbers: tuple[Number | None, ...]
+    verdict: Verdict = Verdict("none")
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows that are compared with each other: equal in all row axes but the last."""
+
+    label: str
+    rows: tuple[Row, ...]
 
 
 @dataclass(frozen=True)
 class SweepTable:
-    """A table: its sweep, how its cells form it, and its groups of rows.
+    """A table of a sweep.
 
     Attributes:
-        columns: Displayed labels of each column, one for each of the layout's column axes; the
-            average over columns is ``("average", "", ...)``.
-        metrics: Metrics that are shown, in order.
-        cells: The runs that it shows.
+        columns: Displayed labels of each column, one for each of the layout's column axes.
+        cells: The cells that it shows, and ``runs`` the frame of them.
+        unit: The quantity that is shown, such as ``accuracy, %``.
         judged: Whether rows are compared. They are not if columns have different units, or are
             several measures of the same runs, whose average would be a measure of nothing; nor in
             the profile smoke, whose numbers say nothing about methods.
-        pairs: Number of pairs of rows that its verdicts are about.
+        pairs: Number of pairs of rows that p-values are corrected for.
     """
 
     sweep: SweepOutcome
     layout: TableLayout
     columns: tuple[tuple[str, ...], ...]
     groups: tuple[RowGroup, ...]
-    metrics: tuple[str, ...]
     cells: tuple[CellOutcome, ...]
-    judged: bool = True
-    pairs: int = 0
-
-    @property
-    def profile(self) -> str:
-        """The profile of the sweep."""
-        return self.sweep.profile
-
-    @cached_property
-    def departures(self) -> tuple[str, ...]:
-        """Departures of its runs from the profile: overridden fields, parts of datasets."""
-        return self.sweep.departures(self.cells)
+    runs: "DataFrame"
+    unit: str
+    judged: bool
+    pairs: int
 
     @property
     def comparable(self) -> bool:
@@ -70,19 +208,28 @@ class SweepTable:
         return self.sweep.is_comparable(self.cells)
 
     @property
-    def reservation(self) -> str:
-        """Caveats of the table; empty if its numbers may be compared with the paper's."""
-        if self.comparable:
+    def note(self) -> str:
+        """What keeps its numbers from being compared with the paper's; empty if nothing does.
+
+        A sweep of one's own is not compared with the paper, and needs no note.
+        """
+        if self.comparable or self.sweep.profile == "custom":
             return ""
-        return "; ".join(("not comparable with the paper's numbers", *self.departures))
+        return "; ".join(
+            ("not comparable with the paper's numbers", *self.sweep.departures(self.cells))
+        )
 
     @property
-    def note(self) -> str:
-        """The reservation beside a table on a page, which names departures once for a sweep.
+    def caption(self) -> str:
+        """Title, unit, profile and note in one line."""
+        text = f"{self.layout.title}: {self.unit}, {self.spread}. Profile {self.sweep.profile}"
+        return f"{text}; {self.note}." if self.note else f"{text}."
 
-        In the profile paper, where other tables may be compared, they are named here as well.
-        """
-        return self.reservation if self.profile == "paper" else self.reservation.partition(";")[0]
+    @property
+    def spread(self) -> str:
+        """The quantity behind ``±``."""
+        seeds = [len(each.values) for row in self.rows for each in row.numbers if each is not None]
+        return "mean ± standard deviation over seeds" if max(seeds, default=0) > 1 else "one seed"
 
     @property
     def paper_table(self) -> str:
@@ -96,30 +243,16 @@ class SweepTable:
         return tuple(of_table(self.layout.paper).slips(self.layout.paper or ""))
 
     @property
-    def omitted(self) -> str:
-        """Sources of variance that deviations and intervals leave out; empty if there are none."""
-        if self.seeds < 2:
-            return ""
-        errors = [
-            (cell.estimate.mean, run.result.data.test.used)
-            for row in self.rows
-            for cell in row.cells
-            for run in cell.runs
-            if cell.estimate is not None and run.metric == "accuracy" and run.summary
-        ]
-        text = "Deviations and intervals are over seeds, which all score the same test rows"
-        if not errors:
-            return f"{text}: the error of these is not in them."
-        half = max(1.96 * math.sqrt(max(0.0, p * (100 - p)) / rows) for p, rows in errors)
-        return (
-            f"{text}: with other rows, a mean could differ by up to {half:.1f} points more (95 %)."
-        )
+    def caveats(self) -> list[str]:
+        """Caveats of its methods, in sentences."""
+        methods = dict.fromkeys(cell.method for cell in self.cells if cell.status == "finished")
+        known = [method_class(name).caveat for name in methods if name in set(method_names())]
+        return [f"{text[:1].upper()}{text[1:]}." for text in known if text]
 
     @property
     def slug(self) -> str:
         """Profile, sweep and table in characters that file names and ids may have."""
-        names = dict.fromkeys((self.profile, self.sweep.name, self.layout.name))
-        return make_slug(*names)
+        return make_slug(*dict.fromkeys((self.sweep.profile, self.sweep.name, self.layout.name)))
 
     @property
     def row_axis(self) -> str:
@@ -127,87 +260,17 @@ class SweepTable:
         return self.layout.rows[-1] if self.layout.rows else ""
 
     @property
-    def rows(self) -> Iterator[TableRow]:
+    def rows(self) -> tuple[Row, ...]:
         """All rows."""
-        return (row for group in self.groups for row in group.rows)
-
-    @property
-    def seeds(self) -> int:
-        """Number of seeds of each number."""
-        return max((len(cell.seeds) for row in self.rows for cell in row.cells), default=0)
-
-    @property
-    def amounts(self) -> bool:
-        """Whether no number is a percentage: all are better if lower."""
-        return all(cell.unit != "%" for cell in self.cells)
-
-    @property
-    def unit(self) -> str:
-        """The quantity that is shown, such as ``accuracy, %``."""
-        if self.layout.column is not None:
-            return self.layout.column.label(self.sweep)
-        names = " and ".join(metric.replace("_", " ") for metric in self.metrics)
-        return names if self.amounts else f"{names}, %"
-
-    @property
-    def assumed(self) -> str:
-        """Caveats of its column and of its methods, in sentences; perhaps empty."""
-        column, known = self.layout.column, set(method_names())
-        numbers = "" if column is None else "; ".join(column.caveats(self.cells))
-        names = dict.fromkeys(
-            cell.result.config["method"]["name"] for cell in self.cells if cell.status == "finished"
-        )
-        caveats = [method_class(name).caveat for name in names if name in known]
-        return " ".join(sentence(text) for text in (numbers, *caveats) if text)
-
-    @property
-    def states(self) -> Counter[str]:
-        """Number of runs by state; runs of several cells count once."""
-        return Counter({cell.id: cell.status for cell in self.cells}.values())
-
-    @property
-    def _comparisons(self) -> list[Comparison]:
-        return [row.verdict.comparison for row in self.rows if row.verdict.comparison is not None]
-
-    @property
-    def undecidable(self) -> bool:
-        """Whether rows are compared, and none could be decided however large its difference."""
-        return bool(self._comparisons) and all(c.threshold is None for c in self._comparisons)
-
-    @property
-    def power(self) -> str:
-        """Differences that the table can decide, in a sentence; empty if it compares no rows."""
-        if not self._comparisons:
-            return ""
-        pairs = f"{self.pairs} pairs of rows" if self.pairs > 1 else "one pair of rows"
-        if self.undecidable:
-            several = any(comparison.seeds > 1 for comparison in self._comparisons)
-            why = "its seeds do not differ" if several else "one seed shows no spread"
-            return (
-                "This table cannot decide any row, at the level of "
-                f"{100 * ALPHA:g} % for its {pairs}: {why}."
-            )
-        percent = not self.amounts
-        least = min(c.threshold for c in self._comparisons if c.threshold is not None)
-        cell = TableCell((), {}, percent, decimals=decimals_of(self.cells))
-        return (
-            f"The level of {100 * ALPHA:g} % is for the {pairs} of this table together; with the "
-            f"spread of its seeds it cannot decide a difference below {cell.format(least)}"
-            f"{' points' * percent}."
-        )
+        return tuple(row for group in self.groups for row in group.rows)
 
     def header(self) -> list[list[tuple[str, int]]]:
         """Return the levels of the column header: labels, and how many columns each spans."""
         levels = []
         for level in range(max(1, len(self.layout.columns))):
-            spans = Counter(column[: level + 1] for column in self.columns)
-            levels.append([(labels[-1], span) for labels, span in spans.items()])
+            spans = itertools.groupby(column[: level + 1] for column in self.columns)
+            levels.append([(labels[-1], len([*same])) for labels, same in spans])
         return levels
-
-
-def sentence(text: str) -> str:
-    """Return a text that begins with a capital letter and ends with a full stop."""
-    return f"{text[:1].upper()}{text[1:]}."
 
 
 def make_slug(*names: str) -> str:
@@ -215,83 +278,174 @@ def make_slug(*names: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "-".join(names).lower()).strip("-") or "x"
 
 
-def labels_text(sweep: SweepOutcome, labels: Mapping[str, str]) -> str:
-    """Return the displayed labels of a cell in one line."""
-    return ", ".join(
-        f"{SEED} {label}" if axis == SEED else sweep.shown_label(axis, label)
-        for axis, label in labels.items()
-    )
-
-
 def build_tables(sweeps: Sequence[SweepOutcome]) -> tuple[SweepTable, ...]:
     """Make the tables of sweeps, and decide which of their rows are worse than the best."""
-    return tuple(_build(sweep, layout) for sweep in sweeps for layout in sweep.tables)
+    return tuple(build_table(sweep, layout) for sweep in sweeps for layout in sweep.tables)
 
 
-def _build(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
-    cells: Sequence[CellOutcome] = sweep.within(layout.where)
-    if layout.column is not None:
-        cells = layout.column.outcomes(cells)
-    comparable, reference = sweep.is_comparable(cells), of_table(layout.paper)
-    by_place: dict[tuple[tuple[str, ...], tuple[str, ...]], list[CellOutcome]] = {}
+def build_table(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
+    """Make a table; see :class:`SweepTable`."""
+    cells = sweep.within(layout.where)
+    runs, label = shown_frame(sweep, cells, layout)
+    metrics, units = [*dict.fromkeys(runs["metric"])], set(runs["unit"])
+    one_measure = len(runs[["id", "metric"]].drop_duplicates()) == runs["id"].nunique()
+    ordered = all(map(has_order, metrics)) and sweep.profile != "smoke"
+    judged = ordered and len(units) == 1 and one_measure
+
+    axes = (*layout.rows, *layout.columns)
+    numbers = _numbers(runs, axes)
+    methods: dict[tuple[str, ...], set[str]] = {}
     for cell in cells:
-        place = cell.labels_of(layout.rows), cell.labels_of(layout.columns)
-        by_place.setdefault(place, []).append(cell)
-    rows = sweep.in_order(layout.rows, [row for row, _ in by_place])
-    columns = sweep.in_order(layout.columns, [column for _, column in by_place])
+        if cell.status == "finished":
+            methods.setdefault(cell.labels_of(layout.rows), set()).add(cell.method)
+    rows = sweep.in_order(layout.rows, [place[: len(layout.rows)] for place in numbers])
+    columns = sweep.in_order(layout.columns, [place[len(layout.rows) :] for place in numbers])
+    key = layout.paper if sweep.profile != "custom" else None
+    reference, comparable = of_table(key), sweep.is_comparable(cells)
+    fixed = {axis: only[0] for axis, only in layout.where.items() if len(only) == 1}
 
-    def number(row: tuple[str, ...], column: tuple[str, ...]) -> TableCell:
-        runs = by_place.get((row, column), [])
-        labels = dict(zip(layout.rows + layout.columns, row + column, strict=True))
-        labels |= {axis: only[0] for axis, only in layout.where.items() if len(only) == 1}
-        return with_paper(average_runs(runs), comparable, reference, layout.paper, labels)
+    def printed(labels: tuple[str, ...]) -> float | None:
+        known = fixed | dict(zip(axes, labels, strict=True))
+        return None if key is None else reference.table_value(key, known)
 
-    def average(row: tuple[str, ...], found: Sequence[TableCell]) -> TableCell:
-        labels = dict(zip(layout.rows, row, strict=True)) | dict.fromkeys(layout.columns, AVERAGE)
-        return with_paper(average_columns(found), comparable, reference, layout.paper, labels)
+    def with_paper(number: Number | None, column: tuple[str, ...]) -> Number | None:
+        if number is None or number.unit != "%":  # the paper prints no loss
+            return number
+        return replace(number, paper=printed(row + column), compared=comparable)
 
-    groups = []
+    groups, frames = [], []
     for head, members in itertools.groupby(rows, key=lambda row: row[:-1]):
-        table_rows = []
-        for row in members:
-            found = [number(row, column) for column in columns]
+        table_rows, values = [], {}
+        for place, row in enumerate(members):
+            found = [with_paper(numbers.get(row + column), column) for column in columns]
+            verdict = _excluded(methods.get(row, set()), found)
+            if verdict is None:
+                values[place] = _oriented(found)
+            shown = tuple(found)
             if layout.average:
-                found.append(average(row, found))
-            label = sweep.shown_label(layout.rows[-1], row[-1]) if row else layout.title
-            table_rows.append(TableRow(label, tuple(found)))
-        label = ", ".join(
+                averages = tuple(AVERAGE for _ in layout.columns)
+                shown = (*shown, with_paper(_average(found), averages))
+            name = sweep.shown_label(layout.rows[-1], row[-1]) if row else layout.title
+            table_rows.append(Row(name, shown, verdict or Verdict("none")))
+        title = ", ".join(
             f"{axis}: {sweep.shown_label(axis, name)}"
             for axis, name in zip(layout.rows[:-1], head, strict=True)
         )
-        marked = mark_best(table_rows) if sweep.decides else tuple(table_rows)
-        groups.append(RowGroup(label, marked))
-    metrics = tuple(dict.fromkeys(cell.metric for cell in cells))
-    one_unit = len({cell.unit for cell in cells}) == 1
-    one_measure = len({(c.id, c.metric) for c in cells}) == len({c.id for c in cells})
-    judged = sweep.decides and one_unit and one_measure and all(map(has_order, metrics))
-    shown, pairs = judge(groups, len(columns)) if judged else (tuple(groups), 0)
-    heads = _heads(sweep, layout, columns)
-    table = SweepTable(sweep, layout, heads, shown, metrics, tuple(cells), judged, pairs)
-    if not layout.columns and heads:  # the only column is headed by what it shows
-        table = replace(table, columns=((table.unit,), *heads[1:]))
-    return table
+        groups.append(RowGroup(title, _with_best(table_rows) if ordered else tuple(table_rows)))
+        frames.append(pd.DataFrame.from_dict(values, orient="index").sort_index(axis=1))
+    pairs = 0
+    if judged:
+        compared, pairs = compare_rows(frames)
+        groups = [
+            replace(group, rows=_with_verdicts(group.rows, each.best, each.rows))
+            for group, each in zip(groups, compared, strict=True)
+        ]
+    names = [zip(layout.columns, column, strict=True) for column in columns]
+    heads = [tuple(shown_label(sweep, *each) for each in pairs) or (label,) for pairs in names]
+    heads += [(AVERAGE, *[""] * (len(layout.columns) - 1))] * layout.average
+    runs["paper_percent"] = [printed(cell.labels_of(axes)) for cell in cells]
+    return SweepTable(sweep, layout, tuple(heads), tuple(groups), cells, runs, label, judged, pairs)
 
 
-def _heads(
-    sweep: SweepOutcome, layout: TableLayout, columns: Sequence[tuple[str, ...]]
-) -> tuple[tuple[str, ...], ...]:
-    """Return :attr:`SweepTable.columns`, given the labels of each."""
-    heads = [
-        tuple(_head(sweep, axis, label) for axis, label in zip(layout.columns, column, strict=True))
-        or ("",)
-        for column in columns
-    ]
-    average = (AVERAGE, *[""] * (len(layout.columns) - 1))
-    return (*heads, *[average] * layout.average)
+def _numbers(runs: "DataFrame", axes: tuple[str, ...]) -> dict[tuple[str, ...], Number]:
+    """Return the number of each combination of labels; other axes are averaged within a seed.
+
+    A seed counts if all of its runs have values.
+    """
+    levels = [*axes, *[SEED] * (SEED in runs.index.names and SEED not in axes)]
+    by_seed = runs["shown"].groupby(level=levels, observed=True)
+    means = by_seed.mean().where(by_seed.count() == by_seed.size())
+    found = {}
+    places = runs.groupby(level=list(axes), observed=True)
+    for place, values in means.groupby(level=list(axes), observed=True):
+        part = places.get_group(place)
+        gaps = set(part.loc[part["shown"].isna(), "gap"])
+        gap = next((each for each in _GAPS if each in gaps), "")
+        units = set(part["unit"])
+        with_seeds = len(levels) > len(axes)
+        seeds = values.droplevel(list(axes)) if with_seeds else pd.Series(values.to_numpy(), [""])
+        found[tuple(map(str, place))] = Number(seeds, gap, units.pop() if len(units) == 1 else "")
+    return found
 
 
-def _head(sweep: SweepOutcome, axis: str, label: str) -> str:
-    """Return the head of a column: a label that is a number has its axis beside it."""
-    head = sweep.shown_label(axis, label)
-    is_number = head == label and re.fullmatch(r"[-+.e\d]*\d[-+.e\d]*", label) is not None
-    return f"{SYMBOLS.get(axis.rpartition('.')[2], axis)} = {label}" if is_number else head
+def _average(numbers: Sequence[Number | None]) -> Number | None:
+    """Average columns, seed by seed; a seed counts if all columns have values."""
+    planned = [number for number in numbers if number is not None]
+    if len({number.unit for number in planned}) != 1:
+        return None  # a mean of different units says nothing
+    wide = pd.concat([number.values for number in planned], axis=1)
+    gap = next((each for each in _GAPS if each in {number.gap for number in planned}), "")
+    left_out = len(numbers) - len(planned)
+    return Number(wide.mean(axis=1, skipna=False), gap, planned[0].unit, left_out=left_out)
+
+
+def _excluded(methods: set[str], numbers: Sequence[Number | None]) -> Verdict | None:
+    """Return the verdict of a row that is not compared."""
+    if methods == {REFERENCE_METHOD}:
+        return Verdict("reference")
+    gaps = [number.gap for number in numbers if number is not None and number.gap in _BIAS]
+    return Verdict("biased", _BIAS[gaps[0]]) if gaps else None
+
+
+def _oriented(numbers: Sequence[Number | None]) -> dict[tuple[int, Any], float]:
+    """Return the values of a row by column and seed; larger is better."""
+    return {
+        (column, seed): value if number.unit == "%" else -value
+        for column, number in enumerate(numbers)
+        if number is not None
+        for seed, value in number.values.items()
+    }
+
+
+def _with_best(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Mark the best number of each column, as displayed; if all are equal, none is.
+
+    Means are compared that have the most columns and seeds, if these are the same ones.
+    """
+    marked = [list(row.numbers) for row in rows]
+    for column in range(len(marked[0])):
+        known = {
+            place: number
+            for place, row in enumerate(rows)
+            if (number := row.numbers[column]) is not None
+            and number.count
+            and row.verdict.kind == "none"
+        }
+        most = max(((-n.left_out, n.count) for n in known.values()), default=None)
+        known = {p: n for p, n in known.items() if (-n.left_out, n.count) == most}
+        if len({tuple(n.values.dropna().index) for n in known.values()}) != 1:
+            continue
+        values = {
+            place: round(n.mean, n._decimals(n.mean)) * (1 if n.unit == "%" else -1)
+            for place, n in known.items()
+        }
+        best = max(values.values())
+        for place, number in known.items():
+            is_best = values[place] == best > min(values.values())
+            marked[place][column] = replace(number, best=is_best)
+    return tuple(replace(row, numbers=tuple(own)) for row, own in zip(rows, marked, strict=True))
+
+
+def _with_verdicts(
+    rows: Sequence[Row], best: int | None, compared: dict[int, Comparison]
+) -> tuple[Row, ...]:
+    """Add how each row stands against the best."""
+    if best is None:
+        return tuple(rows)
+    name, found = rows[best].label, []
+    for place, row in enumerate(rows):
+        each, known = compared.get(place), [n for n in row.numbers if n is not None and n.count]
+        if row.verdict.kind != "none":
+            verdict = row.verdict
+        elif place == best:
+            verdict = Verdict("best", name)
+        elif each is None:
+            verdict = Verdict("apart" if known else "none", name)
+        elif each.decided:
+            verdict = Verdict("worse", name, each)
+        elif float(known[0].format_difference(each.difference).replace("−", "-")) == 0:
+            verdict = Verdict("tied", name)
+        else:
+            verdict = Verdict("undecided", name, each)
+        found.append(replace(row, verdict=verdict))
+    return tuple(found)

@@ -70,6 +70,16 @@ class Sweep(SweepHead):
     search: Search | None = None
 
     @property
+    def made_by(self) -> str:
+        """The command that makes its runs, without overrides."""
+        if self.profile != "custom":
+            return super().made_by
+        if self.file is not None:
+            return f"trishul sweep {self.file}"
+        axes = (f"--axis {axis}={','.join(labels)}" for axis, labels in self.axes.items())
+        return " ".join(["trishul sweep", *axes])
+
+    @property
     def is_adaptive(self) -> bool:
         """Whether its cells depend on the results of other cells."""
         return self.search is not None and self.search.kind == "optuna"

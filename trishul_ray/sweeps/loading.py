@@ -12,6 +12,7 @@ from trishul_ray.errors import InputError, one_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.ids import may_identify
 from trishul_ray.experiment.yaml_files import parse_yaml
+from trishul_ray.report.figures.kind import check_figure
 from trishul_ray.report.outcomes import SEED, FigureLayout, Profile, TableLayout
 from trishul_ray.report.references import figure_keys, table_keys
 from trishul_ray.sweeps.cells import RATE, Cell, Sweep, expand, is_selected
@@ -231,9 +232,10 @@ def _check_layouts(
         if isinstance(layout, TableLayout):
             _check_table(file, layout, path, shown)
             continue
-        for axis in (*(layout.series or ()), *(layout.panels or ())):
-            if axis not in file.labels:
-                file.fail(f"unknown axis {axis!r}; {hint(axis, file.labels)}", *path)
+        try:
+            check_figure(layout, tuple(file.labels))
+        except InputError as error:
+            file.fail(str(error), *path)
 
 
 def _check_table(
@@ -252,12 +254,12 @@ def _check_table(
         file.fail("needs rows or columns", *path)
     if table.average and not table.columns:
         file.fail("needs columns", *path, "average")
-    if table.column is not None:
-        file.check_labels(table.column.needs, *path, table.column.key)
-        for axis, labels in table.column.needs.items():
-            if left_out := {*labels} - {*table.where.get(axis, labels)}:
-                key = table.column.key
-                file.fail(f"leaves out {min(left_out)!r}, which {key} needs", *path, "where")
+    if target := table.target:
+        file.check_labels({target.axis: (target.reference,)}, *path, "target")
+        if target.reference not in table.where.get(target.axis, (target.reference,)):
+            file.fail(f"where leaves out {target.reference!r}, which target needs", *path, "where")
+        if table.eval is not None:
+            file.fail("one of eval and target can be shown, not both", *path)
     # Rows that are compared must be means over the same labels, or have one label each.
     hidden = [axis for axis in file.labels if axis not in (*axes, SEED)]
     groups: dict[tuple[str, ...], dict[str, set[tuple[str, ...]]]] = {}

@@ -1,23 +1,12 @@
-"""Costs of training by round, and the column ``target``: the cost until a score is reached."""
+"""Costs of training by round, and the cost until a score is reached."""
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
-
-from pydantic import Field
 
 from trishul_ray.lab.clock.devices import DevicesConfig
 from trishul_ray.lab.clock.stage import clock_line
-from trishul_ray.report.outcomes import (
-    COLUMNS,
-    CellOutcome,
-    Column,
-    Labels,
-    SweepHead,
-    Text,
-    is_loss,
-)
+from trishul_ray.report.outcomes import CellOutcome, is_loss
 
 CostName = Literal["megabytes", "hours", "kilojoules", "epsilon"]
 
@@ -97,79 +86,3 @@ class Targets:
         if is_loss(cell.metric):
             return next((spent for _, spent, value in rounds if value <= final / share), math.inf)
         return next((spent for _, spent, value in rounds if value >= final * share), math.inf)
-
-
-#: Why a finished run has no cost until a target.
-_MISSED = "not reached"
-
-
-@dataclass(frozen=True)
-class SpentOutcome(CellOutcome):
-    """A cell that is read by its cost until a target.
-
-    Attributes:
-        spent: Infinite if it does not reach it, None if unknown.
-    """
-
-    spent: float | None
-
-    @property
-    def value(self) -> float | None:
-        """The cost; None if the target was not reached."""
-        return None if self.spent is None or math.isinf(self.spent) else self.spent
-
-    @property
-    def gap(self) -> str:
-        """Why a finished cell has no value."""
-        return super().gap if self.spent is None else _MISSED
-
-    @property
-    def unit(self) -> str:
-        """The name of the cost, which is its metric."""
-        return self.metric
-
-    @property
-    def decimals(self) -> None:
-        """Four significant digits."""
-
-    @property
-    def bias(self) -> str:
-        """Why a cost is missing that is not missing at random."""
-        return "target not always reached" if self.gap == _MISSED else super().bias
-
-
-@COLUMNS.register("target")
-class Target(Column):
-    """The cost until a share of what a reference ends with is reached."""
-
-    cost: CostName = Field(description="the cost: megabytes, hours, kilojoules or epsilon")
-    axis: Text = Field(description="the axis with the reference")
-    reference: Text = Field(description="the label of the reference, whose last score is 100 %")
-    share: float = Field(0.95, gt=0, le=1, description="the share that has to be reached")
-
-    @property
-    def needs(self) -> Labels:
-        """The reference."""
-        return {self.axis: (self.reference,)}
-
-    def outcomes(self, cells: Sequence[CellOutcome]) -> tuple[SpentOutcome, ...]:
-        """Return the cells, each read by its cost until the target."""
-        axes = [name for name in cells[0].labels if name != self.axis] if cells else []
-        reference = [cell for cell in cells if cell.labels[self.axis] == self.reference]
-        targets = Targets(reference, axes, self.cost)
-        return tuple(
-            SpentOutcome(
-                **{each.name: getattr(cell, each.name) for each in fields(CellOutcome)}
-                | {"metric": self.cost, "spent": targets.spent(cell, self.share)}
-            )
-            for cell in cells
-        )
-
-    def label(self, sweep: SweepHead) -> str:
-        """Return the cost and the target."""
-        reference = sweep.shown_label(self.axis, self.reference)
-        return f"{COSTS[self.cost].label} until {self.share:.0%} of what {reference} ends with"
-
-    def caveats(self, cells: Sequence[CellOutcome]) -> list[str]:
-        """Return the defaults that a simulated cost rests on."""
-        return assumed(cells, self.cost)
