@@ -34,7 +34,7 @@ LONGEST = [
     *("chaos/test_crashed_commands.py", "chaos/test_crashed_object_store.py"),
     *("methods/test_battery.py", "gpu/test_synchronization.py", "gpu/test_rehearsal.py"),
     *("e2e/test_guides.py", "e2e/test_storage_faults.py", "runs/test_runner.py", "test_api.py"),
-    *("tracking/test_mlflow.py", "report/test_figures_of_sweeps.py", "federation/test_stacked.py"),
+    *("tracking/test_mlflow.py", "report/test_figures.py", "federation/test_stacked.py"),
     *("federation/on_ray/test_driver.py", "lab/stages/test_traffic.py", "chaos/test_actors.py"),
 ]
 

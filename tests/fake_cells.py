@@ -228,6 +228,8 @@ _ONE_DATASET = {"dataset": ("cifar100",)}
 #: For each kind of figure, a sweep and what the figure shows of it.
 CASES = {
     "convergence": (by_method, {}),
+    "megabytes": (by_method, {}),
+    "hours": (by_method, {}),
     "overhead": (by_method, {"method": ("RAVAN", "TRISHUL")}),
     "svt_spectra": (by_method, {"method": WITH_CORES} | _ONE_DATASET),
     "spectral_alignment": (by_method, {"method": WITH_CORES} | _ONE_DATASET),
@@ -239,17 +241,14 @@ CASES = {
     "alpha_diagnostics": (by_alpha, {}),
     "waterfilling": (by_allocation, {}),
     "waterfilling_layerwise": (by_allocation, {}),
-    "heads": (by_allocation, {}),
-    "cost": (by_method, {}),
-    "cost_to_target": (by_method, {}),
     "privacy": (by_epsilon, {}),
     "personal": (by_client, {}),
     "covariance": (by_method, {"method": ("RAVAN", "TRISHUL")} | _ONE_DATASET),
 }
 
 
-def figure_of(kind, where=None, **options):
+def figure_of(kind, where=None, **fields):
     """A figure of a kind."""
     return FigureLayout(
-        name=f"a-{kind}", title="A <title> & more", kind=kind, where=where or {}, options=options
+        name=f"a-{kind}", title="A <title> & more", kind=kind, where=where or {}, **fields
     )

@@ -260,9 +260,9 @@ def test_what_comes_first_needs_nothing_heavy(modules, heavy):
 QUICK = [
     (["--help"], "Simulate federated"),
     (["run", "--help"], "Run one federated experiment"),
-    (["methods"], "ravan"),
-    (["datasets"], "cifar100"),
-    (["datasets", "digit"], "did you mean 'digits'?"),
+    (["list", "methods"], "ravan"),
+    (["list", "datasets"], "cifar100"),
+    (["list", "datasets", "digit"], "did you mean 'digits'?"),
     (["run", "fedration.clients=3"], "unknown field"),
     (["run", "partition.alpha=-1"], "greater than 0"),
     (["run", "method=nope"], "unknown method 'nope'; known: "),
@@ -298,7 +298,7 @@ def test_what_needs_no_tensors_is_answered_without_anything_heavy(tmp_path):
         "    assert experiment.id.encode() not in experiment.to_yaml()\n"
         "    assert not heavy & sys.modules.keys(), (words, heavy & sys.modules.keys())\n"
         # Rows of clients need tensors, but nothing that draws or exports.
-        "sys.argv = ['trishul', 'datasets', 'digits', 'storage.cache=cache']\n"
+        "sys.argv = ['trishul', 'list', 'datasets', 'digits', 'storage.cache=cache']\n"
         "with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):\n"
         "    main_code = None\n"
         "    try:\n"

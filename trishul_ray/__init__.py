@@ -8,7 +8,7 @@ Run an experiment, or load one that has run::
     result.history["accuracy"].plot()
     result.predict(images)
     trishul_ray.sweep(axes={"method": ["fedit", "trishul"], "seed": range(3)}, rounds=10)
-    trishul_ray.runs()
+    trishul_ray.list_runs()
 
 Importing the package loads nothing else: torch, transformers and Ray are imported with the first
 of these functions.
@@ -25,7 +25,7 @@ from trishul_ray.version import __version__
 if TYPE_CHECKING:
     from trishul_ray.api import load, run, sweep
     from trishul_ray.plugins.loading import load_plugin
-    from trishul_ray.report.summary import table_of_runs as runs
+    from trishul_ray.report.summary import list_runs
     from trishul_ray.result import Result
 
 set_environment()  # before torch is imported
@@ -46,10 +46,10 @@ __all__ = [
     "RunError",
     "StorageError",
     "__version__",
+    "list_runs",
     "load",
     "load_plugin",
     "run",
-    "runs",
     "sweep",
 ]
 
@@ -59,7 +59,7 @@ _LAZY = {
     "load": "api",
     "load_plugin": "plugins.loading",
     "run": "api",
-    "runs": "runs",
+    "list_runs": "report.summary",
     "sweep": "api",
 }
 
@@ -67,9 +67,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{_LAZY[name]}")
-    value = module if name == _LAZY[name] else getattr(module, name)  # a package may be called
-    globals()[name] = value
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
     return value
 
 

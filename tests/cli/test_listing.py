@@ -1,69 +1,144 @@
-"""Lists on the terminal."""
+"""Commands that list methods, models, datasets and runs, and show or remove a run."""
 
-import io
+import functools
+import json
 import re
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 from method_runs import SINGLE
-from rich.console import Console
+from mlflow.tracking import MlflowClient
 from summaries import invented_summary
+from tiny_run import TINY
 
-from trishul_ray.cli.listing import (
-    allowed,
-    client_sentence,
-    field_list,
-    methods_table,
-    models_table,
-)
+from trishul_ray.cli import output
+from trishul_ray.cli.fields import allowed, field_list
+from trishul_ray.cli.run import _client_sentence
 from trishul_ray.config.fields import FederationConfig
+from trishul_ray.data.partition import count_labels
+from trishul_ray.data.prepare import dataset_names
 from trishul_ray.experiment.loading import field_names, load_experiment
+from trishul_ray.federation.prepare import prepare_rows, prepare_run
 from trishul_ray.methods.base import method_names
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.tasks.base import task_kinds
 
 
-def rows_of(table):
-    """The cells of each row, as plain text."""
-    columns = [[str(cell) for cell in column.cells] for column in table.columns]
-    return {row[0].split("\n")[0]: row for row in zip(*columns, strict=True)}
+@pytest.fixture
+def listed(monkeypatch, called, cache):
+    monkeypatch.setenv("TRISHUL_CACHE", str(cache))
+    monkeypatch.delenv("TRISHUL_HUB", raising=False)
+    monkeypatch.setattr(output.out, "_width", 120)
+    return functools.partial(called, "list")
 
 
-def test_every_method_is_listed():
-    assert set(rows_of(methods_table())) == set(method_names())
+def test_help_fits_one_screen(start):
+
+    program = Path(sys.executable).with_name("trishul")
+    code, out, error = start(program, "--help", COLUMNS="80").end()
+    assert code == 0, error
+    assert len(out.splitlines()) <= 24 and max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(
-    ("name", "short", "parameters", "adapted"),
-    [
-        # 85.8 M: transformers' own count of the ViT without pooler, and 1,538 of a head for two.
-        ("google/vit-base-patch16-224-in21k", "vit-b16", "85.8 M",
-         "12 x q_proj 768x768\n12 x v_proj 768x768"),
-        ("google-t5/t5-base", "t5-base", "223 M", "24 x q 768x768\n24 x v 768x768"),
-        ("meta-llama/Llama-3.2-1B", "llama-3.2-1b", "1.24 G",
-         "16 x q_proj 2048x2048\n16 x v_proj 512x2048"),
-    ],
-)  # fmt: skip
-def test_the_papers_backbones(name, short, parameters, adapted):
-    row = rows_of(models_table())[name]
-    assert row == (f"{name}\n{short}", parameters, adapted, "mirror or hub")
+def test_every_method_and_dataset_is_listed(listed):
+    for kind, names in (("methods", method_names()), ("datasets", dataset_names())):
+        code, out, error = listed(kind, "--json")
+        assert code == 0, error
+        assert {row["name"] for row in json.loads(out)} == set(names)
+        code, out, _ = listed(kind)
+        assert code == 0 and all(f" {name} " in out for name in names)
 
 
-def test_built_in_and_packaged_models_are_listed(tmp_path, monkeypatch):
+def test_models_are_listed_with_their_size(listed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRISHUL_CACHE", str(tmp_path))
-    rows = rows_of(models_table())
+    rows = {row["name"]: row for row in json.loads(listed("models", "--json")[1])}
     assert {*BUILTINS, "all-MiniLM-L6-v2"} <= set(rows)
-    assert all("`trishul pretrain`" in rows[name][-1] for name in BUILTINS)
-    assert not list(tmp_path.iterdir())  # nothing is loaded, nothing written
-    narrow = Console(width=80, file=io.StringIO())
-    narrow.print(models_table())
-    printed = narrow.file.getvalue()
-    assert all(len(line) <= 80 for line in printed.splitlines())
-    assert all(f" {name} " in printed for name in rows)
+    assert not list(tmp_path.iterdir())  # nothing is loaded or written
+    # 85.8 M: transformers' own count of the ViT without pooler, and 1,538 of a head for two.
+    vit = rows["google/vit-base-patch16-224-in21k"]
+    assert list(vit.values())[1:] == [
+        "vit-b16", "85.8 M", "12 x q_proj 768x768\n12 x v_proj 768x768", "mirror or hub"
+    ]  # fmt: skip
+    llama = rows["meta-llama/Llama-3.2-1B"]
+    assert llama["adapted by default"] == "16 x q_proj 2048x2048\n16 x v_proj 512x2048"
+
+
+def test_rows_of_each_client_are_shown(listed):
+    code, out, error = listed("datasets", "digits", "partition.alpha=0.1", "federation.clients=2")
+    assert code == 0, error
+    assert out.startswith("2 clients, Dirichlet(0.1); all of digits: 1,000 training rows")
+    words = ["datasets", "digits", "federation.clients=40", "--json"]
+    rows = json.loads(listed(*words)[1])
+    assert [row["client"] for row in rows[-3:]] == ["29", "10 others", "all"]
+    assert sum(row["rows"] for row in rows[:-1]) == rows[-1]["rows"] == 1000
+    code, _, error = listed("methods", "digits")
+    assert code == 2 and "only datasets are shown by name" in error
+
+
+def test_partition_of_own_questions_needs_no_backbone(listed, tmp_path):
+    rows = [
+        {"question": f"q{n}?", "context": "c", "answers": ["a"], "client": n % 4,
+         "group": ["web [x]", "books"][n % 3 == 0]}
+        for n in range(60)
+    ]  # fmt: skip
+    file = tmp_path / "qa.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    words = ["datasets", "table", f"data.path={file}", "federation.clients=4"]
+    code, out, error = listed(*words)
+    assert code == 0 and "4 clients, Dirichlet(0.3)" in out and "web [x]: " in out, error
+    code, out, _ = listed(*words, "partition.kind=natural")
+    assert code == 0 and "4 clients, natural" in out
+    code, _, error = listed(*words[:3], "partition.kind=natural")
+    assert code == 2 and "the training rows have 4 natural clients; 4 or fewer" in error
+
+
+def test_tokens_of_a_row_are_shown(listed):
+    words = ["datasets", "synthetic/instructions", "--row", "0", "--json"]
+    tokens = json.loads(listed(*words)[1])
+    assert [token["position"] for token in tokens] == list(range(len(tokens)))
+    assert {token["label"] for token in tokens} == {"", "yes"}
+    assert listed("datasets", "digits", "--row", "0")[0] == 2
+
+
+def test_shown_partition_is_that_of_a_run(small):
+    experiment = small("partition.alpha=0.5", "data.train_limit=300")
+    shown, run = prepare_rows(experiment), prepare_run(experiment)
+    np.testing.assert_array_equal(shown.shards.permutation, run.shards.permutation)
+    held = count_labels(shown.dataset.train, shown.shards, experiment.partition)
+    labels = shown.dataset.train.labels
+    for client in range(4):
+        want = np.bincount(labels[shown.shards.shard(client)], minlength=10)
+        np.testing.assert_array_equal(held.counts[client], want)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("mlflow_store")
+def test_run_is_listed_shown_and_removed(called, listed, cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, error = called("run", *TINY, "tracking.mlflow=true", f"storage.cache={cache}")
+    assert code == 0, error
+    (row,) = json.loads(listed("runs", "--json")[1])
+    assert row["method"] == "trishul" and row["result"].startswith("accuracy ")
+    id = row["id"]
+    assert id in listed("runs")[1]
+    code, shown, error = called("show", id[:6])
+    assert code == 0, error
+    assert id in shown and f"result    {tmp_path}/runs/{id}/result.json" in shown
+    assert json.loads(called("show", id, "--json")[1])["id"] == id
+    (tmp_path / "runs" / id / "result.json").unlink()
+    assert "2 of 2; the run has not finished" in called("show", id)[1]
+    assert called("rm", id, "--yes")[:2] == (0, f"removed {tmp_path}/runs/{id}\n")
+    assert not (tmp_path / "runs" / id).exists()
+    client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    assert client.search_runs([e.experiment_id for e in client.search_experiments()]) == []
+    assert called("show", id)[0] == 2 and listed("runs")[1] == "no runs in runs\n"
 
 
 @pytest.mark.parametrize("method", SINGLE)
-def test_every_field_is_listed_with_its_value_and_meaning(method):
+def test_every_field_is_listed(method):
     text = field_list(load_experiment(None, [f"method={method}", "budget=2"]), width=90)
     entries = re.findall(r"^(\S+?)=(.*?)  \((.*)\)((?:\n    .*)*)$", text, re.MULTILINE)
     assert [name for name, *_ in entries] == list(field_names(method))
@@ -71,22 +146,19 @@ def test_every_field_is_listed_with_its_value_and_meaning(method):
     # The name of a method means itself.
     assert [name for name, _, _, meaning in entries if not meaning] == ["method.name"]
     assert f"task.kind=auto  ({' | '.join(task_kinds())})" in text
-    assert "seed=0  (integer >= 0, < 9223372036854775808)" in text
     assert "tracking.mlflow=true  (true or false; not in the id)" in text
     assert max(len(line) for line in text.splitlines() if line.startswith(" ")) <= 90
 
 
-def test_what_a_field_allows():
+def test_allowed_values_of_fields_are_described():
     fields = FederationConfig.model_fields
     assert allowed(fields["quorum"]) == "number > 0, <= 1"
     assert allowed(fields["clients_per_actor"]) == "integer >= 1 or auto"
     assert allowed(fields["compute_shares"]) == "list of 4 numbers or null"
 
 
-def test_clients_are_named_in_a_line_the_worst_first():
-    scores = {"Bern": 0.5, "Genf": 0.25}
-    summary = invented_summary(per_client=scores)
-    assert client_sentence(summary) == "mean accuracy of 2: 37.50%; Genf 25.00%, Bern 50.00%"
+def test_clients_are_named_worst_first():
+    summary = invented_summary(per_client={"Bern": 0.5, "Genf": 0.25})
+    assert _client_sentence(summary) == "mean accuracy of 2: 37.50%; Genf 25.00%, Bern 50.00%"
     summary = invented_summary(per_client={str(n): n / 10 for n in range(10)})
-    assert client_sentence(summary).endswith("6 60.00%, 7 70.00%, and 2 better ones")
-    assert client_sentence(invented_summary()) == ""
+    assert _client_sentence(summary).endswith("6 60.00%, 7 70.00%, and 2 better ones")

@@ -220,7 +220,10 @@ def test_without_network_one_line_names_the_places_searched(tmp_path, monkeypatc
     # The variable to set, the files that the folder needs, and the commands.
     files = "uoft-cs/cifar100/cifar100/train-*.parquet"
     assert f"set TRISHUL_HUB or storage.hub to a folder with {files}" in message
-    assert "with internet access, run `trishul datasets cifar100` once, or fill a mirror" in message
+    assert (
+        "with internet access, run `trishul list datasets cifar100` once, or fill a mirror"
+        in message
+    )
 
 
 def test_the_command_that_makes_a_mirror_is_one_of_the_hubs_client(tmp_path):

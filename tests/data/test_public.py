@@ -168,7 +168,11 @@ def test_every_dataset_is_pinned_and_reported_with_its_sources_if_not_found(
     for part in (source.repo.repo, "TRISHUL_HUB"):
         assert part in message
     assert "\n" not in message
-    for part in ("OfflineModeIsEnabled", "trishul datasets", "hf download --repo-type dataset"):
+    for part in (
+        "OfflineModeIsEnabled",
+        "trishul list datasets",
+        "hf download --repo-type dataset",
+    ):
         assert (part in message) == source.repo.on_hub
 
 

@@ -71,9 +71,9 @@ COMMAND_LINES = [
     (["run", "--local-steps=3"], "a field is written local_steps=3"),
     (["sweep", "--lr", "1e-3"], "a field is written lr=1e-3"),
     (["export", "nosuch", "out"], "run 'nosuch' does not exist"),
-    (["datasets", "mnist"], "unknown dataset 'mnist'"),
-    (["datasets", "digit"], "did you mean 'digits'?"),
-    (["datasets", "digits", "partition.alpha=-1"], "partition.alpha=-1"),
+    (["list", "datasets", "mnist"], "unknown dataset 'mnist'"),
+    (["list", "datasets", "digit"], "did you mean 'digits'?"),
+    (["list", "datasets", "digits", "partition.alpha=-1"], "partition.alpha=-1"),
 ]
 
 

@@ -36,7 +36,7 @@ from trishul_ray.lab.clock.devices import read_devices, read_windows
 from trishul_ray.methods.messages import State
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.plugins import registry as plugins
-from trishul_ray.report.summary import RunSummary, table_of_runs, unscored
+from trishul_ray.report.summary import RunSummary, list_runs, unscored
 from trishul_ray.storage.integrity import to_checked_json
 from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.loading import load_sweep
@@ -163,7 +163,7 @@ def results(folder):
     def read(rng, show):
         fields = show(change_json(rng, sound))
         home.write("result.json", to_checked_json(fields if isinstance(fields, dict) else {}))
-        table_of_runs(str(folder / "runs"))
+        list_runs(str(folder / "runs"))
         summary = RunSummary.read(home)
         summary.damaged_files(home)
         unscored(experiment, summary.scored_rounds)

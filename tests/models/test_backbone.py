@@ -191,7 +191,7 @@ def test_code_of_a_checkpoint_is_never_run(saved):
 def test_names_that_lead_nowhere_are_refused(saved):
     with pytest.raises(InputError, match=r"'vit-digit' is neither .*did you mean 'vit-digits'"):
         load(saved, 10, name="vit-digit")
-    with pytest.raises(InputError, match=r"'vit-digits' is not pretrained yet .*trishul pretrain"):
+    with pytest.raises(InputError, match=r"'vit-digits' is not pretrained yet .*trishul run"):
         load(saved, 10, name="vit-digits")
     (saved / "empty").mkdir()
     with pytest.raises(InputError, match=r"empty has no config\.json"):

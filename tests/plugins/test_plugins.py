@@ -157,7 +157,7 @@ def test_a_run_names_its_plugin_and_does_not_bring_it(mine, called, cache, tmp_p
         assert code == 2 and "plug-in mine has changed" in error
     code, _, error = called("export", home.parent, tmp_path / "adapter", "--plugin", mine())
     assert code == 0, error
-    code, _, error = called("compare", home.parent, home.parent, "--plugin", mine())
+    code, _, error = called("show", home.parent, "--plugin", mine())
     assert code == 0, error
 
 
@@ -202,7 +202,7 @@ def test_a_dataset_and_a_task_of_a_file(tmp_path, called):
             """
         )
     )
-    code, said, error = called("datasets", "--plugin", str(file))
+    code, said, error = called("list", "datasets", "--plugin", str(file))
     assert code == 0 and "notes" in said, error
     words = ["dataset=notes", "model=bert-tiny", "budget=2"]
     made = load_experiment(None, [f"plugins={file}", *words, "task.kind=halved"])

@@ -40,7 +40,8 @@ def test_clients_are_scored_by_name_on_their_own_test_rows(run, called, tmp_path
     assert result.recall.keys() == {"0", "1"} and "macro_f1" in result.final
     path = result.config["data"]["path"]
     code, said, error = called(
-        "datasets", "rows", f"data.path={path}", "partition.kind=natural", "federation.clients=3",
+        "list", "datasets", "rows", f"data.path={path}", "partition.kind=natural",
+        "federation.clients=3",
         "federation.clients_per_round=2", "model=bert-tiny", f"storage.cache={cache}",
     )  # fmt: skip
     assert code == 0 and all(city in said for city in CITIES), error

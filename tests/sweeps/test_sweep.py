@@ -39,7 +39,7 @@ tables:
     where: {method: [TRISHUL, RAVAN]}
   - {name: wide, title: Wide, paper: "tab:vision", rows: [method], columns: [budget], average: true}
 figures:
-  - {name: curves, kind: convergence, where: {budget: lower}, options: {series: method}}
+  - {name: curves, kind: convergence, where: {budget: lower}, series: method}
 """
 
 
@@ -82,7 +82,7 @@ def test_a_whole_file(write):
     shown = {"title": "Wide", "paper": "tab:vision", "average": True}
     wide = TableLayout(name="wide", rows=("method",), columns=("budget",), **shown)
     assert sweep.tables == (both, wide)
-    chosen = {"where": {"budget": ("lower",)}, "options": {"series": "method"}}
+    chosen = {"where": {"budget": ("lower",)}, "series": ("method",)}
     assert sweep.figures == (FigureLayout(name="curves", kind="convergence", **chosen),)
     assert sweep.search is None
     assert len(sweep.cells) == len(distinct([sweep, sweep])) == (3 * 2 - 1) * 3
@@ -280,7 +280,8 @@ MISTAKES = [
     (ROWS + ", paper: tab:vison}]\n", "tables -> 0 -> paper", "did you mean 'tab:vision'?"),
     (ROWS + ", average: true}]\n", "tables -> 0 -> average", "needs columns"),
     ("figures: [{name: a}]\n", "figures -> 0 -> kind", "field required"),
-    ("figures: [{name: a, kind: overheat}]\n", "figures -> 0", "kind 'overheat'"),
+    ("figures: [{name: a, kind: overheat}]\n", "figures -> 0 -> kind", "'overhead'"),
+    (SEED + "figures: [{name: a, kind: overhead, series: x}]\n", "figures -> 0", "axis 'x'"),
     # Search.
     (
         "search: {kind: grid, space: {seed: {int: [1, 2]}}}\n",

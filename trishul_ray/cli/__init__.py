@@ -17,8 +17,9 @@ from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.completion import completion_init  # type: ignore[attr-defined]  # documented
 
-from trishul_ray.cli import data, machine, run, sweeps
+from trishul_ray.cli import listing, machine, run, sweeps, trained
 from trishul_ray.cli.output import UsageError, wrapped
 from trishul_ray.cli.submit import submit
 from trishul_ray.errors import InputError, RunError, describe_os_error, stop_signals
@@ -31,6 +32,7 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="trishul",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -56,32 +58,30 @@ def _options(
     """Accept what stands before a command."""
 
 
-for command in (
-    run.run,
-    run.export,
-    run.compare,
-    sweeps.table,
-    sweeps.sweep,
-    sweeps.rates,
-    sweeps.plan,
-    sweeps.report,
-    submit,
-    data.pretrain,
-    data.methods,
-    data.check,
-    data.models,
-    data.datasets,
-    machine.ui,
-    machine.doctor,
-):
-    app.command()(command)
-app.command("eval")(run.evaluate)
+app.command()(run.run)
+app.command(short_help="Run a grid, a search or tables of the paper; write a report.")(sweeps.sweep)
+app.command(hidden=True)(sweeps.table)
+app.command(hidden=True)(sweeps.plan)
+app.command(hidden=True)(sweeps.rates)
+app.command(short_help="Write tables and figures of finished runs: HTML, LaTeX, CSV.")(
+    sweeps.report
+)
+app.command("eval")(trained.evaluate)
+app.command()(trained.export)
+app.command(short_help="Run a command on a Ray cluster, and show its output.")(submit)
+app.command("list")(listing.list_)
+app.command()(listing.show)
+app.command()(listing.rm)
+app.command()(machine.check)
+app.command()(machine.doctor)
+app.command()(machine.ui)
 #: Seconds within which a second signal is ignored: ``timeout`` and Slurm send two at once.
 _REPEATED_SIGNAL_SECONDS = 10.0
 
 
 def main() -> None:
     """Run the command line and exit; turn errors into a message and an exit code."""
+    completion_init()
     # A command keeps nearly all it makes: looking for cyclic garbage in thousands of results as
     # often as Python does would take a fifth of its time.
     gc.set_threshold(100_000)

@@ -1,112 +1,138 @@
-"""Lists on the terminal: methods, datasets, models, fields, partitions, one run.
+"""Commands that list methods, models, datasets and runs, and show or remove a run."""
 
-Nothing that takes seconds to import is needed to list methods, datasets and fields.
-"""
-
-import textwrap
-import types
-import typing
+import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-import annotated_types
-import numpy as np
-import yaml
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from rich.markup import escape
-from rich.table import Column, Table
+import typer
 
-from trishul_ray.config.fields import SHORT_MODEL_NAMES, ModelConfig
-from trishul_ray.config.places import Places
-from trishul_ray.config.section import Noted
+from trishul_ray.cli.output import Plugins, Runs, err, print_field, print_line, print_table
 from trishul_ray.errors import InputError
-from trishul_ray.methods.base import method_classes, method_names
-from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
-from trishul_ray.plugins.loading import Plugin
-from trishul_ray.stages import STAGES
-from trishul_ray.tasks.base import task_kinds
-from trishul_ray.tracking.progress import format_count, format_duration
 
 if TYPE_CHECKING:
-    from trishul_ray.data.dataset import Split
-    from trishul_ray.data.partition import LabelCounts
     from trishul_ray.experiment import Experiment
-    from trishul_ray.report.summary import RunSummary
-    from trishul_ray.tasks.base import Task
 
-#: Clients that :func:`client_sentence` names.
-MAX_NAMED = 8
-#: With more clients, :func:`partition_table` summarizes the rest in one row.
+#: Clients that the partition of a dataset lists; the others are one row.
 MAX_ROWS = 30
-#: Names of the types of fields.
-_TYPES = {
-    int: "integer",
-    float: "number",
-    bool: "true or false",
-    str: "text",
-    Plugin: "Python file",
-    Noted: "text",
-}
+
+Row = Mapping[str, Any]
 
 
-def methods_table() -> Table:
-    """List every method with its communication and reference."""
-    table = Table("name", "what it does", "communication", "reference")
-    for name, method in method_classes().items():
-        table.add_row(name, method.summary, method.communication, method.reference)
-    return table
+class Kind(StrEnum):
+    """What ``trishul list`` lists."""
+
+    methods = "methods"
+    models = "models"
+    datasets = "datasets"
+    runs = "runs"
 
 
-def datasets_table(described: Mapping[str, str]) -> Table:
-    """List every dataset with one line of description."""
-    table = Table("name", "what it is")
-    for name, text in described.items():
-        table.add_row(name, text)
-    return table
+def list_(
+    kind: Annotated[Kind, typer.Argument(help="What to list.", show_default=False)],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[DATASET] [KEY=VALUE ...]",
+            help="A dataset and fields: show the rows of each client.",
+            show_default=False,
+        ),
+    ] = None,
+    row: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Show the tokens of training row N of the dataset."),
+    ] = None,
+    runs: Runs = "runs",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plugin: Plugins = None,
+) -> None:
+    """List methods, models, datasets or runs; partition a dataset.
+
+    - `trishul list methods`
+    - `trishul list runs --json`
+    - `trishul list datasets digits partition.alpha=0.1 federation.clients=10`
+    - `trishul list datasets synthetic/instructions --row 0` — tokens and labels of a row
+    """
+    from trishul_ray.plugins.loading import faults
+
+    if words and kind is not Kind.datasets:
+        raise InputError(f"{words[0]!r}: only datasets are shown by name")
+    if words:
+        experiment = _load(words)
+        title, rows = _partition(experiment) if row is None else _tokens(experiment, row)
+        if not as_json:
+            print_line(title)
+    elif kind is Kind.methods:
+        rows = _methods()
+    elif kind is Kind.models:
+        rows = _models()
+    elif kind is Kind.datasets:
+        rows = _datasets()
+    else:
+        rows = _runs(runs)
+    for fault in faults():
+        print_line(f"warning: {fault}", err)
+    if as_json:
+        print_line(json.dumps([dict(each) for each in rows], indent=2, ensure_ascii=False))
+    elif rows:
+        print_rows(rows)
+    else:
+        print_line(f"no {kind} in {runs}")
 
 
-def models_table() -> Table:
-    """List the known backbones, without network: parameters, adapted matrices, weights' source."""
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print rows of one kind as a table."""
+    from rich.table import Table
+
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in row.values()))
+    print_table(table)
+
+
+def _methods() -> list[Row]:
+    from trishul_ray.methods.base import method_classes
+
+    return [
+        {
+            "name": name,
+            "what it does": method.summary,
+            "communication": method.communication,
+            "reference": method.reference,
+        }
+        for name, method in method_classes().items()
+    ]
+
+
+def _models() -> list[Row]:
+    """Return the known backbones, which are not downloaded: size, adapted matrices, source."""
+    from trishul_ray.config.fields import SHORT_MODEL_NAMES
+    from trishul_ray.models.builtin import BUILTINS
+    from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
+
     short = {name: alias for alias, name in SHORT_MODEL_NAMES.items()}
-    # Names are copied from the terminal: wrap the other columns instead.
-    table = Table(Column("name", no_wrap=True), "parameters", "adapted by default", "weights")
-    for name in KNOWN:
-        alias = f"\n{short[name]}" if name in short else ""
-        table.add_row(name + alias, *_size(name), "mirror or hub")
+    sources = {name: "mirror or hub" for name in KNOWN}
     for name, (_, package, extra) in PACKAGED.items():
-        if packaged_folder(name) is not None:
-            table.add_row(name, *_size(name), f"package {package}")
-        else:
-            table.add_row(name, "", "", f"package {package}, extra {extra}")
-    for name, builtin in BUILTINS.items():
-        weights = f"built in: {builtin.description.partition(': ')[0]}, `trishul pretrain`"
-        table.add_row(name, *_size(name), weights)
-    return table
-
-
-def heads_table(blocks: Mapping[str, tuple[float, tuple[int, ...]]]) -> Table:
-    """List blocks: squared norm of the adapted matrices, core heads on each, and their rank."""
-    mean = sum(len(ranks) for _, ranks in blocks.values()) / len(blocks)
-    table = Table(
-        Column("block", no_wrap=True, overflow="fold"),
-        Column("squared norm of its adapted matrices", justify="right"),
-        Column(f"heads on each (mean {mean:g})", justify="right"),
-        Column("rank", justify="right"),
-    )
-    for name, (norm, ranks) in blocks.items():
-        shown = ", ".join(map(str, dict.fromkeys(ranks))) or "0"
-        table.add_row(name, f"{norm:.4g}", str(len(ranks)), shown)
-    return table
+        there = packaged_folder(name) is not None
+        sources[name] = f"package {package}" + ("" if there else f", extra {extra}")
+    sources |= {name: f"built in: {b.description}" for name, b in BUILTINS.items()}
+    rows: list[Row] = []
+    for name, source in sources.items():
+        size = ("", "") if ", extra" in source else _size(name)
+        columns = {"short name": short.get(name, ""), "parameters": size[0]}
+        rows.append({"name": name, **columns, "adapted by default": size[1], "weights": source})
+    return rows
 
 
 def _size(name: str) -> tuple[str, str]:
-    """Return the number of parameters without the task's classification head, and matrices."""
+    """Return the number of parameters without a classification head, and the adapted matrices."""
     from trishul_ray.adapters.targets import find_layers
+    from trishul_ray.config.fields import ModelConfig
+    from trishul_ray.config.places import Places
     from trishul_ray.models.backbone import Backbone
+    from trishul_ray.tracking.progress import format_count
 
     # These architectures need neither cache nor mirror.
     model = Backbone(ModelConfig(name=name), Places(Path(), hub=None)).meta_model()
@@ -117,188 +143,141 @@ def _size(name: str) -> tuple[str, str]:
     return format_count(sum(p.numel() for p in model.parameters())), adapted
 
 
-def field_list(experiment: "Experiment", width: int = 100) -> str:
-    """Return a paragraph for each field: its value in ``experiment``, what it allows and means.
+def _datasets() -> list[Row]:
+    from trishul_ray.data.prepare import describe_datasets
 
-    Fields of the method are those of the experiment's method.
-    """
-    registered = {"method.name": method_names(), "task.kind": task_kinds()}
-    fields = [each for each in _fields(experiment) if each[0] != "stages"]
-    for name, stage in STAGES.all().items():
-        registered |= {f"{name}.{f}": each.choices() for f, each in stage.registries.items()}
-        fields += _fields(experiment.stages.get(name) or stage.Config(), f"{name}.")
-    blocks = []
-    for name, field, value in fields:
-        notes = [" | ".join(registered[name]) if name in registered else allowed(field)]
-        extra = field.json_schema_extra
-        if isinstance(extra, dict) and extra.get("identity") in (False, "default"):
-            notes.append("not in the id")
-        shown = yaml.safe_dump(value, default_flow_style=True, width=1000, allow_unicode=True)
-        shown = shown.strip().removesuffix("...").strip()  # of a document with one plain value
-        head = f"{name}={shown}  ({'; '.join(notes)})"
-        text = textwrap.indent(textwrap.fill(field.description or "", max(40, width - 4)), "    ")
-        blocks.append(f"{head}\n{text}" if text else head)
-    return "\n".join(blocks)
+    return [{"name": name, "what it is": text} for name, text in describe_datasets().items()]
 
 
-def allowed(field: FieldInfo) -> str:
-    """Return what a field allows, e.g. ``integer >= 1 or auto``."""
-    return _describe(field.annotation, field.metadata)
+def _runs(place: str) -> list[Row]:
+    """Return the runs of a folder, finished ones with their score."""
+    from trishul_ray.report.summary import list_runs, run_ids
+    from trishul_ray.storage.store import Store
+
+    finished = list_runs(place).reset_index().to_dict("records")
+    known = {each["id"]: each for each in finished}
+    rows: list[Row] = []
+    for id in run_ids(Store.open(place)):
+        found = known.get(id, {})
+        named = {key: found.get(key) for key in ("method", "dataset", "model", "alpha", "seed")}
+        score = f"{found['headline']} {found['final']:.2%}" if found else "not finished"
+        rows.append({"id": id, **named, "rounds": found.get("rounds"), "result": score})
+    return rows
 
 
-def _fields(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        value = str(value) if isinstance(value, Noted) else value
-        if isinstance(value, BaseModel):
-            yield from _fields(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", field, list(value) if isinstance(value, tuple) else value
+def _load(words: Sequence[str]) -> "Experiment":
+    from trishul_ray.data.prepare import find_source
+    from trishul_ray.experiment.loading import load_experiment
+
+    name, *overrides = words
+    find_source(name)  # rejects an unknown name
+    # Rows are partitioned among clients; the cohort does not matter.
+    return load_experiment(None, [f"dataset={name}", "federation.clients_per_round=1", *overrides])
 
 
-def _describe(annotation: Any, metadata: list[Any]) -> str:
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return _describe(arguments[0], list(arguments[1:]))
-    if origin is Literal:
-        return " | ".join(map(str, arguments))
-    if origin in (typing.Union, types.UnionType):
-        options = [each for each in arguments if each is not types.NoneType]
-        text = " or ".join(_describe(each, metadata) for each in options)
-        return text + (" or null" if types.NoneType in arguments else "")
-    if origin is tuple:
-        count = "" if Ellipsis in arguments else f"{len(arguments)} "
-        return f"list of {count}{_describe(arguments[0], [])}s"
-    if origin is dict:
-        return "names with values, {a: b}"
-    limits = []
-    for each in _flat(metadata):
-        for kind, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
-            if (bound := getattr(each, kind, None)) is not None:
-                limits.append(f"{sign} {bound}")
-        if isinstance(each, annotated_types.MaxLen):
-            limits.append(f"of at most {each.max_length} characters")
-    return " ".join([_TYPES.get(annotation, str(annotation)), ", ".join(limits)]).strip()
+def _partition(experiment: "Experiment") -> tuple[str, list[Row]]:
+    """Return rows and largest classes of the first clients of a dataset, and of all."""
+    import numpy as np
+
+    from trishul_ray.cli.output import show_progress
+    from trishul_ray.data.partition import count_labels
+    from trishul_ray.federation.prepare import coverage_of, prepare_rows
+
+    with show_progress() as progress:
+        prepared = prepare_rows(experiment, progress.task_progress("preparing data"))
+    held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)
+    counts, options = held.counts, experiment.partition
+    kind = f"Dirichlet({options.alpha})" if options.kind == "dirichlet" else options.kind
+
+    def row_of(client: str, rows: np.ndarray) -> Row:
+        order = np.argsort(-rows, kind="stable")[:4]
+        largest = ", ".join(f"{held.names[k]}: {rows[k]}" for k in order if rows[k])
+        classes = {f"largest by {held.what}": largest} if len(held.names) > 1 else {}
+        return {"client": client, "rows": int(rows.sum()), **classes}
+
+    names = held.clients or [str(number) for number in range(len(counts))]
+    rows = [row_of(names[client], counts[client]) for client in range(min(len(counts), MAX_ROWS))]
+    if len(counts) > MAX_ROWS:
+        rows.append(row_of(f"{len(counts) - MAX_ROWS} others", counts[MAX_ROWS:].sum(axis=0)))
+    rows.append(row_of("all", counts.sum(axis=0)))
+    coverage = coverage_of(experiment, prepared).sentence
+    return f"{len(counts)} clients, {kind}; {coverage}", rows
 
 
-def _flat(metadata: list[Any]) -> Iterator[Any]:
-    """Yield constraints, also those inside a field's own information."""
-    for each in metadata:
-        yield from _flat(each.metadata) if isinstance(each, FieldInfo) else [each]
+def _tokens(experiment: "Experiment", row: int) -> tuple[str, list[Row]]:
+    """Return the tokens of a training row, and which of them are labels."""
+    from trishul_ray.cli.output import show_progress
+    from trishul_ray.federation.prepare import encoded_rows
 
-
-def client_sentence(summary: "RunSummary") -> str:
-    """Return the scores of the clients of a result in one line, the worst first; empty if none.
-
-    If clients have models of their own, those of both models.
-    """
-    headline = summary.headline
-    line = _scores_line(f"mean {headline}", summary.per_client)
-    if own := summary.personal:
-        line = f"global model: {line}; own models: {_scores_line(f'mean {headline}', own)}"
-        found = summary.client_metrics
-        if "personal_gain" in found:
-            line += (
-                f"; personal minus global of those who took part: {found['personal_gain']:+.2%}, "
-                f"negative for {found['personal_hurt']:.0%}"
-            )
-    return line
-
-
-def _scores_line(what: str, scores: dict[str, float]) -> str:
-    if not scores:
-        return ""
-    ordered = sorted(scores.items(), key=lambda item: item[1])
-    named = ", ".join(f"{name} {score:.2%}" for name, score in ordered[:MAX_NAMED])
-    more = f", and {len(ordered) - MAX_NAMED} better ones" if len(ordered) > MAX_NAMED else ""
-    mean = sum(scores.values()) / len(scores)
-    return f"{what} of {len(scores)}: {mean:.2%}; {named}{more}"
-
-
-def summary_table(results: Sequence[tuple[str, "RunSummary"]]) -> Table:
-    """Compare final metrics and cost of runs (label, summary) with the untouched backbone."""
-    headline = results[0][1].headline
-    coverage = ["part" if summary.data.part else "" for _, summary in results]
-    column = ("data",) if any(coverage) else ()
-    table = Table("", *column, headline, "loss", "trained", "up / down", "time")
-    first = results[0][1].untouched
-    cells = (f"{first[headline]:.2%}", f"{first['loss']:.4f}")
-    table.add_row("untouched backbone", *coverage[: len(column)], *cells)
-    for part, (label, summary) in zip(coverage, results, strict=True):
-        final = summary.final
-        up, down = summary.uploaded_parameters, summary.downloaded_parameters
-        table.add_row(
-            f"{label} {summary.config['method']['name']}",
-            *([part] if column else []),
-            f"{final[headline]:.2%}",
-            f"{final['loss']:.4f}",
-            format_count(sum(summary.parameters.values())),
-            f"{format_count(up)} / {format_count(down)}",
-            format_duration(summary.seconds),
-        )
-    table.caption = f"after the last round, {results[0][1].final['round']}"
-    return table
-
-
-def tokens_table(split: "Split", task: "Task", row: int) -> Table:
-    """List the tokens of a stored row, and which of them are labels.
-
-    Raises:
-        InputError: There is no such row, or the rows hold no tokens.
-    """
+    with show_progress() as progress:
+        dataset, task = encoded_rows(experiment, progress.task_progress("preparing data"))
+    split = dataset.train
     if task.tokens is None or "input_ids" not in split.columns:
-        raise InputError(f"--row: dataset {split.info.name} holds no texts")
+        raise InputError(f"--row: dataset {split.info.name} contains no texts")
     if row >= len(split):
         raise InputError(f"--row {row}: there are {len(split):,} training rows, counted from 0")
+    spans = split.column("spans")[row] if "spans" in split.columns else None
     labels = {
-        position
-        for first, after in (split.column("spans")[row] if "spans" in split.columns else ())
-        for position in range(first, after)
+        place for first, after in (() if spans is None else spans) for place in range(first, after)
     }
-    columns = ("label",) if "spans" in split.columns else ()
-    table = Table("position", "id", "token", *columns)
     ids = split.column("input_ids")[row][: split.column("length")[row]].tolist()
+    rows: list[Row] = []
     for position, number in enumerate(ids):
-        text = repr(task.tokens.tokenizer.decode([number]))
-        mark = ("yes" if position in labels else "",) * len(columns)
-        table.add_row(str(position), str(number), escape(text), *mark)
-    return table
+        token = repr(task.tokens.tokenizer.decode([number]))
+        label = {} if spans is None else {"label": "yes" if position in labels else ""}
+        rows.append({"position": position, "id": number, "token": token, **label})
+    return f"row {row} of {len(split):,}" + "".join(f"; {r}" for r in task.remarks(split)), rows
 
 
-def describe_partition(labels: "LabelCounts", experiment: "Experiment") -> str:
-    """Return dataset, kind, clients and rows of a partition in one line."""
-    options, counts = experiment.partition, labels.counts
-    kind = "iid" if options.kind == "iid" else "by natural clients"
-    if options.kind == "dirichlet":
-        kind = f"Dirichlet({options.alpha}) over {_plural(labels.what)}, {options.variant}"
-    return f"{experiment.data.name}, {kind}, {len(counts)} clients, {counts.sum()} rows"
+def show(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")],
+    runs: Runs = "runs",
+    as_json: Annotated[bool, typer.Option("--json", help="Print result.json.")] = False,
+    plugin: Plugins = None,
+) -> None:
+    """Show a run: its settings, scores, cost and files."""
+    from trishul_ray.cli.run import print_result
+    from trishul_ray.federation.checkpoint import open_checkpoints
+    from trishul_ray.report.summary import RunSummary
+    from trishul_ray.runs.export import open_run
+    from trishul_ray.runs.mlflow_log import describe
+
+    home, experiment = open_run(run, runs)
+    try:
+        summary = RunSummary.read(home)
+    except FileNotFoundError:
+        checkpoint = open_checkpoints(experiment).newest()
+        done = 0 if checkpoint is None else checkpoint.round
+        print_line(describe(experiment))
+        print_field("rounds", f"{done} of {experiment.federation.rounds}; the run has not finished")
+        print_field("continue", f"trishul run {home.place('config.yaml')}")
+        return
+    if as_json:
+        print_line(json.dumps(summary.to_dict(), indent=2, ensure_ascii=False))
+    else:
+        print_line(describe(experiment))
+        print_result([("", summary)], home)
 
 
-def partition_table(labels: "LabelCounts") -> Table:
-    """List rows and largest classes of the first :data:`MAX_ROWS` clients and of all."""
-    counts = labels.counts
-    sizes = counts.sum(axis=1)
-    several = len(labels.names) > 1
-    classes = _plural(labels.what)
-    columns = (f"{classes} held", f"largest {classes}") if several else ()
-    table = Table("client", "rows", *columns)
-    shown = min(len(counts), MAX_ROWS)
+def rm(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")],
+    runs: Runs = "runs",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    plugin: Plugins = None,
+) -> None:
+    """Remove a run: its folder, and its run in MLflow."""
+    from trishul_ray.runs.export import open_run
+    from trishul_ray.runs.folder import RunFolder
+    from trishul_ray.runs.mlflow_log import describe, mark_replaced
 
-    def cells(rows: np.ndarray) -> tuple[str, ...]:
-        order = np.argsort(-rows, kind="stable")[:4]
-        largest = ", ".join(f"{labels.names[k]}: {rows[k]}" for k in order if rows[k])
-        return (str(int((rows > 0).sum())), largest) if several else ()
-
-    for client in range(shown):
-        name = labels.clients[client] if labels.clients else str(client)
-        table.add_row(name, str(sizes[client]), *cells(counts[client]))
-    if shown < len(counts):
-        more = ("", f"{len(counts) - shown} more") if several else ()
-        table.add_row("...", f"{sizes.min()} to {sizes.max()}", *more)
-    table.add_section()
-    table.add_row("all", str(sizes.sum()), *cells(counts.sum(axis=0)))
-    return table
-
-
-def _plural(what: str) -> str:
-    return f"{what}es" if what.endswith("s") and what != "rows" else f"{what}s"
+    home, experiment = open_run(run, runs)
+    if not yes:
+        typer.confirm(f"Remove {home.uri}: {describe(experiment)}?", abort=True)
+    folder = RunFolder.of(experiment)
+    with folder.locked(read_only=False):
+        attempt = folder.attempt
+        folder.remove_result()
+        for refused in mark_replaced(experiment, attempt, by="trishul rm"):
+            print_line(f"not removed from MLflow: {refused}", err)
+        home.remove_all()
+    print_line(f"removed {home.uri}")

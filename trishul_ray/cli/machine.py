@@ -1,4 +1,4 @@
-"""Commands on the machine: check it, and show its runs in MLflow."""
+"""Commands on this machine: check a plug-in or the machine, and show runs in MLflow."""
 
 import os
 import sys
@@ -6,8 +6,30 @@ from typing import Annotated
 
 import typer
 
-from trishul_ray.cli.output import out, print_field, print_line
+from trishul_ray.cli.output import Plugins, print_field, print_line
 from trishul_ray.errors import InputError
+from trishul_ray.plugins.loading import load_plugin
+
+
+def check(plugin: Plugins = None) -> None:
+    """Check the methods, stages, datasets and tasks of a plug-in file.
+
+    One line per check of the contract: ok, failed with the reason, or skipped. The exit code is 1
+    if a check failed.
+
+    - `trishul check --plugin mine.py`
+    """
+    from trishul_ray.contract.plugin_checks import check_plugin
+
+    if not plugin:
+        raise InputError("name the file to check: trishul check --plugin mine.py")
+    failed = 0
+    for file in plugin:
+        for found in check_plugin(load_plugin(file)):
+            failed += found.result == "failed"
+            reason = f": {found.reason}" if found.reason else ""
+            print_line(f"{found.result:<7}  {found.subject}  {found.name}{reason}")
+    raise typer.Exit(1 if failed else 0)
 
 
 def doctor(
@@ -18,19 +40,18 @@ def doctor(
         bool,
         typer.Option(
             "--clean",
-            help="Instead, remove failed and outdated preparations of own data and Ray's folders "
-            "of finished runs, unless used within the last hour; and rows passed from Python, "
-            "weights prepared for mapping and copies of results in buckets, after a month; and "
-            "what killed processes were writing into the cache or --runs.",
+            help="Instead, remove outdated preparations of your own data, Ray folders of finished "
+            "runs, temporary files of killed processes, and data and weights that no run has used "
+            "for a month.",
         ),
     ] = False,
     runs: Annotated[
         str, typer.Option(help="Folder or URI where runs would be stored.", envvar="TRISHUL_RUNS")
     ] = "runs",
 ) -> None:
-    """Check versions, devices, Ray, storage and the hub: what would fail, and how to fix it."""
+    """Check this machine: versions, devices, Ray, folders, the hub."""
     from trishul_ray.cli.doctor import clean as remove_leftovers
-    from trishul_ray.cli.doctor import diagnose, exit_code, render
+    from trishul_ray.cli.doctor import diagnose, render
     from trishul_ray.config.places import Places
 
     if clean:
@@ -39,9 +60,7 @@ def doctor(
             print_line(f"removed {folder}")
         print_line(f"{len(removed)} removed")
         return
-    found = diagnose(runs=runs, start_ray=start_ray)
-    render(found, out)
-    raise typer.Exit(exit_code(found))
+    raise typer.Exit(render(diagnose(runs, start_ray)))
 
 
 def ui(
@@ -52,7 +71,7 @@ def ui(
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port on this machine.")] = 5000,
 ) -> None:
-    """Show runs in MLflow, on localhost until Ctrl-C: `mlflow ui --backend-store-uri ...`."""
+    """Show runs in MLflow: `mlflow ui` on localhost, until Ctrl-C."""
     from trishul_ray.tracking.store import SETTINGS, is_server, sqlite_file, tracking_uri, view_of
 
     store = tracking_uri(uri, runs)

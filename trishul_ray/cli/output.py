@@ -49,6 +49,11 @@ Plugins = Annotated[
 ]
 
 
+Runs = Annotated[
+    str, typer.Option(help="Folder or URI where runs are stored.", envvar="TRISHUL_RUNS")
+]
+
+
 def print_line(text: str, console: Console = out) -> None:
     """Print plain text without wrapping it, so that paths and commands can be copied."""
     console.print(text, soft_wrap=True)

@@ -1,7 +1,6 @@
-"""Commands on one experiment: run it, compare it with another, and export its adapter."""
+"""The command ``run``: run an experiment and show its result."""
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -25,15 +24,17 @@ from trishul_ray.errors import InputError
 from trishul_ray.runtime.lazy import import_ahead
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from trishul_ray.experiment.experiment import Experiment
     from trishul_ray.federation.on_ray.driver import Workers
+    from trishul_ray.report.summary import RunSummary
     from trishul_ray.runs.runner import FinishedRun
-    from trishul_ray.storage.durable import Json
+    from trishul_ray.storage.store import Store
     from trishul_ray.tracking.progress import RunProgress
 
-Runs = Annotated[
-    str, typer.Option(help="Folder or URI where runs are stored.", envvar="TRISHUL_RUNS")
-]
+#: Clients that a result names.
+MAX_NAMED = 8
 
 
 def run(
@@ -74,7 +75,7 @@ def run(
     Repeat the command to continue a stopped run or to show a finished one. Changing a field that
     can change a result makes a different run, with a different id.
     """
-    from trishul_ray.cli.listing import field_list
+    from trishul_ray.cli.fields import field_list
     from trishul_ray.data.own import CUSTOM
     from trishul_ray.experiment.identity import check_found
     from trishul_ray.experiment.rows import check_rows
@@ -98,174 +99,76 @@ def run(
 
 
 def _run_and_show(experiment: "Experiment", *, fresh: bool, central: bool) -> None:
-    from trishul_ray.cli.listing import client_sentence, summary_table
     from trishul_ray.runs.runner import central_twin
 
     experiments = [("federated", experiment)]
     if central:
         experiments.append(("central", central_twin(experiment)))
     results = [(label, _run_one(label, each, fresh)) for label, each in experiments]
-    summaries = [(label, result.summary) for label, result in results]
-    print_table(summary_table(summaries))
     first = results[0][1]
-    print_field("data", first.summary.data.sentence)
-    if clients := client_sentence(first.summary):
-        print_field("clients", clients)
-    for name, report in first.summary.reports.items():
-        if "sentence" in report:
-            print_field(name, report["sentence"])
-    exported = first.summary.export or {"note": "PEFT or merged"}
-    for label, name, note in (
-        ("result", "result.json", ""),
-        ("adapter", "adapter", f" ({exported['note']})"),
-        ("model", "model", f" ({exported['note']})"),
-    ):
-        if first.home.exists(name):
-            print_field(label, f"{first.home.place(name)}{note}")
+    print_result([(label, result.summary) for label, result in results], first.home)
     if first.mlflow_command:
         print_field("MLflow", as_typed(first.mlflow_command))
 
 
-def export(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create.")],
-    merged: Annotated[
-        bool, typer.Option("--merged", help="Write the whole model with the update merged in.")
-    ] = False,
-    client: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N",
-            help="Write this client's own model, by number or name, for a method that leaves a "
-            "part of the model with each client.",
-        ),
-    ] = None,
-    runs: Runs = "runs",
-    plugin: Plugins = None,
-) -> None:
-    """Write a run's adapter as a PEFT LoRA adapter, or merged into the model.
-
-    Reads the newest checkpoint, so that a run in progress can be exported too, and needs no data.
-    Beside it are a model card, the class names, and the image processor or the tokenizer. Full
-    fine-tuning has no adapter: its model is written.
-    """
-    from trishul_ray.runs.export import export_run
-
-    written = export_run(run_id, directory, merged=merged, runs=runs, client=client)
-    print_line(f"{written.note}, after round {written.round}: {directory}")
+def print_result(results: "Sequence[tuple[str, RunSummary]]", home: "Store") -> None:
+    """Print the scores and the cost of runs, and the files of the first run."""
+    first = results[0][1]
+    print_table(_summary_table(results))
+    print_field("data", first.data.sentence)
+    if first.per_client:
+        print_field("clients", _client_sentence(first))
+    for name, report in first.reports.items():
+        if "sentence" in report:
+            print_field(name, report["sentence"])
+    note = f" ({first.export['note']})" if first.export else ""
+    for label, name in (("result", "result.json"), ("adapter", "adapter"), ("model", "model")):
+        if home.exists(name):
+            print_field(label, home.place(name) + (note if label == name else ""))
 
 
-def evaluate(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")],
-    rows: Annotated[
-        int, typer.Option(min=1, help="Most rows, in equal shares of every group.")
-    ] = 500,
-    batch: Annotated[int, typer.Option(min=1, help="Rows answered at once.")] = 16,
-    untuned: Annotated[
-        bool, typer.Option("--untuned", help="Also evaluate the backbone before training.")
-    ] = False,
-    validation: Annotated[
-        bool, typer.Option("--validation", help="Take validation rows in place of test rows.")
-    ] = False,
-    new_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most tokens of an answer. Default: task.target_length."),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,NAME",
-            help="Tasks of lm-evaluation-harness to run instead (extra `eval`), into harness.json.",
-        ),
-    ] = None,
-    shots: Annotated[int, typer.Option(min=0, help="--tasks: examples in each prompt.")] = 0,
-    task_files: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="--tasks: a folder of your own tasks' files.")
-    ] = None,
-    runs: Runs = "runs",
-    plugin: Plugins = None,
-) -> None:
-    """Generate answers to test rows with a finished run of instruction tuning, and score them.
-
-    Greedy, with the run's own template, precision and limits. Writes `eval.json` and, with each
-    answer, `answers.jsonl` beside `result.json`; repeat the command to show them. Tables show a
-    score with `eval: {score: rouge_l}`.
-    """
-    from trishul_ray.runs.evaluate import evaluate_run
-    from trishul_ray.runs.harness import run_harness
-
-    if tasks is not None:
-        given = {"--untuned": untuned, "--validation": validation, "--new-tokens": new_tokens}
-        if unread := [option for option, value in given.items() if value]:
-            raise InputError(f"{unread[0]}: --tasks runs the harness, which does not take it")
-        how = {"limit": rows, "batch_size": batch, "num_fewshot": shots}
-        _print_harness(run_harness(run_id, tasks.split(","), task_files, runs=runs, **how))
-        return
-    with show_progress() as progress:
-        found = evaluate_run(
-            run_id, runs=runs, rows=rows, batch_size=batch, untuned=untuned,
-            split="validation" if validation else "test", new_tokens=new_tokens,
-            progress=progress.task_progress("evaluating"),
-        )  # fmt: skip
-    _print_scores(found)
-
-
-def _print_harness(results: "Json") -> None:
-    for name, numbers in results.items():
-        scores = {k: v for k, v in numbers.items() if isinstance(v, float)}
-        print_field(name, ", ".join(f"{k} {v:.4g}" for k, v in scores.items()))
-
-
-def _print_scores(found: "Json") -> None:
-    """Print the scores of answers, by group too, and warn where hardly any answer ends."""
+def _summary_table(results: "Sequence[tuple[str, RunSummary]]") -> "Table":
+    """Return the last scores and the cost of runs, next to the backbone before training."""
     from rich.table import Table
 
-    from trishul_ray.runs.evaluate import FEW_END, MUCH_REPEATED
+    from trishul_ray.tracking.progress import format_bytes, format_count, format_duration
 
-    models = [name for name in ("tuned", "untuned") if name in found]
-    table = Table(
-        "score", *models, title=f"{found['rows']:,} of {found['of']:,} {found['split']} rows"
-    )
-    for score in [name for name, value in found["tuned"].items() if isinstance(value, float)]:
-        table.add_row(score, *(f"{found[model].get(score, math.inf):.4g}" for model in models))
-    for group, scores in found["tuned"].get("groups", {}).items():
-        each = [found[model]["groups"][group].get("rouge_l", math.nan) for model in models]
-        table.add_row(f"rouge_l, {scores['rows']:,} rows of {group}", *(f"{x:.4g}" for x in each))
-    print_table(table)
-    ended, repeated = found["tuned"]["ended"], found["tuned"].get("repeated", 0.0)
-    if ended < FEW_END:
-        why = "the model has hardly learned to stop, or the template has no end that is generated"
-        if repeated > MUCH_REPEATED:
-            why = f"{repeated:.0%} of their text repeats itself, as greedy ones of small models do"
-        print_line(f"warning: {ended:.0%} of the answers end: {why}; look at the answers", err)
+    headline, first = results[0][1].headline, results[0][1].untouched
+    table = Table("", headline, "loss", "trained", "up / down", "time")
+    table.add_row("untouched backbone", f"{first[headline]:.2%}", f"{first['loss']:.4f}")
+    for label, summary in results:
+        part = " (part of the data)" * summary.data.part
+        table.add_row(
+            f"{label} {summary.config['method']['name']}{part}".strip(),
+            f"{summary.final[headline]:.2%}",
+            f"{summary.final['loss']:.4f}",
+            format_count(sum(summary.parameters.values())),
+            f"{format_bytes(summary.uploaded_bytes)} / {format_bytes(summary.downloaded_bytes)}",
+            format_duration(summary.seconds),
+        )
+    table.caption = f"after the last round, {results[0][1].final['round']}"
+    return table
 
 
-def compare(
-    first: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")],
-    second: Annotated[str, typer.Argument(metavar="RUN", help="The run to compare it with.")],
-    runs: Runs = "runs",
-    plugin: Plugins = None,
-) -> None:
-    """Compare two finished runs row by row, on the test rows that both scored.
+def _client_sentence(summary: "RunSummary") -> str:
+    """Return the mean and the worst scores of clients, of both models if they have their own."""
 
-    The interval and the p-value are about these two models and other rows: they say nothing about
-    other seeds. Several seeds are compared by the command `table` or `sweep`.
-    """
-    from trishul_ray.api import load
+    def scores(values: "Mapping[str, float]") -> str:
+        ordered = sorted(values.items(), key=lambda item: item[1])
+        named = ", ".join(f"{name} {score:.2%}" for name, score in ordered[:MAX_NAMED])
+        more = f", and {len(ordered) - MAX_NAMED} better ones" * (len(ordered) > MAX_NAMED)
+        mean = sum(values.values()) / len(values)
+        return f"mean {summary.headline} of {len(values)}: {mean:.2%}; {named}{more}"
 
-    one, other = (load(run, runs=runs) for run in (first, second))
-    found = one.compare(other)
-    headline = one.summary["headline"]
-    low, high = (100 * end for end in found.interval)
-    for run in (one, other):
-        print_field(run.id, f"{headline} {run.final[headline]:.2%} of {found.rows} rows")
-    print_field(
-        "difference", f"{100 * found.difference:+.2f} points, 95 % {low:+.2f} to {high:+.2f}"
-    )
-    print_field(
-        "better", f"{found.first_better} rows by the first, {found.second_better} by the second"
-    )
-    print_field("p-value", f"{found.p_value:.2g}")
+    line = scores(summary.per_client)
+    if not summary.personal:
+        return line
+    line = f"global model: {line}; own models: {scores(summary.personal)}"
+    found = summary.client_metrics
+    if "personal_gain" in found:
+        gain, hurt = found["personal_gain"], found["personal_hurt"]
+        line += f"; own minus global: {gain:+.2%}, negative for {hurt:.0%} of the clients"
+    return line
 
 
 def load_arguments(arguments: list[str] | None) -> "Experiment":

@@ -38,7 +38,7 @@ SHORT_MODEL_NAMES = {
 class DataConfig(Section):
     """Dataset of the clients."""
 
-    name: PathText = Field("digits", description="dataset: see `trishul datasets`")
+    name: PathText = Field("digits", description="dataset: see `trishul list datasets`")
     path: PathText | None = Field(
         None, description="your own data (dataset images, table or hub): folder, file or hub name"
     )

@@ -85,7 +85,7 @@ def checks_of(name: str) -> list[Check]:
 
 
 def describes_itself(name: str) -> None:
-    """The lines of ``trishul methods`` are there."""
+    """The lines of ``trishul list methods`` are there."""
     method = method_class(name)
     require(method.Config(name=name).name == name, f"its Config is not that of {name!r}")
     for field in ("summary", "reference", "communication", "__doc__"):

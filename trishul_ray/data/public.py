@@ -443,8 +443,8 @@ class PublicDataset:
             if repo.on_hub:
                 command = repo.mirror_command(tuple(self.sizes), hub)
                 way_out = (
-                    f"with internet access, run `trishul datasets {self.name}` once, or fill a "
-                    f"mirror with `{command}`; {way_out}"
+                    f"with internet access, run `trishul list datasets {self.name}` once, or fill "
+                    f"a mirror with `{command}`; {way_out}"
                 )
             what = f"dataset {self.name} ({repo.repo})"
             raise repo.not_found(what, hub, error, way_out) from error

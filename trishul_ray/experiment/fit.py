@@ -72,8 +72,8 @@ def random_weights_line(experiment: Experiment) -> str | None:
     if builtin is None or not random:
         return None
     return (
-        f"warning: the weights of {builtin.name} are random (model.init=random); `trishul pretrain "
-        f"{builtin.name}` trains them where dataset {builtin.recipe.dataset} can be had"
+        f"warning: the weights of {builtin.name} are random (model.init=random); "
+        f"model.init=pretrained trains them on dataset {builtin.recipe.dataset} first"
     )
 
 
@@ -204,28 +204,6 @@ def _check_site(site: Site, experiment: Experiment) -> None:
                 f"({layer.d_out}x{layer.d_in}); the rank must be at most {width}"
             )
     check_kinds(adapters, site.layers)
-
-
-def heads_by_block(experiment: Experiment) -> dict[str, tuple[float, tuple[int, ...]]]:
-    """Return the squared norm of a block's adapted matrices and the ranks of the heads on each.
-
-    Heads that only clients can decide are an InputError.
-    """
-    method = build_method(experiment.method, experiment.adapter)
-    if (plan := method.survey_plan) is not None and plan.decides_adapters:
-        raise InputError("these heads are by what clients measure before round 1: start a run")
-    from trishul_ray.models.backbone import Backbone
-
-    backbone = Backbone.of(experiment.model, experiment.storage.places)
-    site = build_site(backbone.load(backbone.family, None, seed=experiment.seed), experiment)
-    adapters = method.adapters(site)
-    return {
-        block: (
-            sum(site.squared_norms[layer.name] for layer in layers),
-            max(getattr(adapters[layer.name], "head_ranks", ()) for layer in layers),
-        )
-        for block, layers in site.blocks().items()
-    }
 
 
 def _may_have_gpu() -> bool:

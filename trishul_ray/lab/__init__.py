@@ -14,6 +14,5 @@ MODULES = {
         *("attack", "clock.stage", "codecs.stage", "privacy.stage", "robust"),
         *("server_optimizer",),
     ),
-    "figure": ("costs.figures",),
     "check": ("codecs.checks",),
 }

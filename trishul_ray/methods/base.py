@@ -82,7 +82,7 @@ class Method:
 
     #: Its hyper-parameters, if it has any beside those that it inherits.
     Config: ClassVar[type[MethodConfig]] = MethodConfig
-    #: One line for ``trishul methods``.
+    #: One line for ``trishul list methods``.
     summary: ClassVar[str]
     #: Publication of the method.
     reference: ClassVar[str]

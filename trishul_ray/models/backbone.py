@@ -228,7 +228,7 @@ class Backbone:
         if self.name in BUILTINS and isinstance(location, Path) and not location.is_dir():
             raise InputError(
                 f"model.name={self.name!r} is not pretrained yet in {self.places.cache} "
-                f"(storage.cache): run `trishul pretrain {self.name}`"
+                f"(storage.cache): `trishul run model={self.name}` pretrains it"
             )
         with self.files.reading():
             config: PretrainedConfig = AutoConfig.from_pretrained(location, trust_remote_code=False)

@@ -103,14 +103,30 @@ class TableLayout(Section):
     target: Target | None = Field(None, description="the cost until a score to show")
 
 
+FigureKind = Literal[
+    "accuracy_inconsistency", "alpha_diagnostics", "convergence", "covariance", "heterogeneity",
+    "hours", "lambda_accuracy", "lambda_diagnostics", "megabytes", "overhead", "personal",
+    "privacy", "spectral_alignment", "spectral_diagnostics", "svt_spectra", "waterfilling",
+    "waterfilling_layerwise",
+]  # fmt: skip
+
+
 class FigureLayout(Section):
     """Figure of cells."""
 
     name: FileName = Field(description="identifies the figure, also as a file name")
     title: Title = Field(description="caption; by default the name")
-    kind: Text = Field(description="name of the drawing function")
+    kind: FigureKind = Field(description="what is drawn, such as convergence")
+    metric: Text | None = Field(
+        None, description="column of metrics.parquet; by default the metric of the cells"
+    )
+    series: Names | None = Field(
+        None, description="axes whose labels name a series; by default that of the kind"
+    )
+    panels: Names | None = Field(
+        None, description="axes whose labels name a panel; by default that of the kind"
+    )
     where: Labels = Field(default_factory=dict, description="labels that are shown")
-    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the function")
     paper: Text | None = Field(None, description="key of the paper's figure, such as fig:lambda")
 
 

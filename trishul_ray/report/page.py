@@ -301,7 +301,7 @@ def write_report(
     missing. ``tables`` are made if they are not given.
     """
     if figures is None:
-        from trishul_ray.report.figures.drawing import draw  # imports matplotlib
+        from trishul_ray.report.figures.draw import draw  # imports matplotlib
 
         figures = draw
     tables = build_tables(outcomes) if tables is None else tables
@@ -405,10 +405,10 @@ def _learning_curve(sweep: SweepOutcome) -> list[FigureLayout]:
     """Return a figure of the score by round, if the sweep has none."""
     if any(figure.kind == "convergence" for figure in sweep.figures):
         return []
-    axes = [axis for axis in _varying(sweep) if axis != "dataset"]
-    options = {"series": axes[:1] or None, "panels": "dataset" if "dataset" in sweep.axes else None}
+    axes = [axis for axis in _varying(sweep) if axis != "dataset"][:1]
+    panels = [axis for axis in sweep.axes if axis == "dataset"]
     title = "Learning curve"
-    return [FigureLayout(name="curve", title=title, kind="convergence", options=options)]
+    return [FigureLayout(name="curve", title=title, kind="convergence", series=axes, panels=panels)]
 
 
 def _varying(sweep: SweepOutcome) -> list[str]:

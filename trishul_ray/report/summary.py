@@ -357,7 +357,7 @@ def run_ids(store: Store) -> list[str]:
     return [name for name in store.names() if _ID.fullmatch(name)]
 
 
-def table_of_runs(store: str | Path = "runs") -> "pd.DataFrame":
+def list_runs(store: str | Path = "runs") -> "pd.DataFrame":
     """Return the finished runs of a folder or URI: one row per run, by id.
 
     The columns are what usually tells runs apart, the name of the headline metric, and its value
@@ -377,7 +377,7 @@ def table_of_runs(store: str | Path = "runs") -> "pd.DataFrame":
 
 
 def _row_of(summary: RunSummary) -> Json:
-    """Return the row of a finished run in :func:`table_of_runs`."""
+    """Return the row of a finished run in :func:`list_runs`."""
     config, headline = summary.config, summary.headline
     return {
         "id": summary.id,

@@ -1,1 +1,0 @@
-"""Costs of training: megabytes, simulated hours, energy, privacy; in tables and figures."""

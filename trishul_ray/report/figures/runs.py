@@ -1,0 +1,148 @@
+"""The runs and rounds that a figure shows, as DataFrames, and means over them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from trishul_ray.report.frame import rounds_frame
+from trishul_ray.report.outcomes import SEED, CellOutcome, FigureLayout, SweepOutcome
+from trishul_ray.report.references import of_figure
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
+#: Columns of a finished run that may be the x axis, instead of those of rounds.
+FIELDS = ("lam", "alpha", "epsilon")
+
+
+@dataclass(frozen=True)
+class FigureRuns:
+    """The finished runs of one figure.
+
+    Attributes:
+        cells: The finished runs.
+        runs: A row per run, by its place in ``cells`` (``cell``): names of its ``series`` and
+            ``panel``, its other labels (``setting``), its final ``value``, and :data:`FIELDS`.
+        rounds: A row per run and round: names and labels, all metrics, ``value`` in the round.
+        names: Every series, also one without a finished run: colors do not depend on what is
+            missing.
+    """
+
+    layout: FigureLayout
+    sweep: SweepOutcome
+    cells: tuple[CellOutcome, ...]
+    runs: "DataFrame"
+    rounds: "DataFrame"
+    names: tuple[str, ...]
+
+    def last(self, metric: str, rounds: int = 10) -> "Series":
+        """Return each run's mean of a metric over the last rounds that have it, by ``cell``."""
+        if metric not in self.rounds:
+            return pd.Series(dtype=float)
+        known = self.rounds.dropna(subset=[metric]).groupby("cell").tail(rounds)
+        return known.groupby("cell")[metric].mean()
+
+    def at(self, **values: "Series | None") -> "DataFrame":
+        """Return ``runs`` with ``cell`` and more columns, such as those of :meth:`last`."""
+        return self.runs.assign(**values).reset_index()
+
+    def means(
+        self, frame: "DataFrame", column: str, x: str, paper: str = "", unit: float = 1.0
+    ) -> "DataFrame":
+        """Return mean, standard deviation around it, and number of runs by series and ``x``.
+
+        Args:
+            frame: Rows with ``series``, ``cell``, ``x`` and ``column``.
+            column: The column that is averaged.
+            x: The column of the x axis; a cost is averaged over the runs of a round, too.
+            paper: The metric of the paper's numbers, which are of the last round.
+            unit: The paper's number for 1.
+        """
+        by = "round" if x in ("round", "megabytes", "hours") else x
+        if column not in frame or x not in frame:
+            return pd.DataFrame()
+        groups = frame.dropna(subset=[column, x]).groupby(["series", by], observed=True)
+        found = groups.agg(value=(column, "mean"), sd=(column, "std"), n=(column, "count"))
+        found["x"] = groups[x].mean() if x != by else found.index.get_level_values(by)
+        sd = found.pop("sd").fillna(0.0)
+        found["low"], found["high"] = found["value"] - sd, found["value"] + sd
+        found["paper"] = [
+            self.paper(paper, [self.cells[i] for i in group["cell"].unique()]) / unit
+            for _, group in groups
+        ]
+        found = found.reset_index("series").reset_index(drop=True)
+        if by == "round":
+            last = found.groupby("series", observed=True)["x"].transform("max")
+            found.loc[found["x"] < last, "paper"] = math.nan
+        return found
+
+    def paper(self, metric: str, cells: Sequence[CellOutcome]) -> float:
+        """Return the paper's number for the labels that cells share; NaN if not comparable."""
+        key = self.layout.paper
+        if not key or not metric or not cells or not self.sweep.is_comparable(self.cells):
+            return math.nan
+        shared = dict(set.intersection(*(set(cell.labels.items()) for cell in cells)))
+        value = of_figure(key).figure_value(key, metric, shared)
+        return math.nan if value is None else value
+
+    def note(self, remarks: Sequence[str]) -> list[str]:
+        """Return the lines below a figure: profile, data, seeds, remarks, missing runs."""
+        chosen = self.sweep.within(self.layout.where)
+        seeds = len({cell.labels.get(SEED, "") for cell in self.cells})
+        data = (f"{c.result.data.dataset}: {c.result.data.test} test rows" for c in self.cells)
+        states = [cell.status for cell in chosen if cell.status != "finished"]
+        missing = [f"{states.count(s)} runs {s}" for s in dict.fromkeys(states)]
+        first = [f"Profile {self.sweep.profile}", f"{seeds} seed" + "s" * (seeds > 1)]
+        lines = [" · ".join([*first, *dict.fromkeys(data), *missing]), "; ".join(remarks)]
+        return [line for line in lines if line]
+
+
+def select_runs(
+    layout: FigureLayout, sweep: SweepOutcome, series: Sequence[str], panels: Sequence[str]
+) -> FigureRuns:
+    """Return the finished runs of a figure, in series and panels by labels of these axes."""
+    chosen = sweep.within(layout.where)
+    cells = tuple(cell for cell in chosen if cell.status == "finished")
+
+    def names(axes: Sequence[str]) -> dict[tuple[str, ...], str]:
+        ordered = sweep.in_order(axes, {cell.labels_of(axes) for cell in chosen})
+        return {labels: ", ".join(map(sweep.shown_label, axes, labels)) for labels in ordered}
+
+    by_series, by_panel = names(series), names(panels)
+    columns: dict[str, Any] = {
+        "series": pd.Categorical(
+            [by_series[cell.labels_of(series)] for cell in cells], [*by_series.values()]
+        ),
+        "panel": pd.Categorical(
+            [by_panel[cell.labels_of(panels)] for cell in cells], [*by_panel.values()]
+        ),
+        "setting": [
+            str([label for axis, label in cell.labels.items() if axis not in series])
+            for cell in cells
+        ],
+        **{field: [_field(cell, field) for cell in cells] for field in FIELDS},
+        "value": [math.nan if cell.value is None else cell.value for cell in cells],
+    }
+    runs = pd.DataFrame(columns).rename_axis("cell")
+    rounds = rounds_frame(sweep, cells).reset_index(drop=True) if cells else pd.DataFrame()
+    if len(rounds):
+        rounds = rounds.join(runs[["series", "panel", "setting"]], on="cell")
+    return FigureRuns(layout, sweep, cells, runs, rounds, tuple(by_series.values()))
+
+
+def _field(cell: CellOutcome, field: str) -> float:
+    """Return λ, α (infinite for an IID partition) or ε (infinite without noise); NaN if none."""
+    config, value = cell.result.config, None
+    if field == "lam":
+        value = config["method"].get("lam")
+    elif field == "alpha":
+        partition = config["partition"]
+        value = {"iid": math.inf, "dirichlet": partition.get("alpha")}.get(partition["kind"])
+    else:
+        value = config.get("privacy", {}).get("epsilon")
+        if value is None and (report := cell.result.reports.get("privacy")) is not None:
+            value = report["epsilon"] or math.inf
+    return math.nan if value is None or isinstance(value, str) else float(value)
