@@ -105,7 +105,6 @@ def synthetic(folder: Path, rows: Mapping[str, int] = ROWS) -> PreparedDataset:
         image_shape=(3, 32, 32),
         mean=(0.5, 0.5, 0.5),
         std=(0.29, 0.29, 0.29),
-        source="noise drawn by the benchmark",
     )
     for split, count in rows.items():
         columns = {

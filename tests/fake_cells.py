@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from summaries import invented_hardware, invented_summary
 
-from trishul_ray.data.prepare import Coverage, RowCounts
+from trishul_ray.data.coverage import Coverage, RowCounts
 from trishul_ray.report.outcomes import CellOutcome, FigureLayout, SweepOutcome
 from trishul_ray.storage.store import Store
 

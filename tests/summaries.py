@@ -3,7 +3,7 @@
 from dataclasses import MISSING, fields
 from typing import get_origin
 
-from trishul_ray.data.prepare import Coverage, RowCounts
+from trishul_ray.data.coverage import Coverage, RowCounts
 from trishul_ray.report.summary import Hardware, RunSummary
 
 #: The fields of a machine that nobody has.

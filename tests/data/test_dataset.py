@@ -8,7 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trishul_ray.data.dataset import DatasetInfo, PreparedDataset, Split, fingerprint, write_split
+from trishul_ray.data.dataset import (
+    DatasetInfo,
+    Origin,
+    PreparedDataset,
+    Split,
+    fingerprint,
+    write_split,
+)
 from trishul_ray.errors import CorruptFileError, InputError
 
 INFO = DatasetInfo(
@@ -18,7 +25,7 @@ INFO = DatasetInfo(
     image_shape=(3, 4, 5),
     mean=(0.1, 0.2, 0.3),
     std=(1.0, 2.0, 3.0),
-    source="test",
+    origin=Origin("hub", "toy", "0" * 40, ("a note",)),
 )
 
 

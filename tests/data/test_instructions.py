@@ -9,8 +9,9 @@ import pytest
 from pyarrow import csv
 
 from trishul_ray.config.fields import DataConfig
-from trishul_ray.data.instructions import read_rows
-from trishul_ray.data.prepare import choose_rows, prepare
+from trishul_ray.data.choose_rows import choose_rows
+from trishul_ray.data.conversations import read_rows
+from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import coverage_of, prepare_run
@@ -93,23 +94,6 @@ def test_what_eval_alone_reads_may_be_in_test_rows_alone(tmp_path):
     assert data.test.texts("choices").to_pylist() == [lists["choices"]] * 2
 
 
-@pytest.mark.parametrize(
-    ("files", "more", "said"),
-    [
-        (("train-0", "train-1"), {"client": "x"}, "train-0.jsonl: no column 'client', which .*-1"),
-        (("train-1", "train-0"), {"client": "x"}, "train-1.jsonl: no column 'client', which .*-0"),
-        (("train", "test"), {"input": "b"}, "train.jsonl: no column 'input', which .*test.jsonl"),
-        (("test-0", "test-1", "train"), {"choices": [], "choice": 0}, "test-0.jsonl: .*'choices'"),
-    ],
-)
-def test_a_column_that_files_may_lack_is_in_all_of_them_or_in_none(tmp_path, files, more, said):
-    row = {"instruction": "a", "output": "c"}
-    for number, name in enumerate(files):
-        write(tmp_path, [row | more if number == 1 else row] * 4, name=name)
-    with pytest.raises(InputError, match=said):
-        read(tmp_path, tmp_path)
-
-
 def test_categories_of_dolly_are_groups_and_columns_may_be_named(tmp_path):
     rows = [
         {"instruction": "a", "context": "", "response": "c", "category": k, "who": w}
@@ -133,7 +117,8 @@ def test_rows_without_an_answer_are_counted(tmp_path):
     file = write(tmp_path, rows)
     with pytest.raises(InputError, match=r"messages \(column 'messages'\) is missing in 1 of 4"):
         read(tmp_path, file)
-    assert "1 row without messages skipped" in read(tmp_path, file, skip_broken=True).info.source
+    notes = read(tmp_path, file, skip_broken=True).info.origin.notes
+    assert notes == ("1 rows without messages skipped",)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +136,7 @@ def test_what_is_no_conversation_is_named_by_its_line(tmp_path, messages, said):
     if not isinstance(messages, str):
         messages = json.dumps(messages)
     rows = [{"messages": json.dumps([user("a"), assistant("c")])}, {"messages": messages}]
-    with pytest.raises(InputError, match=rf"rows\.jsonl, line 2: messages.*{said}"):
+    with pytest.raises(InputError, match=rf"rows\.jsonl, split train, row 1: messages.*{said}"):
         read(tmp_path, write(tmp_path, rows))
 
 
@@ -160,13 +145,13 @@ def test_a_prompt_of_messages_needs_a_completion_of_messages(tmp_path):
     rows = [{"prompt": talk, "completion": [assistant("d")]}] * 4
     (found,) = read_rows(read(tmp_path, write(tmp_path, rows)).train, 0, 1)
     assert found.messages == [*talk, assistant("d")]
-    with pytest.raises(InputError, match=r"line 4: prompt\+completion has the roles user; allowed"):
+    with pytest.raises(InputError, match=r"row 3: instruction\+output has the roles user; allowed"):
         read(tmp_path, write(tmp_path, [*rows[:3], {"prompt": [user("a")], "completion": []}]))
     for row in (
         {"prompt": "a", "completion": [assistant("d")]},
         {"prompt": talk, "completion": "d"},
     ):
-        with pytest.raises(InputError, match=r"is no list of messages; allowed: prompt and comple"):
+        with pytest.raises(InputError, match="must be both texts, or both lists of messages"):
             read(tmp_path, write(tmp_path, [row] * 4))
 
 
@@ -226,7 +211,7 @@ def test_groups_are_held_out_of_training_and_repeated_rows_are_counted_or_left_o
     distinct = prepared(drop_repeated=True)
     assert not any("test rows, too" in line for line in distinct.cut)
     assert len(distinct.dataset.train) == len(whole.dataset.train) - repeated > 0
-    assert f"{repeated:,} training rows left out" in distinct.dataset.info.source
+    assert distinct.dataset.info.origin.notes[-1].startswith(f"{repeated:,} training rows skipped")
 
     with pytest.raises(InputError, match=r"test_groups=cpoy: 'cpoy' is no group of.*copy"):
         prepared(test_groups=("cpoy",))

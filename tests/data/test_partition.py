@@ -166,7 +166,7 @@ def test_extreme_alphas_work_or_are_named(variant, alpha):
 
 
 def split_of(folder, columns, kind="text", **fields):
-    info = DatasetInfo("toy", kind, "test", **fields)
+    info = DatasetInfo("toy", kind, **fields)
     write_split(folder / "train.arrow", columns, info)
     return Split(folder / "train.arrow")
 

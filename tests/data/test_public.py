@@ -8,15 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hub_cache import COMMIT, flip_a_bit, hub_hash, write_hub_cache
 from public_mirror import COLUMNS, write_mirror, write_table
 
 from trishul_ray.data.datasets.dolly import CATEGORIES
 from trishul_ray.data.datasets.mrqa import SUBSETS
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.passed_rows import encode_image
 from trishul_ray.data.prepare import prepare
 from trishul_ray.data.public import DATASETS, ImageRows, PublicDataset, TextRows
+from trishul_ray.data.python_rows import encode_image
 from trishul_ray.errors import CorruptFileError, InputError
 
 PUBLIC = [*DATASETS.all().values()]
@@ -45,47 +44,9 @@ def test_newsgroups_are_read_from_parquet_and_from_json_lines(tmp_path):
     data = prepare("20newsgroups", cache=tmp_path, hub=tmp_path / "a")
     assert data.train.texts("text").to_pylist() == ["caf\u00e9", ""]
     assert data.train.labels.tolist() == [19, 0] and data.info.num_classes == 20
-    assert data.info.source == "mirror:SetFit/20_newsgroups"
+    assert str(data.info.origin) == "mirror:SetFit/20_newsgroups"
     lines = prepare("20newsgroups", cache=tmp_path, hub=tmp_path / "b")
     assert lines.fingerprint == data.fingerprint
-
-
-@pytest.mark.parametrize("change", ["none", "damage", "edit"])
-def test_a_file_of_a_mirror_is_compared_with_the_hash_of_its_download(tmp_path, change):
-    """``hf download`` notes a commit, a hash and a time; an edit is later."""
-    folder = tmp_path / "SetFit/20_newsgroups"
-    for split in ("train", "test"):
-        file = write(tmp_path, f"SetFit/20_newsgroups/data/{split}", NEWS)
-        note = folder / f".cache/huggingface/download/data/{file.name}.metadata"
-        note.parent.mkdir(parents=True, exist_ok=True)
-        hash = hub_hash(file.read_bytes(), large=True)
-        note.write_text(f"{COMMIT}\n{hash}\n{file.stat().st_mtime}\n")
-    noted = file.stat().st_mtime
-    if change == "edit":
-        write(tmp_path, "SetFit/20_newsgroups/data/test", NEWS | {"label": [3, 4]})
-        os.utime(file, (noted + 60, noted + 60))
-    if change == "damage":
-        flip_a_bit(file)
-        os.utime(file, (noted, noted))
-        with pytest.raises(CorruptFileError, match=f"{file} is damaged: .*; rm -r {file}, and "):
-            prepare("20newsgroups", cache=tmp_path, hub=tmp_path)
-    else:
-        assert prepare("20newsgroups", cache=tmp_path, hub=tmp_path).info.num_classes == 20
-
-
-def test_a_downloaded_dataset_is_compared_with_the_hashes_of_the_hub(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
-    files = {"README.md": b"rows", "data/train-0.parquet": b"a b c"}
-    folder = write_hub_cache(tmp_path / "hub", "datasets--me--rows", files)
-    repo = HubRepo("me/rows", revision=COMMIT)
-    with pytest.raises(InputError) as caught:  # its rows are not among those of `datasets`
-        repo.download("train")
-    assert not isinstance(caught.value, CorruptFileError)
-    file = folder / "data/train-0.parquet"
-    flip_a_bit(file)
-    with pytest.raises(CorruptFileError, match=f"{file} is damaged: .*; rm -r {file.resolve()}, "):
-        repo.download("train")
 
 
 def test_both_validation_splits_of_mnli_are_groups_of_test_rows(tmp_path):
@@ -155,25 +116,9 @@ def test_texts_that_are_not_utf8_are_reported(tmp_path):
 
 
 @pytest.mark.parametrize("source", PUBLIC, ids=lambda source: source.name)
-def test_every_dataset_is_pinned_and_reported_with_its_sources_if_not_found(
-    source, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
+def test_every_dataset_is_pinned(source):
     if source.repo.on_hub:
         assert len(source.repo.revision) == 40 and source.repo.revision in source.key(None)
-    (tmp_path / "hub").mkdir()
-    with pytest.raises(InputError) as caught:
-        prepare(source.name, cache=tmp_path, hub=tmp_path / "hub")
-    message = str(caught.value)
-    for part in (source.repo.repo, "TRISHUL_HUB"):
-        assert part in message
-    assert "\n" not in message
-    for part in (
-        "OfflineModeIsEnabled",
-        "trishul list datasets",
-        "hf download --repo-type dataset",
-    ):
-        assert (part in message) == source.repo.on_hub
 
 
 @pytest.mark.parametrize(
@@ -276,10 +221,9 @@ def test_a_dataset_that_is_not_on_the_hub_needs_no_revision(tmp_path):
     source = published(repo=HubRepo("mine"), sizes={"train": 2, "test": 2})
     write_mirror(tmp_path / "hub", source, {"train": 4, "test": 2})
     info, columns = source.read(tmp_path / "hub", lambda *_: None)
-    assert len(columns["train"]["sms"]) == 4 and info.source == "mirror:mine"
-    with pytest.raises(InputError, match=r"not found: no mirror is set") as caught:
+    assert len(columns["train"]["sms"]) == 4 and str(info.origin) == "mirror:mine"
+    with pytest.raises(InputError, match=r"not found: set TRISHUL_HUB"):
         source.read(None, lambda *_: None)
-    assert "internet" not in str(caught.value)
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl", "csv", "tsv", "parquet"])
@@ -330,7 +274,7 @@ def real(repo):
 )
 def test_real_texts(cache, name, rows, source):
     data = prepare(name, cache=cache, hub=HUB)
-    assert (len(data.train), len(data.test)) == rows and data.info.source == source
+    assert (len(data.train), len(data.test)) == rows and str(data.info.origin) == source
     for split in (data.train, data.test):
         counts = np.bincount(split.labels, minlength=data.info.num_classes)
         assert len(counts) == data.info.num_classes and counts.min() > 0

@@ -64,7 +64,7 @@ COMMAND_LINES = [
     (["run", "storage.runs=s3://"], "storage.runs='s3://': name a bucket or folder"),
     (["table", "vision", "--report", "nosuch://x"], "--report='nosuch://x' cannot be opened"),
     (["run", "tracking.uri=file:///x", "tracking.mlflow=true"], "tracking.uri='file:///x'"),
-    (["run", "dataset=cifar100", "model=vit-digits", "budget=4"], "storage.hub or TRISHUL_HUB"),
+    (["run", "dataset=cifar100", "model=vit-digits", "budget=4"], "set TRISHUL_HUB or storage.hub"),
     (["run", "storage.hub=/no/such/place"], "is not a folder"),
     (["run", "resources.device=cuda", "resources.backend=ray"], "torch finds no GPU"),
     (["run", "--method", "fedit"], "No such option: --method; a field is written method=fedit"),

@@ -35,7 +35,7 @@ from trishul_ray.federation.records import RoundRecord
 from trishul_ray.lab.clock.devices import read_devices, read_windows
 from trishul_ray.methods.messages import State
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.plugins import registry as plugins
+from trishul_ray.plugins import loading as plugins
 from trishul_ray.report.summary import RunSummary, list_runs, unscored
 from trishul_ray.storage.integrity import to_checked_json
 from trishul_ray.storage.store import Store
@@ -106,7 +106,7 @@ def images(folder):
 
     def read(rng, show):
         encoded = show(change_bytes(rng, rng.choice(sound)))
-        decode_and_resize({"train": [(encoded, "a.png")]}, lambda split, done: None)
+        decode_and_resize([(encoded, "a.png")], lambda done: None)
 
     return read
 

@@ -74,9 +74,7 @@ def info_of(dataset):
     """Facts of the dataset that need no rows."""
     rows = next(source for source in PUBLIC if source.name == dataset).rows
     classes = tuple(getattr(rows, "classes", ()))
-    return DatasetInfo(
-        dataset, rows.kind, "test", classes, fields=tuple(getattr(rows, "fields", ()))
-    )
+    return DatasetInfo(dataset, rows.kind, classes, fields=tuple(getattr(rows, "fields", ())))
 
 
 @pytest.mark.parametrize("source", PUBLIC, ids=lambda source: source.name)

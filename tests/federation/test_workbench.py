@@ -1,6 +1,5 @@
 """Capacities of clients, and the test rows that a workbench evaluates."""
 
-import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -67,21 +66,6 @@ def test_clients_of_a_run_have_custom_capacities(cache):
     capacities = {new_run(bench, start, 1, client).capacity for client in range(10)}
     assert capacities == {0.5, 0.75}
     assert new_run(bench, start, 1, None).capacity == 1.0
-
-
-def test_data_that_another_process_is_still_writing_are_waited_for(tmp_path):
-    """The first actor of a node makes the folder, then the files, at the path of the driver's."""
-    experiment = load_experiment(None, ["model.init=random", f"storage.cache={tmp_path}"])
-    prepared = prepare_run(experiment)
-    expected = prepared.dataset.fingerprint
-    (prepared.dataset.folder / "test.arrow").unlink()
-    bench = build_workbench(experiment, received(prepared))
-    assert len(bench.test) > 0 and received(prepared).dataset.fingerprint == expected
-
-
-def received(prepared):
-    """As another process receives it: no file is open."""
-    return pickle.loads(pickle.dumps(prepared))
 
 
 def test_the_central_twin_has_full_capacity():

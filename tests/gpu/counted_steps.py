@@ -82,7 +82,7 @@ class Shards:
 def images():
     classes = tuple(map(str, range(100)))
     norm = {"image_shape": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3}
-    info = DatasetInfo("cifar100", "image", "none", classes=classes, **norm)
+    info = DatasetInfo("cifar100", "image", classes=classes, **norm)
     return IMAGES, info, {"pixels": np.zeros((3, 32, 32), np.uint8), "label": np.int64(0)}
 
 
@@ -98,7 +98,7 @@ def texts(folder, kind):
         row |= {"target_ids": np.full(16, 5, np.int32), "target_length": np.int32(16)}
     lengths = [f"task.max_length={length}", "task.target_length=16"]
     overrides = ["dataset=synthetic/topics", f"model={folder / kind}", *lengths, *TEXTS]
-    info = DatasetInfo("rte", "text", "none", classes=("a", "b"), fields=("text",))
+    info = DatasetInfo("rte", "text", classes=("a", "b"), fields=("text",))
     return overrides, info, row | {"label": np.int64(0)}
 
 

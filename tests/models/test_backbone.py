@@ -305,6 +305,6 @@ def test_dinov2_takes_images_of_the_size_asked_for(dinov2, tmp_path):
 )
 def test_images_of_another_size_get_a_remark(dinov2, tmp_path, asked, stored, remark):
     backbone = Backbone(ModelConfig(name=dinov2, image_size=asked), Places(tmp_path, None))
-    info = DatasetInfo("photos", "image", "x", ("a", "b"), image_shape=(3, stored, stored))
+    info = DatasetInfo("photos", "image", ("a", "b"), image_shape=(3, stored, stored))
     line = image_size_line(backbone, info)
     assert line is None if remark is None else re.search(remark, line)

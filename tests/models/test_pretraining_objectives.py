@@ -52,7 +52,7 @@ def short(name):
 def texts(tmp_path):
     """A split of 60 short texts."""
     lines = [f"the {a} {b} sat on the mat\n" * 3 for a in ("red", "old") for b in range(30)]
-    info = DatasetInfo(name="mats", kind="text", source="test", fields=("head", "body"))
+    info = DatasetInfo(name="mats", kind="text", fields=("head", "body"))
     columns = {
         "head": pa.array(["Ä"] * 60, pa.string()),
         "body": pa.array(lines, pa.string()),

@@ -16,7 +16,7 @@ from invented_outcomes import (
     vision,
 )
 
-from trishul_ray.data.prepare import Coverage, RowCounts
+from trishul_ray.data.coverage import Coverage, RowCounts
 from trishul_ray.errors import InputError
 from trishul_ray.report.outcomes import (
     EVALUATION,

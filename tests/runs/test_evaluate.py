@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import trishul_ray
 from trishul_ray.cli.run import _print_scores
 from trishul_ray.config.fields import DataConfig
-from trishul_ray.data.instructions import Row
+from trishul_ray.data.conversations import Row
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment.loading import load_experiment

@@ -94,14 +94,14 @@ def text_split(tmp_path):
 @pytest.fixture
 def reviews(text_split):
     """Six one-field rows of two classes; texts of very different lengths."""
-    info = DatasetInfo("toy", "text", "test", ("bad", "good"), fields=("sentence",))
+    info = DatasetInfo("toy", "text", ("bad", "good"), fields=("sentence",))
     return text_split(info, sentence=REVIEWS, label=LABELS)
 
 
 @pytest.fixture
 def questions(text_split):
     """Four rows to be answered, in two groups."""
-    info = DatasetInfo("toyqa", "qa", "test", groups=("SQuAD", "Natural-Questions"))
+    info = DatasetInfo("toyqa", "qa", groups=("SQuAD", "Natural-Questions"))
     answers = [["blue"], ["a red one", "red"], ["in 1976"], ["Žižkov", "zizkov"]]
     return text_split(
         info,

@@ -19,10 +19,10 @@ from trishul_ray.tasks.text2text import TextToClass
 from trishul_ray.tasks.verbalizer import Verbalizer
 
 IMAGES = DatasetInfo(
-    "pictures", "image", "t", ("a", "b"), image_shape=(1, 8, 8), mean=(0.5,), std=(0.5,)
+    "pictures", "image", ("a", "b"), image_shape=(1, 8, 8), mean=(0.5,), std=(0.5,)
 )
-TEXTS = DatasetInfo("mine", "text", "t", ("bad", "good"), ("x", "y"), ("text", "more"))
-QUESTIONS = DatasetInfo("asked", "qa", "t", groups=("SQuAD",))
+TEXTS = DatasetInfo("mine", "text", ("bad", "good"), ("x", "y"), ("text", "more"))
+QUESTIONS = DatasetInfo("asked", "qa", groups=("SQuAD",))
 PROMPT = ["task.template='{text} or {more}?'", "task.verbalizers=[good, bad]"]
 
 
@@ -85,7 +85,7 @@ def test_what_is_not_set_follows_from_the_dataset():
     task = build(TEXTS, "model=t5-tiny")
     assert task.template.text == "text: {text} more: {more}"
     assert task.class_texts == ("bad", "good") and task.start_id == PAD
-    one = DatasetInfo("mine", "text", "t", ("bad", "good"), (), ("text",))
+    one = DatasetInfo("mine", "text", ("bad", "good"), (), ("text",))
     assert build(one, "model=t5-tiny").template.text == "{text}"
     assert build(QUESTIONS, "model=t5-tiny").template.text == (
         "question: {question} context: {context}"

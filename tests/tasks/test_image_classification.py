@@ -137,18 +137,14 @@ def test_other_channel_counts_are_refused():
     ],
 )
 def test_what_a_backbone_leaves_open_the_dataset_decides(backbone, want):
-    info = DatasetInfo(
-        "toy", "image", "test", ("a", "b"), (), (), (3, 8, 8), RGB["mean"], RGB["std"]
-    )
+    info = DatasetInfo("toy", "image", ("a", "b"), (), (), (3, 8, 8), RGB["mean"], RGB["std"])
     made = image_task(backbone, info)
     assert (made.image_size, made.channels) == want[:2] and made.num_classes == 2
     assert made.mean == pytest.approx(want[2]) and made.std == pytest.approx(want[3])
 
 
 def test_images_that_are_not_square_need_a_size():
-    info = DatasetInfo(
-        "toy", "image", "test", ("a", "b"), (), (), (3, 8, 6), RGB["mean"], RGB["std"]
-    )
+    info = DatasetInfo("toy", "image", ("a", "b"), (), (), (3, 8, 6), RGB["mean"], RGB["std"])
     assert image_task(Preprocessing(8, 3, None, None), info).image_size == 8
     with pytest.raises(InputError, match=r"images of 6x8: set model\.image_size"):
         image_task(Preprocessing(None, 3, None, None), info)

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trishul_ray.adapters.model import AdaptedModel
+from trishul_ray.data.conversations import Row
 from trishul_ray.data.dataset import DatasetInfo, Split, write_split
-from trishul_ray.data.instructions import Row
 from trishul_ray.errors import InputError
 from trishul_ray.models.builtin import EOS, VOCABULARY
 from trishul_ray.tasks.instruction import Instruction
@@ -82,7 +82,7 @@ def split_of(tmp_path):
             names, fields = ("instruction", "input", "output"), ("instruction", "input")
             columns = {name: [getattr(row, name) for row in rows] for name in names}
         stored = {name: pa.array(texts, pa.large_string()) for name, texts in columns.items()}
-        write_split(file, stored, DatasetInfo("rows", "instruction", "here", fields=fields))
+        write_split(file, stored, DatasetInfo("rows", "instruction", fields=fields))
         return Split(file)
 
     return make

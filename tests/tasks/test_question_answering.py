@@ -70,7 +70,7 @@ def test_rows_become_inputs_targets_and_references(questions, encode_split, byte
 
 
 def test_training_rows_carry_no_references(text_split, byte_tokens):
-    info = DatasetInfo("toyqa", "qa", "test")
+    info = DatasetInfo("toyqa", "qa")
     rows = {"question": ["q"], "context": ["c"], "answers": ['["c", "c"]']}
     split = text_split(info, "train", **rows)
     assert "references" not in made(byte_tokens("t5")).encoder.encode(split, lambda done: None)
@@ -102,14 +102,14 @@ def test_the_loss_falls_and_groups_are_told_apart(
 
 @pytest.mark.parametrize("answers", ["blue", "[]", '"blue"', "[1]", '{"text": ["blue"]}'])
 def test_answers_that_are_no_list_of_texts(text_split, byte_tokens, answers):
-    info = DatasetInfo("toyqa", "qa", "test")
+    info = DatasetInfo("toyqa", "qa")
     split = text_split(info, question=["q", "q"], context=["c", "c"], answers=['["c"]', answers])
     with pytest.raises(CorruptFileError, match="'toyqa', test row 1: answers="):
         made(byte_tokens("t5")).encoder.encode(split, lambda done: None)
 
 
 def test_a_long_context_is_cut_and_the_question_stays(text_split, encode_split, byte_tokens):
-    info = DatasetInfo("toyqa", "qa", "test")
+    info = DatasetInfo("toyqa", "qa")
     rows = {"question": ["who is it?"], "context": ["word " * 50], "answers": ['["x"]']}
     columns = encode_split(text_split(info, **rows), made(byte_tokens("t5")))
     text = bytes((columns["input_ids"][0, :-1] - FIRST_BYTE).tolist()).decode()

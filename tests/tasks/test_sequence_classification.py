@@ -58,7 +58,7 @@ def test_a_text_is_bytes_between_marks(reviews, encode_split, byte_tokens):
 
 
 def test_a_pair_is_marked_and_its_longer_text_is_cut(word_tokens, text_split, encode_split):
-    info = DatasetInfo("pairs", "text", "test", ("no", "yes"), fields=("one", "two"))
+    info = DatasetInfo("pairs", "text", ("no", "yes"), fields=("one", "two"))
     split = text_split(info, one=["a b", "a b c d e"], two=["c", "c d"], label=[0, 1])
     task = one_field(word_tokens, fields=("one", "two"), max_length=8)
     columns = encode_split(split, task)
@@ -69,7 +69,7 @@ def test_a_pair_is_marked_and_its_longer_text_is_cut(word_tokens, text_split, en
 
 
 def test_special_tokens_spelled_in_a_text_are_letters(byte_tokens, text_split, encode_split):
-    info = DatasetInfo("odd", "text", "test", ("a", "b"), fields=("sentence",))
+    info = DatasetInfo("odd", "text", ("a", "b"), fields=("sentence",))
     split = text_split(info, sentence=["<pad></s>", ""], label=[0, 1])
     ids = encode_split(split, one_field(byte_tokens("llama"), decoder=True))["input_ids"]
     assert ids[0].tolist() == [BOS, *(FIRST_BYTE + byte for byte in b"<pad></s>")]

@@ -51,7 +51,7 @@ def test_a_word_with_the_space_before_it_is_one_token(word_tokens):
 
 
 def test_prompts_of_words_are_cut_to_the_limit(word_tokens, text_split, encode_split):
-    info = DatasetInfo("toy", "text", "test", ("bad", "good"), fields=("sentence",))
+    info = DatasetInfo("toy", "text", ("bad", "good"), fields=("sentence",))
     texts = ["a fine film, yes " * n for n in range(1, 40, 3)]
     task = made(word_tokens, text="{sentence}\nAnswer:", max_length=32)
     columns = encode_split(text_split(info, sentence=texts, label=[0] * len(texts)), task)

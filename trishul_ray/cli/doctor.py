@@ -84,12 +84,10 @@ def clean(cache: Path, runs: str = "runs") -> list[Path]:
     runs may need, are kept for a month.
     """
     # They import torch, which the checks may find broken.
-    from trishul_ray.data.passed_rows import remove_unused_rows
-    from trishul_ray.data.prepare import remove_leftovers
+    from trishul_ray.data.cache import remove_unused_data
     from trishul_ray.models.shared_weights import remove_unused_weights
 
-    removed = remove_leftovers(cache, keep=1, unused_seconds=UNUSED_SECONDS)
-    removed += [*remove_unused_rows(cache), *remove_unused_weights(cache)]
+    removed = [*remove_unused_data(cache), *remove_unused_weights(cache)]
     removed += [*remove_unused_copies(cache), *remove_unfinished(cache, below=True)]
     if "://" not in runs:
         removed += remove_unfinished(Path(runs), below=True)

@@ -76,7 +76,7 @@ def run(
     can change a result makes a different run, with a different id.
     """
     from trishul_ray.cli.fields import field_list
-    from trishul_ray.data.own import CUSTOM
+    from trishul_ray.data.user_data import USER_DATA
     from trishul_ray.experiment.identity import check_found
     from trishul_ray.experiment.rows import check_rows
 
@@ -87,7 +87,7 @@ def run(
     # Refuse what needs no data to see before anything imports torch.
     check_found(experiment)
     if show:
-        if experiment.data.name in CUSTOM:
+        if experiment.data.name in USER_DATA:
             check_rows(experiment)
         from trishul_ray.experiment.fit import check_layers  # imports torch
 

@@ -1,25 +1,19 @@
-"""Clean columns of Arrow tables, and convert them into columns of a dataset.
+"""Read columns of Arrow tables: texts, labels, answers, and names of classes, groups and clients.
 
-Errors name the file and, where possible, the row.
-
-A *raw* column holds labels, groups or clients as spelled in the data, as text or integers.
-:func:`number_values` turns raw columns into numbers once all rows of all splits are known. Names
-that look alike are one name: all are in the Unicode form NFC (:func:`nfc`).
-
-Legend of shapes: N rows.
+Names are in Unicode's composed form (NFC). Errors name the table and, if possible, the row. Legend
+of shapes: N rows.
 """
 
 import json
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
 
-from trishul_ray.errors import CorruptFileError, did_you_mean, first_line
+from trishul_ray.errors import CorruptFileError, did_you_mean
 from trishul_ray.runtime.lazy import pc
 
 #: Whole numbers that fit into int64 (no sign, no leading zeros); also as floats are spelled.
@@ -31,63 +25,23 @@ def nfc(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def with_nfc_names(table: pa.Table) -> pa.Table:
-    """Return a table with the names of its columns in the Unicode form NFC."""
-    renamed = table.rename_columns([nfc(name) for name in table.column_names])
-    return renamed.replace_schema_metadata(table.schema.metadata)
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether a column of this type holds texts."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-class FileOfLines(str):
-    """The name of a file each of whose rows is a line; ``first`` is that of row 0."""
-
-    first: int
-
-    def __new__(cls, name: str, first: int) -> "FileOfLines":
-        """Return the name with the line of its first row."""
-        made = super().__new__(cls, name)
-        made.first = first
-        return made
+def holds_images(kind: pa.DataType) -> bool:
+    """Return whether a column of this type holds images as on the hub: structs {bytes, path}."""
+    return bool(pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
 
 
 def at_row(where: str, row: int) -> str:
-    """Return what messages call a row of the table that they call ``where``."""
-    if isinstance(where, FileOfLines):
-        return f"{where}, line {row + where.first}"
+    """Return the name of a row in messages."""
     return f"{where}, row {row}"
 
 
-def to_array(values: Sequence[Any], where: str, column: str) -> pa.Array:
-    """Return values of one type as an array [N]; None, and NaN among others, become null.
-
-    Values of different types are a CorruptFileError that names two of them.
-    """
-    kinds = (pa.ArrowException, TypeError, ValueError, OverflowError)
-    try:
-        return pa.array(values)
-    except OverflowError:  # ids of 64 bits without sign, if they are
-        with suppress(*kinds):
-            return pa.array(values, pa.uint64(), from_pandas=True)
-    except kinds:
-        pass
-    try:
-        return pa.array(values, from_pandas=True)
-    except kinds as error:
-        gaps = ("NoneType", "NAType", "NaTType")
-        known = [
-            n for n, v in enumerate(values)
-            if type(v).__name__ not in gaps and not (isinstance(v, float) and v != v)
-        ]  # fmt: skip
-        other = next((n for n in known if type(values[n]) is not type(values[known[0]])), None)
-        why = first_line(error)
-        if other is not None:
-            why = f"{values[known[0]]!r} in row {known[0]}, {values[other]!r} in row {other}"
-        raise CorruptFileError(
-            f"{where}: column {column!r} has values of different types ({why})"
-        ) from error
-
-
 def get_column(table: pa.Table, column: str, where: str) -> pa.ChunkedArray:
-    """Return ``table[column]``, [N], or raise a CorruptFileError: it is missing or holds a null."""
+    """Return ``table[column]`` [N], or raise a CorruptFileError if it is missing or has a null."""
     if column not in table.column_names:
         names = ", ".join(table.column_names)
         hint = did_you_mean(column, table.column_names)
@@ -100,10 +54,7 @@ def get_column(table: pa.Table, column: str, where: str) -> pa.ChunkedArray:
 
 
 def read_texts(table: pa.Table, column: str, where: str) -> pa.LargeStringArray:
-    """Return the texts of ``table[column]``, [N]; they may be empty.
-
-    A missing column, a null, or anything but UTF-8 is a CorruptFileError.
-    """
+    """Return the texts of ``table[column]`` [N]; wrong values are a CorruptFileError."""
     values = get_column(table, column, where)
     if not is_text(values.type):
         raise CorruptFileError(f"{where}: column {column!r} is {values.type}, not text")
@@ -120,43 +71,39 @@ def read_labels(
 ) -> np.ndarray:
     """Return the labels of ``table[column]``, int64 [N].
 
-    Texts, such as all columns of a CSV file, may be whole numbers or the ``names`` of the classes.
+    Texts may be whole numbers or the ``names`` of the classes.
 
     Raises:
-        CorruptFileError: the column is missing, holds a null, is neither integer nor text, or a
+        CorruptFileError: The column is missing, holds a null, is neither integer nor text, or a
             label is outside 0..classes-1 and no name of a class.
     """
     values = get_column(table, column, where)
     if is_text(values.type):
-        texts = values.to_pylist()
         numbers = {str(k): k for k in range(classes)} | {name: k for k, name in enumerate(names)}
-        for row, text in enumerate(texts):
-            if text not in numbers:
-                allowed = f"a class ({', '.join(names)}) or " if names else ""
-                raise CorruptFileError(
-                    f"{at_row(where, row)}: {column} is {text!r}, not {allowed}a number in "
-                    f"0..{classes - 1}"
-                )
-        return np.array([numbers[text] for text in texts], dtype=np.int64)
-    if not pa.types.is_integer(values.type):
+        found = [numbers.get(text, -1) for text in values.to_pylist()]
+    elif pa.types.is_integer(values.type):
+        found = values.to_pylist()
+    else:
         raise CorruptFileError(f"{where}: column {column!r} is {values.type}, not integer or text")
-    labels: np.ndarray = values.to_numpy().astype(np.int64)
+    labels = np.array(found, dtype=np.int64)
     invalid = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(invalid):
         row = int(invalid[0])
+        allowed = f"a class ({', '.join(names)}) or " if names else ""
         raise CorruptFileError(
-            f"{at_row(where, row)}: {column} is {labels[row]}, outside 0..{classes - 1}"
+            f"{at_row(where, row)}: {column} is {values[row].as_py()!r}, not {allowed}a number in "
+            f"0..{classes - 1}"
         )
     return labels
 
 
 def read_answers(table: pa.Table, column: str, where: str) -> pa.LargeStringArray:
-    """Return the answers of ``table[column]``, [N], those of a row as a JSON list of texts.
+    """Return the answers of ``table[column]`` [N], each a JSON list of texts.
 
     A row may hold a list of texts, a single text, or a JSON list of texts.
 
     Raises:
-        CorruptFileError: the column is missing or of another type, or a row has no answer.
+        CorruptFileError: The column is missing or of another type, or a row has no answer.
     """
     values = get_column(table, column, where)
     kind = values.type
@@ -182,7 +129,7 @@ def _are_texts(values: Any) -> bool:
 
 
 def dump_answers(answers: Any, where: str, column: str = "answers") -> str:
-    """Return ``answers`` as JSON; raise CorruptFileError if they are no list of texts, or empty."""
+    """Return a list of at least one text as JSON; other values are a CorruptFileError."""
     if not _are_texts(answers):
         raise CorruptFileError(f"{where}: {column} is not a list of texts")
     if not answers:
@@ -190,70 +137,35 @@ def dump_answers(answers: Any, where: str, column: str = "answers") -> str:
     return json.dumps(answers, ensure_ascii=False)
 
 
-def read_raw(table: pa.Table, column: str, where: str) -> pa.Array:
-    """Return the raw values of ``table[column]``, large_string or int64 [N].
-
-    A column that is missing, holds a null, or is neither text nor integer is a CorruptFileError.
-    """
-    values = decoded(get_column(table, column, where))
-    kind = values.type
-    if is_text(kind):
-        return values.cast(pa.large_string()).combine_chunks()
-    if pa.types.is_nested(kind):
-        raise CorruptFileError(
-            f"{where}: column {column!r} is {kind}, not text or integer: it needs one value "
-            "a row; for several labels (multi-label) or one for each token, add a task of your own "
-            "(docs/adding-a-task.md)"
-        )
-    if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
-        raise CorruptFileError(f"{where}: column {column!r} is {kind}, not text or integer")
-    return values.cast(pa.int64()).combine_chunks()
-
-
-def decoded(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column without the dictionary that it may be encoded by."""
-    return values.cast(values.type.value_type) if pa.types.is_dictionary(values.type) else values
-
-
-def number_values(
-    raw: Mapping[str, pa.Array], names: Sequence[str] | None = None, what: str = "label"
-) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Replace raw values by their indices in the sorted order of all distinct values.
+def number_names(values: pa.Array, names: Sequence[str] = ()) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Replace names by their indices in the sorted order of all different names.
 
     Texts that are all whole numbers, as in a CSV file, are sorted as numbers. The ``names`` that
-    occur come first, in this order. Returns the indices int64 [N] of every split, and the values in
-    the order of their indices. ``what`` names the column in messages.
+    occur come first, in their order.
 
-    Raises:
-        CorruptFileError: the column is text in one split and integer in another.
+    Args:
+        values: Texts or integers [N], which may have nulls.
+        names: Names that come first.
+
+    Returns:
+        The indices int64 [N], -1 for nulls, and the names.
     """
-    if len({column.type for column in raw.values()}) > 1:
-        kinds = ", ".join(f"{split}: {column.type}" for split, column in raw.items())
-        raise CorruptFileError(f"column {what!r} has different types in the splits ({kinds})")
-    values = pa.chunked_array(list(raw.values()))
     if is_text(values.type) and pc.all(pc.match_substring_regex(values, _WHOLE_NUMBER)).as_py():
-        raw = {
-            split: pc.replace_substring_regex(column, r"\.0+$", "").cast(pa.int64())
-            for split, column in raw.items()
-        }
-        values = pa.chunked_array(list(raw.values()))
-    distinct = pc.unique(values).sort().to_pylist()
-    if names is not None:
-        known = [name for name in names if name in distinct]
-        distinct = known + [value for value in distinct if value not in names]
-    order = pa.array(distinct, values.type)
-    indices = {
-        split: pc.index_in(column, order).to_numpy().astype(np.int64)
-        for split, column in raw.items()
-    }
-    return indices, tuple(str(value) for value in distinct)
+        values = pc.replace_substring_regex(values, r"\.0+$", "").cast(pa.int64())
+    distinct = pc.unique(values.drop_null()).sort().to_pylist()
+    distinct = [name for name in names if name in distinct] + [
+        value for value in distinct if value not in names
+    ]
+    indices = pc.index_in(values, pa.array(distinct, values.type), skip_nulls=True)
+    numbers: np.ndarray = pc.fill_null(indices, -1).to_numpy(zero_copy_only=False)
+    return numbers.astype(np.int64), tuple(str(value) for value in distinct)
 
 
-def is_text(kind: pa.DataType) -> bool:
-    """Return whether a column of this type holds texts."""
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def holds_images(kind: pa.DataType) -> bool:
-    """Return whether a column of this type holds images as on the hub: structs {bytes, path}."""
-    return bool(pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
+def class_names(table: pa.Table, column: str) -> tuple[str, ...] | None:
+    """Return the class names in a table's Hugging Face metadata, or None if it has none."""
+    try:
+        features = json.loads((table.schema.metadata or {})[b"huggingface"])["info"]["features"]
+        composed = {nfc(key): value for key, value in features.items()}
+        return tuple(nfc(str(name)) for name in composed[column]["names"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None

@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
 
 from trishul_ray.errors import CorruptFileError, InputError, first_line
 from trishul_ray.runtime.lazy import torch
@@ -23,7 +22,7 @@ from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.storage.durable import Json, complete_file
 
 #: Part of every prepared file's key: raise it when the format of the files changes.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 #: Key of the description in the metadata of the Arrow schema.
 _META = b"trishul"
@@ -54,6 +53,31 @@ ProgressCallback = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where the rows of a dataset come from, and what was done to them.
+
+    Attributes:
+        kind: Hub, mirror of the hub, the user's files, rows passed from Python, or generated rows.
+        name: Repository, path, or generator.
+        revision: Commit of the repository; None if unknown.
+        notes: What was changed or left out, for reports.
+    """
+
+    kind: Literal["hub", "mirror", "file", "python", "generated"]
+    name: str
+    revision: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ", ".join((self.place, *self.notes))
+
+    @property
+    def place(self) -> str:
+        """Kind, name and revision."""
+        return f"{self.kind}:{self.name}" + (f"@{self.revision}" if self.revision else "")
+
+
+@dataclass(frozen=True)
 class DatasetInfo:
     """Description of a dataset, stored as JSON in every prepared file.
 
@@ -67,24 +91,23 @@ class DatasetInfo:
     the row, for a natural partition).
 
     Attributes:
-        name: name of the dataset in the registry.
-        kind: kind of the rows.
-        source: origin of the rows, for messages and reports.
-        classes: class names; empty for ``qa`` and ``instruction``.
-        groups: names of sub-datasets (MRQA) or of parts of the test rows (MNLI); may be empty.
-        clients: names of the natural clients, indexed by the column ``client``; may be empty.
-        fields: text columns in reading order; for ``text``, and ``instruction``, where they are
-            ``instruction`` and, if there is one, ``input``; or ``messages``.
+        name: Name of the dataset in the registry.
+        kind: Kind of the rows.
+        classes: Class names; empty for ``qa`` and ``instruction``.
+        groups: Names of sub-datasets (MRQA) or of parts of the test rows (MNLI); may be empty.
+        fields: Text columns in reading order; for ``text``, and for ``instruction``, whose fields
+            are ``instruction`` and, if there is one, ``input``; or ``messages``.
         image_shape: (C, H, W); ``image`` only, like ``mean`` and ``std``.
-        mean: mean per channel of pixels / 255 over the first split.
-        std: standard deviation per channel, likewise.
-        skipped: names of broken images that were left out.
-        doubt: why the labels cannot be classes, such as scores; empty if they may be.
+        mean: Mean per channel of pixels / 255 over the first split.
+        std: Standard deviation per channel over the first split.
+        clients: Names of the natural clients, indexed by the column ``client``; may be empty.
+        skipped: Names of rows that were left out.
+        doubt: Why the labels cannot be classes; empty if they may be.
+        origin: Where the rows come from.
     """
 
     name: str
     kind: Kind
-    source: str
     classes: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
@@ -94,6 +117,7 @@ class DatasetInfo:
     clients: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     doubt: str = ""
+    origin: Origin = Origin("generated", "rows")
 
     @property
     def num_classes(self) -> int:
@@ -103,10 +127,11 @@ class DatasetInfo:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> DatasetInfo:
         """Return the description whose ``asdict`` was stored as JSON."""
-        values: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
-        }
-        return cls(**values)
+        return cls(**_tuples(fields) | {"origin": Origin(**_tuples(fields["origin"]))})
+
+
+def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
 
 
 def score_name(metric: str, rows: RowSet) -> str:
@@ -296,11 +321,6 @@ class PreparedDataset:
     @cached_property
     def _splits(self) -> dict[str, Split]:
         return {name: Split(self.folder / f"{name}.arrow") for name in self.split_names}
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this machine has all files; each one appears when it is complete."""
-        return all(split.path.is_file() for split in self._splits.values())
 
     def split(self, name: str) -> Split:
         """Return the split ``name``, or raise an InputError if there is none."""

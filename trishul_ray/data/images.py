@@ -1,13 +1,11 @@
-"""Decode images into one array per split.
+"""Decode images into one array.
 
 A prepared dataset holds images of one size and mode. :func:`decode_images` requires it of a public
-dataset's images. :func:`decode_and_resize` makes your own images meet it: each is turned upright
-(its EXIF orientation), resized so that its short side fits (bilinear, with antialiasing), and
-cropped to the square in its centre. The side is the most frequent short side, at most
-:data:`MAX_SIDE`. Unless all images are gray, all are converted to RGB, which drops transparency.
-Gray images of 16 bits are scaled to 8; those of 32-bit integers or floats are refused, because
-nothing says which values are black and white. ``info.source`` tells how many images were scaled,
-resized or cropped, and how many were skipped.
+dataset's images. :func:`decode_and_resize` converts user images: each is turned upright (its EXIF
+orientation), resized so that its short side fits (bilinear, with antialiasing), and cropped to the
+square in its center. The side is the most frequent short side, at most :data:`MAX_SIDE`. Unless all
+images are gray, all are converted to RGB, which drops transparency. Gray images of 16 bits are
+scaled to 8; images of 32-bit integers or floats, whose range is unknown, are rejected.
 
 Legend of shapes: N images, C channels, H x W pixels.
 """
@@ -20,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -29,8 +26,7 @@ import pyarrow as pa
 from PIL import Image, ImageOps
 
 from trishul_ray.data.columns import get_column, holds_images
-from trishul_ray.errors import CorruptFileError, InputError, join_limited, one_line
-from trishul_ray.storage.integrity import is_lfs_pointer, lfs_pointer
+from trishul_ray.errors import CorruptFileError, join_limited, one_line
 
 # Python would print what Pillow logs on malformed files.
 logging.getLogger("PIL").addHandler(logging.NullHandler())
@@ -38,27 +34,16 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())
 #: Pillow modes of stored images, with their numbers of channels.
 MODE_CHANNELS = {"RGB": 3, "L": 1}
 
-#: Maximum side of your own images as stored.
+#: Maximum side of user images as stored.
 MAX_SIDE = 256
 
-#: Raise it when :func:`resize_images` changes what it returns: own images are prepared anew.
+#: Raise it when :func:`resize_images` changes its result: user images are prepared again.
 PREPARATION_VERSION = 3
-
-#: Images of 16 bits that all stay below this value have fewer, such as those of a 12-bit sensor: of
-#: the 256 levels of 8 bits they would have 32.
-_DARK = 2**13
-
-#: Pillow's modes of pixels whose range of values is unknown.
-_WIDE_MODES = {"I": "32-bit integers", "F": "32-bit floats"}
-_WIDE_ADVICE = "write 8 or 16 bits"
-
-#: Suffixes of photos as phones take them, in a format that Pillow cannot read.
-HEIC_SUFFIXES = (".heic", ".heif")
 
 #: Broken images to name in one message.
 MAX_NAMED = 100
 
-#: Errors of Pillow for files that are no images, are cut off or are malformed.
+#: Errors of Pillow for files that are no images, are truncated or are malformed.
 _UNREADABLE = (
     Image.DecompressionBombError,
     OSError,
@@ -112,7 +97,7 @@ def _decode(encoded: bytes | None, mode: str, size: tuple[int, int], where: str)
     if encoded is None:
         raise CorruptFileError(f"{where}: the image has no bytes")
     with _open_image(encoded, where) as image:
-        # Only the header has been read: an image of a huge size is refused before it is decoded.
+        # Only the header has been read: a huge image is rejected before it is decoded.
         if (image.height, image.width) != size:
             raise CorruptFileError(
                 f"{where}: image is {image.width}x{image.height}, not {size[1]}x{size[0]}"
@@ -127,89 +112,68 @@ class ResizedImages:
     """Images of one size and mode.
 
     Attributes:
-        pixels: the images of every split, uint8 [N, C, H, W].
-        retained: where they were in the split's list, int64 [N], ascending.
-        skipped: names of the images that cannot be read.
-        note: how many were scaled, resized, cropped or skipped, for ``info.source``; empty if none.
+        pixels: The readable images, uint8 [n, C, H, W].
+        readable: Whether each image could be read, bool [N].
+        skipped: Names of the images that could not be read.
+        notes: How many were scaled, resized, cropped or skipped, for reports.
     """
 
-    pixels: dict[str, np.ndarray]
-    retained: dict[str, np.ndarray]
+    pixels: np.ndarray
+    readable: np.ndarray
     skipped: tuple[str, ...]
-    note: str
+    notes: tuple[str, ...]
 
 
 def decode_and_resize(
-    splits: Mapping[str, Sequence[NamedImage]],
-    progress: Callable[[str, float], None],
-    *,
-    skip_broken: bool = False,
+    images: Sequence[NamedImage], progress: Callable[[float], None], *, skip_broken: bool = False
 ) -> ResizedImages:
     """Decode images of any size and mode, at least one, and convert them to one size and mode.
 
-    With ``skip_broken``, images that cannot be read are left out, as if they were not there.
+    With ``skip_broken``, images that cannot be read are left out.
 
     Raises:
-        CorruptFileError: images cannot be read, or have 16 bits of which they use few; the message
-            names them.
+        CorruptFileError: Images cannot be read; the message names them.
     """
     broken: dict[str, str] = {}
-    deep: dict[str, int] = {}
     while True:
-        readable = {s: [i for i in images if i[1] not in broken] for s, images in splits.items()}
-        shape, sizes = _common_shape(readable, broken)
-        pixels = {}
-        for split, images in readable.items():
-            images = [image for image in images if image[1] not in broken]
-            pixels[split] = _resize(images, shape, partial(progress, split), broken, deep)
-            progress(split, 1.0)
+        shape, sizes = _common_shape([each for each in images if each[1] not in broken], broken)
+        readable = [each for each in images if each[1] not in broken]
+        pixels, deep = _resize(readable, shape, progress, broken)
         if broken and not skip_broken:
-            raise _broken_images(broken)
-        if sum(map(len, pixels.values())) == sizes.total():
+            raise _broken_images(broken, "remove them, or set data.skip_broken=true")
+        if len(pixels) == sizes.total():
             break
         # The header of a broken image may have been readable: its size must not count.
-    retained = {
-        split: np.array([n for n, (_, where) in enumerate(images) if where not in broken], int)
-        for split, images in splits.items()
+    progress(1.0)
+    total, side = len(pixels), shape[1]
+    counts = {
+        f"of {total} images scaled from 16 to 8 bits": deep,
+        f"of {total} images resized and cropped to {side}x{side}": total - sizes[side, side],
+        "broken images skipped": len(broken),
     }
-    brightest = max(deep.values(), default=_DARK)
-    if brightest < _DARK:
-        raise CorruptFileError(
-            f"{len(deep)} images of 16 bits have values of at most {brightest:,} of 65,535, such "
-            f"as {join_limited(list(deep), 3)}: of 256 levels of gray, {brightest // 257 + 1} "
-            "would be left; scale them to 8 or to all 16 bits (12 bits: value * 16)"
-        )
-    side = shape[1]
-    resized = sizes.total() - sizes[side, side]
-    note = ""
-    if deep:
-        note = f", {len(deep)} of {sizes.total()} images scaled from 16 to 8 bits"
-    if resized:
-        note += f", {resized} of {sizes.total()} images resized and cropped to {side}x{side}"
-    if broken:
-        note += f", {len(broken)} broken image{'s' * (len(broken) > 1)} skipped"
-    return ResizedImages(pixels, retained, tuple(broken), note)
+    notes = tuple(f"{count} {what}" for what, count in counts.items() if count)
+    kept = np.array([name not in broken for _, name in images])
+    return ResizedImages(pixels, kept, tuple(broken), notes)
 
 
 def _common_shape(
-    splits: Mapping[str, Sequence[NamedImage]], broken: dict[str, str]
+    images: Sequence[NamedImage], broken: dict[str, str]
 ) -> tuple[tuple[int, int, int], Counter[tuple[int, int]]]:
-    """Return (C, side, side) for all images, and how many have which size as stored.
+    """Return (C, side, side) for all images, and the number of images per stored size.
 
-    Only headers are read. Images without a readable one are added to ``broken``, with the fault.
+    Only headers are read. Images without a readable header are added to ``broken``.
     """
     sizes: Counter[tuple[int, int]] = Counter()
     all_gray = True
-    for images in splits.values():
-        for encoded, where in images:
-            try:
-                with _open_image(encoded, where) as image:
-                    sizes[image.height, image.width] += 1
-                    all_gray = all_gray and (image.mode in ("1", "L") or _is_deep(image))
-            except CorruptFileError as error:
-                broken[where] = str(error)
+    for encoded, where in images:
+        try:
+            with _open_image(encoded, where) as image:
+                sizes[image.height, image.width] += 1
+                all_gray = all_gray and (image.mode in ("1", "L") or _is_deep(image))
+        except CorruptFileError as error:
+            broken[where] = str(error)
     if not sizes:
-        raise _broken_images(broken)
+        raise _broken_images(broken, "replace them")
     short_sides: Counter[int] = Counter()
     for size, count in sizes.items():
         short_sides[min(size)] += count
@@ -223,9 +187,9 @@ def resize_images(images: Sequence[NamedImage], shape: tuple[int, int, int]) -> 
     Images that cannot be read are a CorruptFileError that names them.
     """
     broken: dict[str, str] = {}
-    pixels = _resize(images, shape, lambda done: None, broken, {})
+    pixels, _ = _resize(images, shape, lambda done: None, broken)
     if broken:
-        raise _broken_images(broken, skippable=False)
+        raise _broken_images(broken, "remove them")
     return pixels
 
 
@@ -234,24 +198,23 @@ def _resize(
     shape: tuple[int, int, int],
     progress: Callable[[float], None],
     broken: dict[str, str],
-    deep: dict[str, int],
-) -> np.ndarray:
-    """Return the pixels of the images that can be read; add the others to ``broken``.
+) -> tuple[np.ndarray, int]:
+    """Return the pixels of the readable images, and how many have 16 bits.
 
-    Images of 16 bits are added to ``deep``, with their largest value.
+    The other images are added to ``broken``, with their faults.
     """
     channels, height, width = shape
     mode = next(mode for mode, count in MODE_CHANNELS.items() if count == channels)
     pixels = np.empty((len(images), *shape), dtype=np.uint8)
-    row = 0
+    row = deep = 0
     for number, (encoded, where) in enumerate(images):
         try:
             with _open_image(encoded, where) as image:
                 upright = turn_upright(image)
                 if _is_deep(upright):  # Pillow would clip values at 255: nearly all pixels white
                     values: np.ndarray = np.asarray(upright).astype(np.uint32)
-                    deep[where] = int(values.max())
                     upright = Image.fromarray(((values + 128) // 257).astype(np.uint8))
+                    deep += 1
                 upright = upright.convert(mode)
                 if upright.size != (width, height):
                     bilinear = Image.Resampling.BILINEAR
@@ -263,7 +226,7 @@ def _resize(
         row += 1
         if number % 500 == 0:
             progress(number / len(images))
-    return pixels[:row]
+    return pixels[:row], deep
 
 
 def turn_upright(image: Image.Image) -> Image.Image:
@@ -272,38 +235,28 @@ def turn_upright(image: Image.Image) -> Image.Image:
     try:
         return ImageOps.exif_transpose(image)
     except _UNREADABLE:
-        return image  # broken EXIF data say nothing on a readable image
+        return image  # a readable image with broken EXIF data
 
 
 def _is_deep(image: Image.Image) -> bool:
-    """Return whether an image is gray with 16 bits; Pillow reads those in color with 8."""
+    """Return whether an image is gray with 16 bits; Pillow reads color images with 8."""
     return image.mode.startswith("I;16")
 
 
 def check_mode(image: Image.Image, where: str) -> None:
     """Raise a CorruptFileError for an image whose values have no known range."""
-    if image.mode in _WIDE_MODES:
+    if image.mode in ("I", "F"):
         raise CorruptFileError(
-            f"{where}: pixels of {_WIDE_MODES[image.mode]}, of which nothing says what is black "
-            f"and what is white; {_WIDE_ADVICE}"
+            f"{where}: pixels of 32 bits, whose range is unknown; write 8 or 16 bits"
         )
 
 
-def _broken_images(broken: Mapping[str, str], skippable: bool = True) -> CorruptFileError:
+def _broken_images(broken: Mapping[str, str], advice: str) -> CorruptFileError:
     """Return the error that names all images in ``broken``, which has their faults by name."""
-    advice = []
-    if any(name.lower().endswith(HEIC_SUFFIXES) for name in broken):
-        advice.append("convert HEIC to JPEG")
-    if len(broken) > 1 and any(fault.endswith(_WIDE_ADVICE) for fault in broken.values()):
-        advice.append(f"{_WIDE_ADVICE} where pixels are 32-bit integers or floats")
-    if len(broken) == 1:
-        (found,) = broken.values()
-    else:
+    found = next(iter(broken.values()))
+    if len(broken) > 1:
         found = f"{len(broken)} images cannot be read: {join_limited(list(broken), MAX_NAMED)}"
-    if skippable:
-        one_or_all = "it" if len(broken) == 1 else "them"
-        advice += [f"remove {one_or_all}", "or set data.skip_broken=true"]
-    return CorruptFileError("; ".join(filter(None, (found, ", ".join(advice)))))
+    return CorruptFileError(f"{found}; {advice}")
 
 
 @contextmanager
@@ -321,21 +274,8 @@ def _open_image(encoded: bytes | Path, where: str) -> Iterator[Image.Image]:
     except CorruptFileError:
         raise
     except _UNREADABLE as error:
-        _reject_pointer(encoded, where)
         reason = re.sub(r" <_io\.BytesIO object at \w+>", "", one_line(error))
         raise CorruptFileError(f"{where}: not a readable image ({reason})") from error
-
-
-def _reject_pointer(encoded: bytes | Path, where: str) -> None:
-    """Raise an InputError for a pointer of Git LFS: no broken image, whatever is to be skipped."""
-    if isinstance(encoded, Path):
-        pointer = lfs_pointer(encoded) is not None
-    else:
-        pointer = is_lfs_pointer(encoded)
-    if pointer:
-        raise InputError(
-            f"{where} is a pointer of Git LFS, not the image: run `git lfs pull` where it is"
-        )
 
 
 def _to_array(image: Image.Image) -> np.ndarray:

@@ -19,10 +19,10 @@ import pyarrow as pa
 
 from trishul_ray.data.columns import (
     at_row,
-    number_values,
+    class_names,
+    number_names,
     read_answers,
     read_labels,
-    read_raw,
     read_texts,
 )
 from trishul_ray.data.dataset import (
@@ -38,9 +38,9 @@ from trishul_ray.data.dataset import (
     split_off_test,
     take_rows,
 )
-from trishul_ray.data.hub import HubRepo, class_names
+from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.images import MODE_CHANNELS, decode_images, pixel_statistics
-from trishul_ray.data.tables import file_signature, read_table
+from trishul_ray.data.tables import file_signature, read_tables
 from trishul_ray.errors import CorruptFileError, InputError, join_limited
 from trishul_ray.plugins.registry import Registry
 from trishul_ray.runtime.random_streams import numpy_rng
@@ -193,15 +193,12 @@ class QuestionRows(RowFormat):
             "question": read_texts(table, "question", where),
             "context": read_texts(table, "context", where),
             "answers": read_answers(table, "answers", where),
-            "group": read_raw(table, self.subset, where),
+            "group": read_texts(table, self.subset, where),
         }
 
     def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
         """Return the names of the sub-datasets that occur, with ``group`` as int64 [N]."""
-        raw = {split: columns["group"] for split, columns in splits.items()}
-        numbered, groups = number_values(raw, self.subsets, "group")
-        stored = {split: columns | {"group": numbered[split]} for split, columns in splits.items()}
-        return {"groups": groups}, stored
+        return {"groups": _number_groups(splits, self.subsets)}, splits
 
 
 @dataclass(frozen=True)
@@ -241,15 +238,22 @@ class InstructionRows(RowFormat):
         fields = tuple(name for name in ("instruction", "input") if name in self.names)
         about: dict[str, Any] = {"fields": fields, "skipped": tuple(skipped)}
         if self.groups:
-            raw = {split: columns["group"] for split, columns in stored.items()}
-            numbered, about["groups"] = number_values(raw, self.groups, "group")
-            for split, columns in stored.items():
-                columns["group"] = numbered[split]
+            about["groups"] = _number_groups(stored, self.groups)
         if self.shards is not None:
             for columns in stored.values():
                 columns["client"] = _shard(columns["group"], self.shards)
             about["clients"] = tuple(str(client) for client in range(self.shards))
         return about, stored
+
+
+def _number_groups(splits: Splits, names: Sequence[str]) -> tuple[str, ...]:
+    """Replace the group names of all splits by numbers; return the names in their order."""
+    raw = [pa.array(columns["group"]) for columns in splits.values()]
+    numbers, groups = number_names(pa.concat_arrays(raw), names)
+    ends = np.cumsum([len(part) for part in raw])[:-1]
+    for columns, part in zip(splits.values(), np.split(numbers, ends), strict=True):
+        columns["group"] = part
+    return groups
 
 
 def _draw_each(groups: Column, count: int) -> np.ndarray:
@@ -369,44 +373,33 @@ class PublicDataset:
             InputError: the dataset was not found; names the places searched.
         """
         files = self.repo.mirror_files(hub, tuple(self.sizes))
+        if files is None:
+            tables = self._download(hub)
+        else:
+            tables = {s: read_tables(of, self.rows.columns) for s, of in files.items()}
         splits: dict[str, Columns] = {}
         names, named = self.rows.expected_names(), f"dataset {self.name}"
-        for split in self.sizes:
-            if files is None:
-                tables = [(self.repo.call_split(split), self._download(split, hub))]
-            else:
-                tables = [(str(file), read_table(file, self.rows.columns)) for file in files[split]]
-            for where, table in tables:
-                found = self.rows.class_names(table)
-                if found is not None and names is not None:
-                    _check_order(found, where, names, named)
-                elif found is not None:
-                    names, named = found, where
-            splits[split] = self._decode(tables, partial(progress, f"{self.name} {split}"))
+        for split, table in tables.items():
+            where = f"{self.repo.repo}, split {split}"
+            if files is not None and len(files[split]) == 1:
+                where = str(files[split][0])
+            found = self.rows.class_names(table)
+            if found is not None and names is not None:
+                _check_order(found, where, names, named)
+            elif found is not None:
+                names, named = found, where
+            report = partial(progress, f"{self.name} {split}")
+            splits[split] = self.rows.decode(table, where, report)
+            report(1.0)
             if not length(splits[split]):
-                raise CorruptFileError(f"{tables[0][0]}: the {split} split has no rows")
+                raise CorruptFileError(f"{where}: the {split} split has no rows")
         if files is None:
             self._check_sizes(splits)
-            source = self.repo.key
-        else:
-            source = self.repo.mirror_source(hub, [file for of in files.values() for file in of])
         fields, columns = self.rows.finish(self._split(splits), names)
         if self.groups:
             fields["groups"] = self.groups
-        return DatasetInfo(self.name, self.rows.kind, source, **fields), columns
-
-    def _decode(
-        self, tables: Sequence[tuple[str, pa.Table]], progress: Callable[[float], None]
-    ) -> Columns:
-        parts = []
-        for number, (where, table) in enumerate(tables):
-
-            def report(done: float, number: int = number) -> None:
-                progress((number + done) / len(tables))
-
-            parts.append(self.rows.decode(table, where, report))
-            report(1.0)
-        return join(parts)
+        origin = self.repo.origin(mirrored=files is not None)
+        return DatasetInfo(self.name, self.rows.kind, origin=origin, **fields), columns
 
     def _check_sizes(self, splits: Splits) -> None:
         for split, rows in self.sizes.items():
@@ -431,23 +424,18 @@ class PublicDataset:
             part["group"] = np.full(length(part), group, dtype=np.int64)
         return {"train": dict(splits["train"]), "test": join(test)}
 
-    def _download(self, split: str, hub: Path | None) -> pa.Table:
-        repo = self.repo
-        try:
-            if not (repo.on_hub or Path(repo.repo).is_dir()):
-                raise InputError("it is not there")
-            return repo.download(split, self.rows.columns)
-        except InputError as error:
-            needed = f"{repo.repo}/{repo.file_patterns[0].format(split=split)}"
-            way_out = f"set TRISHUL_HUB or storage.hub to a folder with {needed}"
-            if repo.on_hub:
-                command = repo.mirror_command(tuple(self.sizes), hub)
-                way_out = (
-                    f"with internet access, run `trishul list datasets {self.name}` once, or fill "
-                    f"a mirror with `{command}`; {way_out}"
-                )
-            what = f"dataset {self.name} ({repo.repo})"
-            raise repo.not_found(what, hub, error, way_out) from error
+    def _download(self, hub: Path | None) -> dict[str, pa.Table]:
+        if not (self.repo.on_hub or Path(self.repo.repo).is_dir()):
+            needed = f"{self.repo.repo}/{self.repo.file_patterns[0]}"
+            raise InputError(
+                f"dataset {self.name} not found: set TRISHUL_HUB or storage.hub to a folder with "
+                f"{needed}"
+            )
+        tables = self.repo.download(hub, tuple(self.sizes))
+        return {
+            split: table.select([c for c in self.rows.columns if c in table.column_names])
+            for split, table in tables.items()
+        }
 
 
 def _check_order(found: Sequence[str], where: str, names: Sequence[str], named: str) -> None:

@@ -1,115 +1,100 @@
-"""Read table files: CSV, TSV, JSON, JSON lines and Parquet.
-
-Errors name the file and, where possible, the row.
-"""
+"""Read table files: CSV, TSV, JSON, JSON lines and Parquet."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
 
-from trishul_ray.data.columns import FileOfLines, nfc, to_array, with_nfc_names
-from trishul_ray.errors import CorruptFileError, first_line
+from trishul_ray.data.columns import nfc
+from trishul_ray.errors import CorruptFileError, InputError, first_line
 from trishul_ray.runtime.lazy import pq
-from trishul_ray.storage.durable import Json
 from trishul_ray.storage.integrity import digest, lfs_pointer
 
-#: Formats that :func:`read_table` can read, by suffix of the file's name.
-_FORMATS = {
-    **{".parquet": "parquet", ".jsonl": "JSON lines", ".json": "JSON"},
-    **{".csv": "CSV", ".tsv": "CSV"},
-}
+#: Suffixes of the files that :func:`read_table` can read.
+SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
 
-#: File name suffixes that :func:`read_table` can read.
-SUFFIXES = tuple(_FORMATS)
-
-#: Delimiters that some programs write in a CSV file in place of commas.
-_DELIMITERS = (";", "\t", "|", ",")
-
-#: First and last bytes of a Parquet file.
-_PARQUET = b"PAR1"
-
-#: First bytes of packed files, what they are, and the command that unpacks one.
-_PACKINGS = {
-    b"\x1f\x8b": ("a gzip file", "gunzip -c"),
-    b"PK\x03\x04": ("a zip file (as those of Excel are)", "unzip -p"),
-}
+#: Errors of libraries for files that are missing or malformed.
+_UNREADABLE = (pa.ArrowException, OSError, ValueError, RecursionError)
 
 
 def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the rows of a file with one of :data:`SUFFIXES`, its columns' names in NFC.
+    """Return the rows of a file with one of :data:`SUFFIXES`; the columns' names are in NFC.
 
-    ``columns`` that the file does not have are left out. If it has none of them, all are read, so
-    that an error message can list them.
+    Columns of CSV files are texts. ``columns`` that the file lacks are left out; if it lacks all of
+    them, all of its columns are read, so that an error message can list them.
 
     Raises:
-        CorruptFileError: the file cannot be read in the format of its suffix.
+        CorruptFileError: The file cannot be read in the format of its suffix.
     """
+    if fault := lfs_pointer(file):
+        raise CorruptFileError(f"{file}: {fault}")
+    try:
+        table = _read(file)
+    except _UNREADABLE as error:
+        kind = file.suffix[1:].lower()
+        raise CorruptFileError(
+            f"{file}: not a readable {kind} file ({first_line(error)})"
+        ) from error
+    names = [nfc(name) for name in table.column_names]
+    table = table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
+    check_unique(names, str(file))
+    wanted = [name for name in names if name in (columns or ())]
+    return table.select(wanted) if wanted else table
 
-    def select(names: Sequence[str]) -> list[str]:
-        return [name for name in names if nfc(name) in (columns or ())] or list(names)
 
-    with _errors_named(file) as kind:
-        if kind == "parquet":
-            with pq.ParquetFile(file) as opened:
-                return with_nfc_names(opened.read(columns and select(opened.schema_arrow.names)))
-        if kind == "CSV":
-            table = _read_csv(file)
-            return with_nfc_names(table.select(select(table.column_names)) if columns else table)
-        rows = list(_json_objects(file))
-    names = select(list(dict.fromkeys(name for row in rows for name in row)))
-    arrays = [to_array([row.get(name) for row in rows], str(file), name) for name in names]
-    return with_nfc_names(pa.table(arrays, names=names))
+def read_tables(files: Sequence[Path], columns: Sequence[str] | None = None) -> pa.Table:
+    """Return the rows of consecutive files; columns that a file lacks are null.
 
-
-def name_rows(file: Path, table: pa.Table) -> str:
-    """Return the name of a file for messages, which call its rows lines if each row is one.
-
-    Blank lines and line breaks in values make more lines than rows; then its rows count from 0.
+    Files whose columns have different types are a CorruptFileError.
     """
-    header = {"CSV": 1, "JSON lines": 0, "JSON": 0}.get(_FORMATS[file.suffix.lower()])
-    if header is None:
-        return str(file)
-    with file.open("rb") as stream:
-        lines = blank = 0
-        for line in stream:
-            blank = blank + 1 if not line.strip() else 0
-            lines += 1
-    is_line = lines - blank == table.num_rows + header
-    return FileOfLines(str(file), 1 + header) if is_line else str(file)
+    tables = [read_table(file, columns) for file in files]
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:
+        names = ", ".join(map(str, files))
+        raise CorruptFileError(f"{names}: different columns ({first_line(error)})") from error
+
+
+def check_unique(names: Sequence[str], where: str) -> None:
+    """Raise an InputError if columns with a name have the same one."""
+    repeated = sorted({name for name in names if name.strip() and names.count(name) > 1})
+    if repeated:
+        raise InputError(f"{where}: several columns are called {repeated[0]!r}; rename all but one")
 
 
 def column_names(file: Path) -> list[str]:
-    """Return the names of a table's columns, in NFC; of JSON, those of the first row."""
-    return [nfc(name) for name in _stored_names(file)]
+    """Return the names of a table's columns in NFC; of JSON, the names in the first row."""
+    try:
+        return [nfc(name) for name in _stored_names(file)]
+    except _UNREADABLE:
+        return []  # read_table reports it
+
+
+def _read(file: Path) -> pa.Table:
+    suffix = file.suffix.lower()
+    if suffix == ".parquet":
+        with pq.ParquetFile(file) as opened:
+            return opened.read()
+    if suffix in (".csv", ".tsv"):
+        # Read all columns as text: a text may look like a number.
+        as_text = pa.csv.ConvertOptions(
+            column_types=dict.fromkeys(_stored_names(file), pa.large_string()),
+            strings_can_be_null=False,
+        )
+        return pa.csv.read_csv(file, *_csv_options(file), as_text)
+    return to_arrow(list(_json_rows(file)))
 
 
 def _stored_names(file: Path) -> list[str]:
-    with _errors_named(file) as kind:
-        if kind == "parquet":
-            return list(pq.read_schema(file).names)
-        if kind == "CSV":
-            return list(pa.csv.open_csv(file, *_csv_options(file)).schema.names)
-        return list(next(_json_objects(file), {}))
-
-
-def _read_csv(file: Path) -> pa.Table:
-    names = _stored_names(file)
-    # Read all columns as text: a text may look like a number.
-    convert = pa.csv.ConvertOptions(
-        column_types=dict.fromkeys(names, pa.large_string()), strings_can_be_null=False
-    )
-    table = pa.csv.read_csv(file, *_csv_options(file), convert)
-    if len(names) == 1 and (found := next((d for d in _DELIMITERS if d in names[0]), None)):
-        comma = "tabs" if file.suffix.lower() == ".tsv" else "commas"
-        raise CorruptFileError(
-            f"{file}: the columns are separated by {found!r}, not by {comma}; write the file anew: "
-            f"pandas.read_csv({str(file)!r}, sep={found!r}).to_csv('new.csv', index=False)"
-        )
-    return table
+    suffix = file.suffix.lower()
+    if suffix == ".parquet":
+        return list(pq.read_schema(file).names)
+    if suffix in (".csv", ".tsv"):
+        return list(pa.csv.open_csv(file, *_csv_options(file)).schema.names)
+    return list(to_arrow([next(_json_rows(file), {})]).column_names)
 
 
 def _csv_options(file: Path) -> tuple[pa.csv.ReadOptions, pa.csv.ParseOptions]:
@@ -120,102 +105,42 @@ def _csv_options(file: Path) -> tuple[pa.csv.ReadOptions, pa.csv.ParseOptions]:
     )
 
 
-@contextmanager
-def _errors_named(file: Path) -> Iterator[str]:
-    """Yield the format of a file; raise what goes wrong as an error that says what it is."""
-    kind = _FORMATS[file.suffix.lower()]
-    if pointer := lfs_pointer(file):
-        raise CorruptFileError(f"{file}: {pointer}")
-    try:
-        with file.open("rb") as stream:
-            start = stream.read(4)
-        for magic, (packing, command) in _PACKINGS.items():
-            if start.startswith(magic):
-                raise CorruptFileError(
-                    f"{file}: {packing}, not a {kind} file; unpack it: {command} {file.name} > "
-                    f"new{file.suffix}"
-                )
-        yield kind
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        describe = {"parquet": _cut_short, "CSV": _not_utf8}.get(kind)
-        known = describe(file) if describe is not None and file.is_file() else None
-        unknown = f"{file}: not a readable {kind} file ({first_line(error)})"
-        raise CorruptFileError(known or unknown) from error
-
-
-def _cut_short(file: Path) -> str | None:
-    """Return what is wrong with a file that begins as a Parquet file does, but does not end so."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        begins = stream.read(4) == _PARQUET
-        stream.seek(-min(4, size), 2)
-        if not begins or stream.read(4) == _PARQUET:
-            return None
-    return (
-        f"{file}: an incomplete download: it ends after {size:,} bytes, without the table's "
-        "description; download it again"
-    )
-
-
-def _not_utf8(file: Path) -> str | None:
-    """Return what is wrong with a text file that is not UTF-8, with its first such line."""
-    with file.open("rb") as lines:
+def _json_rows(file: Path) -> Iterator[Any]:
+    """Yield the values of a list, or of lines."""
+    with file.open(encoding="utf-8-sig", newline="\n") as lines:
+        if file.suffix.lower() == ".json" and lines.read(1) == "[":
+            lines.seek(0)
+            yield from json.load(lines)
+            return
+        lines.seek(0)
         for number, line in enumerate(lines, start=1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                utf16 = number == 1 and line[:2] in (b"\xff\xfe", b"\xfe\xff")
-                encoding = "UTF-16" if utf16 else "LATIN1"
-                near = line[max(0, error.start - 10) : error.start + 10].decode("latin-1")
-                return (
-                    f"{file}, line {number}: not UTF-8 (byte 0x{line[error.start]:02x} in "
-                    f"{near!r}); if it is {encoding}, convert it: "
-                    f"iconv -f {encoding} -t UTF-8 {file.name} > new{file.suffix}"
-                )
-    return None
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"line {number}: {error}") from error
 
 
-def _json_objects(file: Path) -> Iterator[Json]:
-    """Yield the objects of a list, or of lines; anything else is a CorruptFileError."""
-    with file.open("rb") as stream:
-        start = stream.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
-    if file.suffix.lower() != ".json" or not start.startswith(b"["):
-        yield from _json_lines(file)
-        return
+def to_arrow(rows: Sequence[Any]) -> pa.Table:
+    """Return dictionaries as a table with all of their keys; None and NaN become null.
+
+    A row that is no dictionary, or a column with values of several types, is a ValueError.
+    """
+    for row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"a row is {type(row).__name__}, not an object with columns")
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pa.table({name: to_array([row.get(name) for row in rows], name) for name in names})
+
+
+def to_array(values: Sequence[Any], column: str) -> pa.Array:
+    """Return the values of a column as an array; values of several types are a ValueError."""
     try:
-        values = json.loads(file.read_bytes().decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        where = f"{file}, line {error.lineno}"
-        raise CorruptFileError(
-            f"{where}: not JSON ({error.msg} at column {error.colno})"
-        ) from error
-    except ValueError as error:
-        raise CorruptFileError(f"{file}: not UTF-8 ({error})") from error
-    for row, value in enumerate(values):
-        if not isinstance(value, dict):
-            raise CorruptFileError(f"{file}, row {row}: not a JSON object")
-        yield value
-
-
-def _json_lines(file: Path) -> Iterator[Json]:
-    """Yield the object of each line that is not blank; other lines are a CorruptFileError."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                # The first line may begin with a byte order mark, as Windows writes it.
-                value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except json.JSONDecodeError as error:
-                fault = f"{error.msg} at column {error.colno}"
-                raise CorruptFileError(f"{file}, line {number}: not JSON ({fault})") from error
-            except ValueError as error:
-                raise CorruptFileError(f"{file}, line {number}: not UTF-8 ({error})") from error
-            if not isinstance(value, dict):
-                raise CorruptFileError(f"{file}, line {number}: not a JSON object")
-            yield value
+        return pa.array(values, from_pandas=True)
+    except (pa.ArrowException, TypeError, OverflowError, ValueError) as error:
+        raise ValueError(f"column {column!r}: {first_line(error)}") from error
 
 
 def file_signature(files: Iterable[Path]) -> str:
-    """Return the path and the content's hash of each file: a text that changes when a file does."""
+    """Return a text that changes when the path or the content of a file does."""
     return json.dumps([(str(file.resolve()), digest(file)) for file in files])

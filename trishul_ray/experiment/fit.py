@@ -19,8 +19,8 @@ from trishul_ray.adapters.targets import block_of, find_layers, scored_layers
 from trishul_ray.config.places import Places
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.hub import ON_HUB
-from trishul_ray.data.own import CUSTOM
 from trishul_ray.data.prepare import find_source, prepare
+from trishul_ray.data.user_data import USER_DATA
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.methods.base import build_method
@@ -49,7 +49,7 @@ def with_builtin_defaults(experiment: Experiment, *, budget: bool, weights: bool
             what they are pretrained on is not on this machine.
     """
     builtin = BUILTINS.get(experiment.model.name)
-    if builtin is None or experiment.data.name not in CUSTOM:
+    if builtin is None or experiment.data.name not in USER_DATA:
         return experiment
     if weights and not _can_pretrain(builtin, experiment.storage.places):
         model = experiment.model.model_copy(update={"init": "random"})
@@ -68,7 +68,7 @@ def with_builtin_defaults(experiment: Experiment, *, budget: bool, weights: bool
 def random_weights_line(experiment: Experiment) -> str | None:
     """Return a remark on a built-in backbone with random weights for own data; otherwise None."""
     builtin = BUILTINS.get(experiment.model.name)
-    random = experiment.model.init == "random" and experiment.data.name in CUSTOM
+    random = experiment.model.init == "random" and experiment.data.name in USER_DATA
     if builtin is None or not random:
         return None
     return (
@@ -127,7 +127,7 @@ def check_fits(experiment: Experiment) -> None:
     try:
         check_adapters(experiment)
     except InputError:
-        if experiment.data.name in CUSTOM:
+        if experiment.data.name in USER_DATA:
             places = experiment.storage.places
             prepare(experiment.data, cache=places.cache, hub=places.hub)
         raise

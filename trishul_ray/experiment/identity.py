@@ -102,12 +102,12 @@ def check_found(experiment: "Experiment") -> None:
         InputError: A name is unknown, or own files are missing or of another kind. Own files that
             were noted on another machine need not be here.
     """
-    from trishul_ray.data.own import CustomDataset
     from trishul_ray.data.prepare import find_source
+    from trishul_ray.data.user_data import UserData
     from trishul_ray.models.lookup import PASSED, find_model
 
     source = find_source(experiment.data)
-    if isinstance(source, CustomDataset) and experiment.data.content is None:
+    if isinstance(source, UserData) and experiment.data.content is None:
         source.content()
     if not experiment.model.name.startswith(f"{PASSED}:"):
         find_model(experiment.model.name, experiment.storage.places)
@@ -152,12 +152,12 @@ def _data_content(data: "DataConfig") -> str | None:
     """Return a hash of what ``data.path`` holds; None for hub data, or if it cannot be read."""
     if data.path is None:
         return None
-    from trishul_ray.data.own import CUSTOM
+    from trishul_ray.data.user_data import USER_DATA
 
-    if data.name not in CUSTOM:
+    if data.name not in USER_DATA:
         return None
     try:
-        return CUSTOM[data.name](data.path, data.columns, data.test_share).content()
+        return USER_DATA[data.name](data.path, data.columns, data.test_share).content()
     except (InputError, OSError):
         return None  # reading the rows will report it
 

@@ -2,10 +2,11 @@
 
 import numpy as np
 
+from trishul_ray.data.choose_rows import choose_rows
 from trishul_ray.data.dataset import PreparedDataset, ProgressCallback
 from trishul_ray.data.hub import ON_HUB
 from trishul_ray.data.partition import Partition, partition, partition_column
-from trishul_ray.data.prepare import choose_rows, find_source, prepare
+from trishul_ray.data.prepare import find_source, prepare
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.runtime.random_streams import numpy_rng

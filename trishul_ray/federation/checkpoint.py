@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any
 
@@ -178,7 +178,7 @@ class Checkpoint:
             if not isinstance(array, np.ndarray):
                 raise ValueError(f"{name} is no array")
         checked = {"records": [vars(r) for r in self.records], "sources": self.sources}
-        text = json.dumps(checked | {"info": None if self.info is None else vars(self.info)})
+        text = json.dumps(checked | {"info": None if self.info is None else asdict(self.info)})
         _json_fields().validate_json(text, strict=True)
 
 

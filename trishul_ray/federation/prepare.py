@@ -8,16 +8,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from trishul_ray.data.choose_rows import choose_rows, encode, find_repeated
+from trishul_ray.data.coverage import Coverage, measure_coverage
 from trishul_ray.data.dataset import PreparedDataset, ProgressCallback
 from trishul_ray.data.partition import Partition
-from trishul_ray.data.prepare import (
-    Coverage,
-    choose_rows,
-    encode,
-    find_repeated,
-    measure_coverage,
-    prepare,
-)
+from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import check_content

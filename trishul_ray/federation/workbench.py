@@ -165,7 +165,7 @@ def build_workbench(
     if prepared.passed is not None:
         remember(prepared.passed)
     dataset = prepared.dataset
-    if not dataset.is_whole:
+    if not dataset.folder.is_dir():
         # The node does not see the driver's cache. Prepare the data again, once for all actors of
         # the node: the same source gives the same bytes.
         dataset, _, sources = prepare_dataset(

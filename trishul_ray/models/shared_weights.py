@@ -14,21 +14,19 @@ alignment a matrix product may round differently.
 import hashlib
 import importlib.metadata
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from filelock import FileLock
 from torch import Tensor, nn
 
 from trishul_ray.models.compute import cast, configure_compute, quantize_layers, run_dtype
 from trishul_ray.models.lookup import source_files, weights_source
 from trishul_ray.models.weights import Plan, build_weights, draw_head
-from trishul_ray.storage.durable import make_cache_folder, remove_unused
-from trishul_ray.storage.integrity import discard_damaged, sealed_folder, stamp
+from trishul_ray.storage.durable import remove_unused
+from trishul_ray.storage.integrity import make_once, stamp
 
 #: Part of every file's key. Raise it when the content of the files changes.
 FORMAT_VERSION = 3
@@ -58,23 +56,19 @@ def load_resident(plan: Plan, cache: Path) -> Resident:
     config, seed = plan.config, plan.seed
     key = weights_key(plan)
     folder = cache / FOLDER / key
-    make_cache_folder(folder.parent)
-    discard_damaged(folder)
-    # A second process waits at the lock for the file instead of making it again.
-    with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
-            remove_unused_weights(cache)
-            model, drawn = build_weights(plan)
-            cast(model, run_dtype(config))
-            quantize_layers(model, config.quantize, run_dtype(config))
-            commit = getattr(plan.architecture, "_commit_hash", None)
-            source = weights_source(plan.files, commit, drawn=config.init == "random")
-            content = {"tensors": _tensors(model, drawn), "drawn": drawn, "source": source}
-            with sealed_folder(folder) as new:
-                torch.save(content, new / WEIGHTS)
-            del model
-        stored: dict[str, Any] = torch.load(folder / WEIGHTS, mmap=True, weights_only=True)
-        os.utime(folder)
+
+    def write(new: Path) -> None:
+        model, drawn = build_weights(plan)
+        cast(model, run_dtype(config))
+        quantize_layers(model, config.quantize, run_dtype(config))
+        commit = getattr(plan.architecture, "_commit_hash", None)
+        source = weights_source(plan.files, commit, drawn=config.init == "random")
+        content = {"tensors": _tensors(model, drawn), "drawn": drawn, "source": source}
+        torch.save(content, new / WEIGHTS)
+
+    remove_unused_weights(cache)
+    make_once(folder, write)
+    stored: dict[str, Any] = torch.load(folder / WEIGHTS, mmap=True, weights_only=True)
     with torch.device("meta"):
         model = plan.module()
         quantize_layers(model, config.quantize, run_dtype(config))
@@ -148,4 +142,5 @@ def remove_unused_weights(cache: Path) -> list[Path]:
     Returns:
         The folders that were removed.
     """
-    return remove_unused((cache / FOLDER).glob("[!.]*"))
+    folders = (cache / FOLDER).glob("[!.]*")
+    return remove_unused(folder for folder in folders if folder.is_dir())

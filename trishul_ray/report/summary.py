@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from trishul_ray.data.prepare import Coverage
+from trishul_ray.data.coverage import Coverage
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.ids import ID_LENGTH

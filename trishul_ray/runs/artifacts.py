@@ -44,7 +44,8 @@ def add_model(experiment: Experiment, summary: RunSummary, home: Store, folder: 
         home.upload_folder(folder, list(hashes))
         write_result(home, added)
     except Exception as error:  # of a plug-in, a disk or a bug: the scores are kept
-        shutil.rmtree(target, ignore_errors=True)
+        if target != folder:
+            shutil.rmtree(target, ignore_errors=True)
         raise ArtifactsError(
             f"the model of run {experiment.id} could not be exported: {fault_of(error)}. The run "
             f"has finished: its scores are kept in {home.place('result.json')}, and repeating the "

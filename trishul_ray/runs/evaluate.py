@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from trishul_ray.adapters.model import Trained
+from trishul_ray.data.conversations import Row, read_rows
 from trishul_ray.data.dataset import RowSet, Split
-from trishul_ray.data.instructions import Row, read_rows
 from trishul_ray.errors import CorruptFileError, InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import changed_sources

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from trishul_ray.config.fields import RateSource
-from trishul_ray.data.prepare import Coverage
+from trishul_ray.data.coverage import Coverage
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
 from trishul_ray.report.summary import RunSummary, flatten, read_metrics, write_result

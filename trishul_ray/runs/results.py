@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
+from trishul_ray.data.coverage import Coverage
 from trishul_ray.data.dataset import ScoredSplit, score_name
-from trishul_ray.data.prepare import Coverage
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint
 from trishul_ray.federation.records import RoundRecord

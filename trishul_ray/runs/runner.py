@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from trishul_ray.config.fields import RateSource
-from trishul_ray.data.own import CUSTOM
+from trishul_ray.data.user_data import USER_DATA
 from trishul_ray.errors import ArtifactsError, InputError, StorageRefusedError, at_loss
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits, image_size_line, random_weights_line
@@ -223,7 +223,7 @@ class _Run:
         began = time.perf_counter()
         experiment, progress, info = self.experiment, self.progress, self.prepared.dataset.info
         coverage = coverage_of(experiment, self.prepared)
-        if coverage.part or experiment.data.name in CUSTOM:
+        if coverage.part or experiment.data.name in USER_DATA:
             progress.note(coverage.sentence)
         for remark in coverage.cut:
             progress.note(remark)

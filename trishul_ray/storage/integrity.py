@@ -6,6 +6,7 @@ Folders of the cache, on which numbers rest, are sealed with checksums and check
 import hashlib
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
@@ -18,8 +19,8 @@ from pathlib import Path
 import xxhash
 from filelock import FileLock
 
-from trishul_ray.errors import CorruptFileError, InputError, first_line
-from trishul_ray.storage.durable import Json, complete_folder, write_file
+from trishul_ray.errors import CorruptFileError, first_line
+from trishul_ray.storage.durable import Json, complete_folder, make_cache_folder, write_file
 
 #: Beginning of the text that stands for a file that Git LFS has not fetched.
 _LFS = b"version https://git-lfs.github.com/spec/"
@@ -184,26 +185,35 @@ def _files(folder: Path, pattern: str) -> list[Path]:
     return [path for path in folder.rglob(pattern) if path.is_file()]
 
 
-def discard_damaged(folder: Path) -> None:
-    """Remove a sealed folder of the cache that is damaged, and say so: it is made again.
+def make_once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Create a sealed folder of the cache unless it exists undamaged; note its use.
 
-    The process that makes it holds the lock ``<folder>.lock``.
+    The first process to lock it makes it; the others wait. A damaged folder is replaced; its open
+    mappings stay valid.
 
     Raises:
-        InputError: It cannot be removed; the message has the command that does it.
+        InputError: The cache cannot be written.
     """
-    if not folder.is_dir() or not fault_in(folder):
-        return
-    try:
+    make_cache_folder(folder.parent)
+    with FileLock(f"{folder}.lock"):
+        _remove_damaged(folder)
+        if not folder.is_dir():
+            with sealed_folder(folder) as new:
+                make(new)
+        os.utime(folder)
+
+
+def discard_damaged(folder: Path) -> None:
+    """Remove a sealed folder of the cache that is damaged: it is made again."""
+    if folder.is_dir() and fault_in(folder):
         with FileLock(f"{folder}.lock"):
-            if folder.is_dir() and (fault := fault_in(folder)):  # nobody was faster
-                shutil.rmtree(folder)
-                remark(f"{folder} is damaged ({fault}): it is made again")
-    except OSError as error:
-        raise InputError(
-            f"storage.cache: {folder} is damaged, and cannot be removed ({error.strerror}): "
-            f"rm -r {shlex.quote(str(folder))}"
-        ) from error
+            _remove_damaged(folder)
+
+
+def _remove_damaged(folder: Path) -> None:
+    if folder.is_dir() and (fault := fault_in(folder)):
+        shutil.rmtree(folder)
+        remark(f"{folder} is damaged ({fault}): it is made again")
 
 
 def to_checked_json(fields: Json) -> bytes:

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.data.prepare import choose_rows, official_rows, prepare
+from trishul_ray.data.choose_rows import choose_rows
+from trishul_ray.data.prepare import official_rows, prepare
 from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import Method, build_method
 from trishul_ray.models.shape import DECODER, shape_of

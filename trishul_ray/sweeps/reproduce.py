@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from trishul_ray.data.own import CUSTOM
+from trishul_ray.data.user_data import USER_DATA
 from trishul_ray.errors import InputError, at_loss, how_to_install
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.rows import check_rows
@@ -281,7 +281,7 @@ def check_cells(experiments: Mapping[str, Experiment], name: Callable[[str], str
     Raises:
         InputError: Something does not fit; the message names the cell.
     """
-    own = {id: each for id, each in experiments.items() if each.data.name in CUSTOM}
+    own = {id: each for id, each in experiments.items() if each.data.name in USER_DATA}
     _check_each(own, {"data", "partition", "federation", "seed"}, name, check_rows)
 
     if experiments:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from trishul_ray.adapters.model import AdaptedModel
     from trishul_ray.config.fields import TaskConfig
+    from trishul_ray.data.choose_rows import Encoder
     from trishul_ray.data.dataset import DatasetInfo, Kind, Split
-    from trishul_ray.data.prepare import Encoder
     from trishul_ray.models.backbone import Backbone
     from trishul_ray.models.lookup import ModelKind
     from trishul_ray.tasks.text import TokenizerRef

@@ -46,7 +46,7 @@ def build_task(config: "TaskConfig", info: DatasetInfo, backbone: "Backbone") ->
     """
     task = _choose_task(config.kind, info, backbone)
     if info.doubt and not task.any_labels:
-        raise InputError(f"{info.source.partition(', ')[0]}: {info.doubt}")
+        raise InputError(f"{info.origin.place}: {info.doubt}")
     if "max_length" in task.fields_read:
         _check_length(config.max_length, backbone)
     return task.build(config, info, backbone)

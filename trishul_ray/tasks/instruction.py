@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trishul_ray.data.instructions import Row, read_rows
+from trishul_ray.data.conversations import Row, read_rows
 from trishul_ray.errors import InputError
 from trishul_ray.runtime.lazy import torch
 from trishul_ray.storage.durable import Json

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from trishul_ray.data.instructions import Conversation, Row
+from trishul_ray.data.conversations import Conversation, Row
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.tasks.text import (
     PromptTokenizer,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trishul_ray.data.dataset import DatasetInfo, ProgressCallback
+from trishul_ray.data.dataset import DatasetInfo, Origin, ProgressCallback
 from trishul_ray.data.images import pixel_statistics
 from trishul_ray.runtime.lazy import sklearn
 from trishul_ray.runtime.random_streams import numpy_rng
@@ -57,6 +57,6 @@ class Digits:
             image_shape=(1, 8, 8),
             mean=mean,
             std=std,
-            source="scikit-learn load_digits",
+            origin=Origin("generated", "scikit-learn load_digits"),
         )
         return info, columns

@@ -1,0 +1,289 @@
+"""Tables of the user: files, splits, columns, names, and rows that are incomplete."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from user_files import encoded, prepare_user, rejected
+
+from trishul_ray.config.fields import DataConfig, ModelConfig, TaskConfig
+from trishul_ray.config.places import Places
+from trishul_ray.data.cleaning import doubt_labels
+from trishul_ray.errors import InputError
+from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.rows import partition_rows
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.tasks.build import build_task
+from trishul_ray.tasks.sequence_classification import SequenceClassification
+
+ROWS = [
+    {"body": 'a "quoted",\nbroken line', "topic": "sport", "who": "ann", "part": "x"},
+    {"body": "12", "topic": "art", "who": "bob", "part": "y"},
+    {"body": " x ", "topic": "sport", "who": "ann", "part": "x"},
+    {"body": "null", "topic": "art", "who": "cyd", "part": "y"},
+]
+COLUMNS = {"text": "body", "label": "topic", "client": "who", "group": "part"}
+FORMATS = [".csv", ".tsv", ".json", ".jsonl", ".parquet"]
+
+
+def stored(data):
+    """All rows of a dataset as (text, class, client, group), sorted."""
+    info, found = data.info, []
+    for split in (data.train, data.test):
+        numbers = [split.labels, split.column("client"), split.column("group")]
+        for text, *row in zip(split.texts("text").to_pylist(), *numbers, strict=True):
+            names = zip((info.classes, info.clients, info.groups), row, strict=True)
+            found.append((text, *(of[number] for of, number in names)))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_each_format_gives_the_same_rows(tmp_path, suffix):
+    file = encoded(tmp_path / f"notes{suffix}", ROWS)
+    data = prepare_user("table", file, tmp_path, columns=COLUMNS, test_share=0.25)
+    assert data.info.kind == "text" and data.info.fields == ("text",)
+    assert data.info.classes == ("art", "sport") and data.info.groups == ("x", "y")
+    assert stored(data) == sorted(tuple(row.values()) for row in ROWS) and len(data.test) == 1
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_folder_with_test_rows_and_numbers_as_names(tmp_path, suffix):
+    folder, numbers = tmp_path / "data", [2, 10, 1, 10]
+    rows = [{"text": f"t{n}", "text_pair": "p", "label": n, "client": 100 - n} for n in numbers]
+    encoded(folder / f"train-0{suffix}", rows[:2])
+    encoded(folder / f"train-1{suffix}", rows[2:])
+    encoded(folder / f"test{suffix}", [{k: v for k, v in rows[0].items() if k != "client"}])
+    data = prepare_user("table", folder, tmp_path)
+    assert data.info.classes == ("1", "2", "10") and data.info.fields == ("text", "text_pair")
+    assert data.train.labels.tolist() == [1, 2, 0, 2] and data.test.labels.tolist() == [1]
+    assert data.train.column("client").tolist() == [1, 0, 2, 0]
+    assert "client" not in data.test.columns
+
+
+@pytest.mark.parametrize("answers", [["a", "b"], '["a", "b"]', "a"])
+def test_answers_are_lists_or_texts(tmp_path, answers):
+    rows = [{"q": f"q{n}?", "context": "c", "gold": answers} for n in range(4)]
+    columns = {"question": "q", "answers": "gold"}
+    data = prepare_user("table", encoded(tmp_path / "qa.jsonl", rows), tmp_path, columns=columns)
+    assert data.info.kind == "qa" and data.info.classes == () and data.info.groups == ()
+    found = [json.loads(text) for text in data.train.texts("answers").to_pylist()]
+    assert found == [["a"] if answers == "a" else ["a", "b"]] * 3
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_incomplete_rows_are_named_or_skipped(tmp_path, suffix):
+    rows = [
+        {"body": f"dish {n}", "topic": ["food", "cars"][n % 2], "who": "ann", "part": "x"}
+        for n in range(8)
+    ]
+    clean = prepare_user("table", encoded(tmp_path / f"a{suffix}", rows), tmp_path, columns=COLUMNS)
+    rows[3]["topic"], rows[4]["topic"] = "cars\u00a0", "\tfood"
+    data = prepare_user("table", encoded(tmp_path / f"b{suffix}", rows), tmp_path, columns=COLUMNS)
+    assert stored(data) == stored(clean)
+    assert data.info.origin.notes == ("2 values of column 'topic' stripped or composed (NFC)",)
+    rows[1]["topic"], rows[2]["topic"], rows[4]["body"] = "NA", "", " "
+    if suffix != ".csv":
+        rows[6]["who"] = None
+    file = encoded(tmp_path / f"c{suffix}", rows)
+    rejected(
+        r"label \(column 'topic'\) is missing in 2 of 8 rows \(train 1, train 2\); .*text \(column "
+        r"'body'\) is missing in 1 of 8 rows \(train 4\); rows count from 0; correct them, or set",
+        "table", file, tmp_path, columns=COLUMNS,
+    )  # fmt: skip
+    data = prepare_user("table", file, tmp_path, columns=COLUMNS, skip_broken=True)
+    lost = (1, 2, 4) if suffix == ".csv" else (1, 2, 4, 6)
+    assert data.info.skipped == tuple(f"file:{file}, split train, row {n}" for n in lost)
+    assert stored(data) == [row for row in stored(clean) if int(row[0][-1]) not in lost]
+
+
+def test_one_text_of_a_pair_may_be_blank(tmp_path):
+    rows = [{"text": f"t{n}", "text_pair": "" if n else "p", "label": n % 2} for n in range(6)]
+    data = prepare_user("table", encoded(tmp_path / "pairs.csv", rows), tmp_path)
+    assert len(data.train) + len(data.test) == 6
+    rows[3]["text"] = ""
+    file = encoded(tmp_path / "pairs.csv", rows)
+    rejected(r"text and text_pair .* 1 of 6 rows \(train 3\)", "table", file, tmp_path)
+
+
+TEXT = {"text": ["a", "b"], "label": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "mapping", "message"),
+    [
+        ("x.jsonl", TEXT, {"txt": "text"}, r"data.columns.txt: unknown; known are text"),
+        ("x.jsonl", TEXT, {"text": "texts"}, r"are text, label; did you mean 'text'\?"),
+        ("x.csv", {"text": ["a"], "y": [1]}, {}, r"the data's columns are text, y; set the"),
+        ("x.parquet", TEXT | {"text": [1, 2]}, {}, r"'text' is int64, not text"),
+        ("x.jsonl", TEXT | {"text": ["a", 2]}, {}, r"not a readable jsonl file \(column 'text'"),
+        ("x.csv", TEXT | {"label": [3, 3]}, {}, r"all rows are of class '3'"),
+        ("x.parquet", TEXT | {"label": [[1, 2], [1]]}, {}, r"several labels per row or a label"),
+        ("x.jsonl", {"question": ["q"], "context": ["c"], "answers": [[]]}, {}, r"is list<"),
+    ],
+)  # fmt: skip
+def test_wrong_columns_are_named(tmp_path, name, columns, mapping, message):
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    rejected(message, "table", encoded(tmp_path / name, rows), tmp_path, columns=mapping)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", b"text,label\na,0\nb\n", r"x.csv: not a readable csv file \(.*Row #3: Expected"),
+        ("x.csv", b"", r"x.csv: not a readable csv file"),
+        ("x.csv", b"text,label\n", r"x.csv: there are no rows"),
+        ("x.csv", b"text,label,text\na,0,b\n", r"several columns are called 'text'"),
+        ("x.csv", b"text,label\n\xff\xfe,0\n", r"x.csv: not a readable csv file \(.*UTF8"),
+        ("x.jsonl", b'{"text": "a", "label": 1}\n{"text"\n', r"jsonl file \(line 2: "),
+        ("x.jsonl", b'["a", 1]\n', r"a row is list, not an object"),
+        ("x.json", b'[{"text":\n', r"x.json: not a readable json file"),
+        ("x.parquet", b"PAR1 and no more", r"x.parquet: not a readable parquet file"),
+        ("x.csv", b"version https://git-lfs.github.com/spec/v1\noid 4\n", "git lfs pull"),
+        ("x.xlsx", b"PK", r"data.path='.*x.xlsx': the file must be one of .parquet, .jsonl"),
+    ],
+)
+def test_malformed_files_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    rejected(message, "table", tmp_path / name, tmp_path)
+
+
+def test_wrong_folders_and_fields_are_named(tmp_path):
+    folder = tmp_path / "data"
+    encoded(folder / "test.csv", ROWS)
+    rejected(r"data' has no train\.\* file", "table", folder, tmp_path)
+    encoded(folder / "train.csv", ROWS)
+    encoded(folder / "train.jsonl", ROWS)
+    rejected(r"holds train.csv, train.jsonl; all must have the same", "table", folder, tmp_path)
+    rejected(r"data.path is for user data .*, not dataset digits", "digits", "x", tmp_path)
+    rejected(r"data.columns is for user data", "digits", None, tmp_path, columns={"text": "x"})
+
+
+def test_mapping_of_columns_without_blanks_is_understood():
+    columns = yaml.safe_load("{text:body, label: topic}")
+    assert DataConfig(columns=columns).columns == {"text": "body", "label": "topic"}
+    with pytest.raises(ValueError, match=r"columns\.text"):
+        DataConfig(columns={"text": None})
+
+
+def label_table(rows, names=None, kind=None):
+    """A table of texts and labels; ``names`` are the names of the hub's ClassLabel."""
+    table = pa.table({"text": [f"t{n}" for n in range(len(rows))], "label": pa.array(rows, kind)})
+    if names is None:
+        return table
+    feature = {"names": names, "_type": "ClassLabel"}
+    meta = {"info": {"features": {"label": feature}}}
+    return table.replace_schema_metadata({"huggingface": json.dumps(meta)})
+
+
+def write_tables(folder, tables):
+    folder.mkdir(parents=True)
+    for name, table in tables.items():
+        pq.write_table(table, folder / f"{name}.parquet")
+    return folder
+
+
+def by_name(data, split):
+    return [data.info.classes[label] for label in data.split(split).labels]
+
+
+def test_labels_are_read_by_class_names(tmp_path):
+    named = label_table([1, 0], ["good", "bad"])
+    folder = write_tables(tmp_path / "a", {"train": named, "test": label_table([0, 1])})
+    data = prepare_user("table", folder, tmp_path)
+    assert (by_name(data, "train"), by_name(data, "test")) == (["bad", "good"], ["good", "bad"])
+    other = label_table([1, 0], ["bad", "good"])
+    folder = write_tables(tmp_path / "b", {"train-0": named, "train-1": other})
+    rejected(r"different class names, \(good, bad\) and \(bad, good\)", "table", folder, tmp_path)
+    folder = write_tables(tmp_path / "c", {"train": label_table([0, 2], ["a", "b"])})
+    rejected(r"row 1: label is 2, not a class \(a, b\)", "table", folder, tmp_path)
+
+
+def test_minus_one_is_no_label_among_class_names(tmp_path):
+    table = label_table([0, -1, 1, 0, 1, -1], ["good", "bad"])
+    folder = write_tables(tmp_path / "some", {"train": table})
+    rejected(r"label .* is missing in 2 of 6 rows \(train 1, train 5\)", "table", folder, tmp_path)
+    data = prepare_user("table", folder, tmp_path, skip_broken=True)
+    assert sorted(by_name(data, "train") + by_name(data, "test")) == ["bad", "bad", "good", "good"]
+    none = label_table([-1, -1])
+    folder = write_tables(tmp_path / "none", {"train": table.slice(2, 3), "test": none})
+    rejected(r"all labels of the test split are -1", "table", folder, tmp_path)
+
+
+BIG = 2**63
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "classes"),
+    [
+        ((["a", "b"], None), ([1, 2], pa.int64()), None),
+        (([BIG, BIG + 1], pa.uint64()), ([BIG, BIG], pa.uint64()), [str(BIG), str(BIG + 1)]),
+        (([-10, 2], pa.int8()), ([-9, 2], pa.int64()), ["-10", "-9", "2"]),
+        (([1, 2], None), ([1.5, 1.0], pa.float64()), ["1", "1.5", "2"]),
+        (([1.0, 10.0], None), ([1, 2], pa.int32()), ["1", "2", "10"]),
+        (([True, False], None), ([True, True], None), ["0", "1"]),
+    ],
+)
+def test_numbers_have_one_spelling_in_all_tables(tmp_path, train, test, classes):
+    splits = {"train": train, "test": test}
+    tables = {s: label_table(labels * 3, kind=kind) for s, (labels, kind) in splits.items()}
+    folder = write_tables(tmp_path / "data", tables)
+    if classes is None:
+        rejected(r"[Uu]nable to merge.*label", "table", folder, tmp_path)
+    else:
+        assert list(prepare_user("table", folder, tmp_path).info.classes) == classes
+
+
+def test_names_in_two_unicode_forms_are_one(tmp_path):
+    rows = [
+        {"b\u00e4r": f"t{n}", "label": "bar" if n < 4 else name, "client": name}
+        for n, name in enumerate(["Caf\u00e9", "Cafe\u0301"] * 4)
+    ]
+    file = encoded(tmp_path / "x.csv", rows)
+    for column in ("b\u00e4r", "ba\u0308r"):
+        data = prepare_user("table", file, tmp_path, columns={"text": column})
+        assert data.info.classes == ("Caf\u00e9", "bar") and data.info.clients == ("Caf\u00e9",)
+
+
+def test_classes_and_clients_without_training_rows_are_noted(tmp_path):
+    folder = tmp_path / "data"
+    encoded(folder / "train.csv", [{"text": "t", "label": x} for x in ["good", "Good"] * 3])
+    encoded(folder / "test.csv", [{"text": "t", "label": x} for x in ["good", "meh", "meh"]])
+    notes = prepare_user("table", folder, tmp_path).info.origin.notes
+    assert notes[0] == "classes without training rows: 'meh'" and "differ only in case" in notes[1]
+    who = [*("ann", "bob") * 8, *"cdefghij"]
+    rows = [{"text": f"t{n}", "label": n % 2, "client": name} for n, name in enumerate(who)]
+    file = encoded(tmp_path / "rows.csv", rows)
+    data = prepare_user("table", file, tmp_path, test_share=0.5)
+    lost = set(range(10)) - {int(n) for n in data.train.column("client")}
+    assert data.info.origin.notes[0].startswith("clients without training rows: ")
+    experiment = Experiment(partition={"kind": "natural"}, federation={"clients": 10})
+    with pytest.raises(InputError, match=rf"{10 - len(lost)} natural clients"):
+        partition_rows(data, experiment)
+
+
+@pytest.mark.parametrize(
+    ("labels", "doubted"),
+    [
+        (np.random.default_rng(0).random(300) * 5, True),
+        ([f"id{n}" for n in range(50)], True),
+        ([f"id{n}" for n in range(15)], False),
+        (np.arange(600) % 10 / 2, False),  # half stars
+        ([f"person {n}" for n in range(409)] + [f"p {n % 168}" for n in range(916)], False),  # LFW
+    ],
+)
+def test_labels_of_single_rows_are_doubted(labels, doubted):
+    classes, numbers = np.unique(np.array(labels).astype(str), return_inverse=True)
+    assert bool(doubt_labels(classes.tolist(), numbers)) == doubted
+
+
+def test_scores_need_a_task_that_reads_numbers(tmp_path, monkeypatch):
+    rows = [{"text": f"t{n}", "label": n / 7} for n in range(60)]
+    data = prepare_user("table", encoded(tmp_path / "x.csv", rows), tmp_path)
+    backbone = Backbone.of(ModelConfig(name="bert-tiny", init="random"), Places(tmp_path, None))
+    with pytest.raises(InputError, match=r"^file:.*x\.csv: 60 different labels in 60 rows, 60 of"):
+        build_task(TaskConfig(), data.info, backbone)
+    monkeypatch.setattr(SequenceClassification, "any_labels", True)
+    assert build_task(TaskConfig(), data.info, backbone).num_classes == 60

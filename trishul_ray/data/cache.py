@@ -1,0 +1,58 @@
+"""Prepared folders: memory-mapped files that a process makes once and that others share.
+
+A prepared folder is ``<cache>/data/<step>/<name>-<key>/``. The key is a hash of everything that
+determines the rows: the format version, the source's files or the parent's rows, and the settings
+of the step.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from trishul_ray.data.dataset import (
+    FORMAT_VERSION,
+    Column,
+    DatasetInfo,
+    PreparedDataset,
+    write_split,
+)
+from trishul_ray.storage.durable import remove_unused
+from trishul_ray.storage.integrity import make_once
+
+#: The description of a dataset, and the columns [N, ...] of every split.
+Contents: TypeAlias = tuple[DatasetInfo, Mapping[str, Mapping[str, Column]]]
+
+#: What made the rows of a folder.
+Step = Literal["raw", "chosen", "validation", "encoded"]
+
+
+def prepared(
+    cache: Path,
+    step: Step,
+    name: str,
+    key: str,
+    splits: tuple[str, ...],
+    make: Callable[[], Contents],
+) -> PreparedDataset:
+    """Return a prepared folder, whose rows ``make`` returns if it is missing or damaged."""
+    digest = hashlib.sha256(f"{FORMAT_VERSION}\n{key}".encode()).hexdigest()[:12]
+    folder = cache / "data" / step / f"{name.replace('/', '-')}-{digest}"
+
+    def write(new: Path) -> None:
+        remove_unused_data(cache)
+        info, columns = make()
+        for split in splits:
+            write_split(new / f"{split}.arrow", columns[split], info)
+
+    make_once(folder, write)
+    return PreparedDataset(folder, splits)
+
+
+def remove_unused_data(cache: Path) -> list[Path]:
+    """Remove data that were not used for a month from a cache, and return their folders.
+
+    A process that has mapped a file keeps it.
+    """
+    folders = [*(cache / "data").glob("*/[!.]*"), *(cache / "rows").glob("[!.]*")]
+    return remove_unused(folder for folder in folders if folder.is_dir())

@@ -1,0 +1,102 @@
+"""How many rows of a dataset are behind a score."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trishul_ray.data.dataset import PreparedDataset
+from trishul_ray.data.prepare import official_rows
+from trishul_ray.storage.durable import Json
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Numbers of rows of one split.
+
+    Attributes:
+        used: Rows that are trained on, or scored.
+        held: Rows that the source holds.
+        official: Rows of the published dataset; for user data, the same as ``held``.
+    """
+
+    used: int
+    held: int
+    official: int
+
+    def __str__(self) -> str:
+        # "60 of 363,846", or "363,846" if all are used.
+        complete = self.used == self.official
+        return f"{self.used:,}" if complete else f"{self.used:,} of {self.official:,}"
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The rows behind a run's scores.
+
+    ``validation`` is the number of rows that are held out of the training rows and scored.
+    ``revision`` is the commit of the hub's repository; None if unknown or not from the hub.
+    ``skipped`` names the rows that were left out; ``cut`` says what was truncated in rows.
+    """
+
+    dataset: str
+    source: str
+    revision: str | None
+    train: RowCounts
+    test: RowCounts
+    skipped: tuple[str, ...] = ()
+    validation: int = 0
+    cut: tuple[str, ...] = ()
+
+    @property
+    def part(self) -> bool:
+        """Whether training or scoring uses other than all official rows."""
+        return any(rows.used != rows.official for rows in (self.train, self.test))
+
+    @property
+    def sentence(self) -> str:
+        """Dataset, rows, source and revision in one line."""
+        unknown = self.revision is None and self.source.startswith(("hub:", "mirror:"))
+        held_out = f"{self.validation:,} validation rows and " if self.validation else ""
+        return (
+            f"{'part' if self.part else 'all'} of {self.dataset}: {self.train} training rows, "
+            f"{held_out}{self.test} test rows scored; {self.source}{', revision unknown' * unknown}"
+        )
+
+    def to_json(self) -> Json:
+        """Return all as plain JSON values; the last three fields only if there are any."""
+        fields = asdict(self) | {"part": self.part, "sentence": self.sentence}
+        for name in ("skipped", "validation", "cut"):
+            if not fields[name]:
+                del fields[name]
+        return fields
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Coverage":
+        """Return the coverage that :meth:`to_json` was called on."""
+        plain = {name: value for name, value in fields.items() if name not in ("part", "sentence")}
+        for name in ("skipped", "cut"):
+            plain[name] = tuple(plain.get(name, ()))
+        return cls(**plain | {name: RowCounts(**plain[name]) for name in ("train", "test")})
+
+
+def measure_coverage(
+    dataset: PreparedDataset, train_limit: int | None = None, test_limit: int | None = None
+) -> Coverage:
+    """Return how much of a prepared dataset, raw or encoded, a run with these limits covers.
+
+    ``test_limit`` applies to validation rows, too.
+    """
+    info = dataset.info
+    official = official_rows(info.name) or {}
+
+    def count(split: str, limit: int | None) -> RowCounts:
+        held = len(dataset.split(split))
+        used = held if limit is None else min(limit, held)
+        return RowCounts(used, held, official.get(split, held))
+
+    train, test = count("train", train_limit), count("test", test_limit)
+    held_out = 0
+    if "validation" in dataset.split_names:
+        held_out = count("validation", test_limit).used
+    origin = info.origin
+    return Coverage(info.name, str(origin), origin.revision, train, test, info.skipped, held_out)

@@ -1,0 +1,174 @@
+"""Rows passed from Python: as Arrow tables, and as files of the cache that workers read."""
+
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from trishul_ray.data.cleaning import is_unlabelled
+from trishul_ray.data.columns import class_names, is_text, nfc
+from trishul_ray.data.hub import table_of
+from trishul_ray.data.images import check_mode, turn_upright
+from trishul_ray.data.tables import check_unique, to_array, to_arrow
+from trishul_ray.errors import InputError
+from trishul_ray.runtime.lazy import pq
+from trishul_ray.storage.integrity import make_once
+
+#: Name of the dataset of rows passed from Python, and of their folder in the cache.
+ROWS = "rows"
+
+#: Splits of passed rows, and the splits that they become. A test split replaces a validation split.
+_SPLITS = {"train": "train", "validation": "test", "test": "test"}
+
+
+def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
+    """Write rows (see :func:`to_splits`) into the cache, unless they are there; return the folder.
+
+    ``columns`` are ``data.columns``. The files are Parquet, which a later command can read, too.
+    The folder is named by a hash of the values: the same rows are the same dataset, whatever they
+    were passed as.
+    """
+    image = columns.get("image", "image")
+    tables = {s: _plain(table, image) for s, table in to_splits(rows, columns).items()}
+    folder = cache / ROWS / _hash_of(tables)
+
+    def write(new: Path) -> None:
+        for split, table in tables.items():
+            pq.write_table(table, new / f"{split}.parquet")
+
+    make_once(folder, write)
+    return folder
+
+
+def _hash_of(tables: Mapping[str, pa.Table]) -> str:
+    """Return a hash of the splits' Arrow streams and class names."""
+    hashed = hashlib.sha256()
+    for split, table in sorted(tables.items()):
+        names = [(name, class_names(table, name)) for name in table.column_names]
+        hashed.update(json.dumps([split, names]).encode())
+        sink = pa.BufferOutputStream()
+        plain = table.replace_schema_metadata()
+        with pa.ipc.new_stream(sink, plain.schema) as writer:
+            writer.write_table(plain)
+        hashed.update(sink.getvalue())
+    return hashed.hexdigest()
+
+
+def to_splits(rows: Any, columns: Mapping[str, str] | None = None) -> dict[str, pa.Table]:
+    """Return the tables of ``train`` and, if there is one, ``test``, or raise an InputError.
+
+    Rows are a table (see :func:`to_table`), or a dictionary of splits with a table each. If all
+    labels of the test split are -1, the validation split replaces it; ``columns`` are
+    ``data.columns``.
+    """
+    if not (isinstance(rows, Mapping) and rows and set(rows) <= set(_SPLITS)):
+        return {"train": to_table(rows)}
+    if "train" not in rows:
+        raise InputError(f"the rows have the splits {', '.join(rows)}; a train split is needed")
+    splits: dict[str, pa.Table] = {}
+    for name, split in _SPLITS.items():
+        if name in rows:
+            table = to_table(rows[name])
+            if split not in splits or not is_unlabelled([table], columns or {}):
+                splits[split] = table
+    return splits
+
+
+def to_table(rows: Any) -> pa.Table:
+    """Return rows as one Arrow table, or raise an InputError; images become encoded bytes.
+
+    Rows are a Hugging Face ``Dataset``, a table of pandas or Arrow, a list of dictionaries, or a
+    dictionary of columns. Images are encoded bytes, paths, arrays uint8 [H, W] or [H, W, 3], or
+    Pillow images.
+    """
+    try:
+        table = _to_table(rows)
+    except (ValueError, pa.ArrowException) as error:
+        raise InputError(f"the rows passed from Python: {error}") from error
+    names = [nfc(name) for name in table.column_names]
+    return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
+
+
+def _to_table(rows: Any) -> pa.Table:
+    if isinstance(rows, pa.Table):
+        return rows
+    if "datasets" in sys.modules and hasattr(rows, "with_format") and hasattr(rows, "features"):
+        return table_of(rows)
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of pandas
+        check_unique([str(name) for name in rows.columns], "the rows")
+        rows = {str(name): list(rows[name]) for name in rows.columns}
+    if isinstance(rows, Mapping):
+        return pa.table({str(name): _array(values, str(name)) for name, values in rows.items()})
+    if isinstance(rows, Sequence) and rows and isinstance(rows[0], Mapping):
+        return to_arrow([{str(k): _plain_value(v) for k, v in row.items()} for row in rows])
+    raise ValueError(
+        f"they are of type {type(rows).__name__}, or empty; pass a Hugging Face Dataset, a table "
+        "of pandas or Arrow, a list of dictionaries, or a dictionary of columns"
+    )
+
+
+def _array(values: Any, column: str) -> pa.Array:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise ValueError(f"column {column!r} is a {type(values).__name__}, not a list of values")
+    return to_array([_plain_value(value) for value in values], column)
+
+
+def _plain_value(value: Any) -> Any:
+    if is_image(value):
+        return encode_image(value)
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def is_image(value: Any) -> bool:
+    """Return whether this is a Pillow image or an array of pixels."""
+    return isinstance(value, Image.Image) or (isinstance(value, np.ndarray) and value.ndim >= 2)
+
+
+def encode_image(value: Any) -> bytes:
+    """Return a Pillow image, or pixels uint8 [H, W] or [H, W, 3], as a PNG file.
+
+    An array of another shape or type is an InputError, as is an image of 32-bit numbers.
+    """
+    if isinstance(value, np.ndarray):
+        gray = value.ndim == 2 or value.shape[-1] == 1
+        if value.dtype != np.uint8 or not (gray or (value.ndim == 3 and value.shape[-1] == 3)):
+            raise InputError(
+                f"an image is an array {value.dtype} {value.shape}; it must be uint8 [height, "
+                "width] or [height, width, 3]"
+            )
+        value = Image.fromarray(value.reshape(value.shape[:2]) if gray else value)
+    check_mode(value, "an image")
+    if value.mode.startswith("I;16"):  # Pillow writes 16 bits in the byte order of this machine
+        value = Image.fromarray(np.asarray(turn_upright(value)).astype(np.uint16))
+    sink = io.BytesIO()
+    turn_upright(value).save(sink, "PNG")  # a PNG file would lose the orientation
+    return sink.getvalue()
+
+
+def _plain(table: pa.Table, image: str) -> pa.Table:
+    """Return a table in one chunk, with one type of text and bytes, and with image files read."""
+    for name in table.column_names:
+        number, values = table.column_names.index(name), table.column(name)
+        if is_text(values.type) and name == image:
+            values = pa.array(_read_files(values.to_pylist()), pa.large_binary())
+        elif is_text(values.type):
+            values = values.cast(pa.large_string())
+        elif pa.types.is_binary(values.type):
+            values = values.cast(pa.large_binary())
+        table = table.set_column(number, name, values)
+    # Equal values must have equal buffers: copy them, so that none has an offset.
+    return table.take(np.arange(len(table))).combine_chunks()
+
+
+def _read_files(paths: Sequence[str | None]) -> list[bytes | None]:
+    try:
+        return [Path(path).expanduser().read_bytes() if path else None for path in paths]
+    except OSError as error:
+        raise InputError(f"image {error.filename!r} cannot be read: {error.strerror}") from error
