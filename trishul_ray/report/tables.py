@@ -67,7 +67,10 @@ class Number:
     @property
     def deviation(self) -> float | None:
         """Standard deviation over seeds; None for fewer than two."""
-        return float(self.values.std()) if self.count > 1 else None
+        if self.count < 2:
+            return None
+        # Else the rounding of the mean gives equal values a spread.
+        return float(self.values.std()) if self.values.nunique() > 1 else 0.0
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -121,7 +124,7 @@ class Verdict:
     """How a row stands against the best of its group.
 
     Attributes:
-        kind: ``best`` has the best mean; ``tied`` has the same mean, as displayed; ``worse`` is
+        kind: ``best`` has the best mean; ``tied`` shares it with others, as displayed; ``worse`` is
             decided to be worse than the best; ``undecided`` is not; ``reference`` is not compared;
             ``biased`` lacks values that are not missing at random; ``apart`` has no seed and column
             in common with the best; ``none`` has nothing to compare.
@@ -138,7 +141,7 @@ class Verdict:
         """The verdict in a word or two."""
         return {
             "best": "best mean",
-            "tied": "same mean as the best",
+            "tied": "tied for the best mean",
             "worse": "worse, decided",
             "apart": "no run to compare",
             "biased": f"not compared: {self.best}",
@@ -211,9 +214,9 @@ class SweepTable:
     def note(self) -> str:
         """What keeps its numbers from being compared with the paper's; empty if nothing does.
 
-        A sweep of one's own is not compared with the paper, and needs no note.
+        A table that reproduces none of the paper, and a sweep of one's own, need no note.
         """
-        if self.comparable or self.sweep.profile == "custom":
+        if self.comparable or self.layout.paper is None or self.sweep.profile == "custom":
             return ""
         return "; ".join(
             ("not comparable with the paper's numbers", *self.sweep.departures(self.cells))
@@ -448,4 +451,6 @@ def _with_verdicts(
         else:
             verdict = Verdict("undecided", name, each)
         found.append(replace(row, verdict=verdict))
+    if any(row.verdict.kind == "tied" for row in found):
+        found[best] = replace(found[best], verdict=Verdict("tied", name))
     return tuple(found)
