@@ -8,14 +8,14 @@ Every error is an :class:`~trishul_ray.errors.InputError` or a
 one experiment or sweep at a time.
 """
 
+import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pandas as pd
-import yaml
 from rich.console import Console
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -289,44 +289,36 @@ def _read_sweep(
         raise InputError("model: a sweep takes the name of a model, which its trials can load")
     if "dataset" in values:
         values |= _dataset_fields(values.pop("dataset"), fields)
-    overrides = [f"{full_name(k, known)}={_as_yaml(k, v)}" for k, v in values.items()]
+    # JSON is YAML, in which overrides are written.
+    overrides = [f"{full_name(k, known)}={json.dumps(_plain(k, v))}" for k, v in values.items()]
     if isinstance(file, str | Path):
         return load_sweep(Path(file), overrides)
-    if axes is not None:
-        if not isinstance(axes, Mapping) or not axes:
-            raise InputError(f"axes={axes!r}: give {{field: values}}, of one field or more")
-        content = {"axes": dict(_axis(name, values, known) for name, values in axes.items())}
-    else:
-        assert file is not None
-        content = dict(file)
-    return load_sweep(yaml.safe_load(_as_yaml("sweep", content)), overrides)
+    if axes is None:
+        return load_sweep(_plain("sweep", file), overrides)
+    if not isinstance(axes, Mapping) or not axes:
+        raise InputError(f"axes={axes!r}: give {{field: values}}, of one field or more")
+    content: dict[str, Any] = {}
+    for name, labels in axes.items():
+        if isinstance(labels, str) or not isinstance(labels, Iterable):
+            kind = type(labels).__name__
+            raise InputError(f"axes: {name!r} is of type {kind}: it must be a list of values")
+        by_label = isinstance(labels, Mapping)  # fields by label
+        content[name if by_label else full_name(name, known)] = labels if by_label else [*labels]
+    return load_sweep({"axes": _plain("axes", content)}, overrides)
 
 
-def _axis(name: str, values: Any, known: Sequence[str]) -> tuple[str, Any]:
-    """Return the name of an axis and its labels: values of a field, or fields by label."""
-    if isinstance(values, Mapping):
-        return name, values
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        kind = type(values).__name__
-        raise InputError(f"axes: {name!r} is of type {kind}: it must be a list of values")
-    return full_name(name, known), list(values)
+def _plain(name: str, value: Any) -> Any:
+    """Return a value as plain numbers, texts, lists and dictionaries."""
 
-
-def _as_yaml(name: str, value: Any) -> str:
-    """Return a value as YAML in one line."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {str(k): plain(v) for k, v in value.items()}
-        if isinstance(value, list | tuple | range):
-            return [plain(v) for v in value]
-        return str(value) if isinstance(value, Path) else getattr(value, "item", lambda: value)()
-
-    try:
-        text = yaml.safe_dump(plain(value), default_flow_style=True, width=10**9, sort_keys=False)
-    except yaml.YAMLError as error:
-        kind = type(value).__name__
+    def convert(value: Any) -> Any:
+        if isinstance(value, Path):
+            return str(value)
+        if hasattr(value, "item"):  # a number of NumPy
+            return value.item()
+        if isinstance(value, range | tuple | Mapping):
+            return dict(value) if isinstance(value, Mapping) else list(value)
         raise InputError(
-            f"{name} of type {kind}: a sweep takes names, numbers and texts"
-        ) from error
-    return text.removesuffix("\n").removesuffix("\n...")
+            f"{name} of type {type(value).__name__}: a sweep takes names, numbers and texts"
+        )
+
+    return json.loads(json.dumps(value, default=convert))

@@ -1,30 +1,37 @@
-"""Model of a run: its newest checkpoint as a model, and its export. No data are read.
+"""The model of a run: its newest checkpoint as a model, and its export. No data are read.
 
-Beside an exported model are the files with which others load it and predict as the run did:
+An exported folder also has the files with which others load the model and predict as the run did:
 ``README.md`` (a model card), the image processor or the tokenizer, ``task.json`` (how rows become
-inputs), and ``backbone/`` where no name or folder holds the frozen backbone: it is a built-in, is
-drawn from a seed, or was resized. The names of the classes are in the ``config.json`` of the whole
-model or of ``backbone/``, and otherwise in ``config/``: transformers takes a folder with a
-``config.json`` for a whole model, also if it has an adapter.
+inputs), and ``backbone/`` if no name or folder has the frozen backbone: a built-in, random weights,
+or a resized one. The names of the classes are in the ``config.json`` of the whole model or of
+``backbone/``, otherwise in ``config/``: transformers takes a folder with a ``config.json`` for a
+whole model.
 """
 
 import copy
 import difflib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from safetensors import SafetensorError
 from transformers import PretrainedConfig
 
 from trishul_ray.adapters.export import export_merged, export_peft, merge_trained, save_module
 from trishul_ray.adapters.model import Trained
 from trishul_ray.data.partition import client_names
-from trishul_ray.errors import CorruptFileError, InputError, RunError, StorageError, first_line
+from trishul_ray.errors import (
+    CorruptFileError,
+    InputError,
+    RunError,
+    StorageError,
+    first_line,
+    join_limited,
+)
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import build_experiment
 from trishul_ray.experiment.yaml_files import parse_yaml
@@ -40,7 +47,6 @@ from trishul_ray.models.lookup import ModelKind, quiet_transformers
 from trishul_ray.models.passed import PythonBackbone
 from trishul_ray.models.weights import AUTO_CLASSES
 from trishul_ray.report.summary import run_ids
-from trishul_ray.stages import ArrayState
 from trishul_ray.storage.durable import Json, check_writable
 from trishul_ray.storage.store import Store
 from trishul_ray.tasks.base import Task
@@ -48,15 +54,20 @@ from trishul_ray.tasks.image_classification import ImageClassification
 from trishul_ray.tasks.instruction import Instruction
 from trishul_ray.version import __version__
 
-#: Ids to name in one message.
-_MAX_NEAR = 3
-#: Clients to name in one.
-MOST_NAMED = 10
+#: Folders of an exported adapter: a copy of the backbone, or its configuration with the classes.
+COPY, CONFIG = "backbone", "config"
+#: The pipeline of transformers for each kind of model.
+_PIPELINES: dict[ModelKind, str] = {
+    "image-classification": "image-classification",
+    "sequence-classification": "text-classification",
+    "seq2seq-lm": "text2text-generation",
+    "causal-lm": "text-generation",
+}
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The model of a run after a round; ``client`` is whose own it is, empty for the global one."""
+    """The model of a run after a round; ``client`` names its owner, empty for the global model."""
 
     bench: ModelBench
     trained: Trained
@@ -66,15 +77,15 @@ class TrainedRun:
 
 @dataclass(frozen=True)
 class Export:
-    """Exported model.
+    """An exported model.
 
     Attributes:
         form: ``adapter`` (PEFT) or ``model`` (all weights, with the update in them).
-        round: the last round.
-        note: what it is, in one line.
-        ranks: smallest and largest LoRA rank of an adapter's layers.
-        relative_error: the largest relative error of an update that includes changes of the frozen
-            weights, in the Frobenius norm; 0 where there are none.
+        round: The last round.
+        note: A description in one line.
+        ranks: Smallest and largest LoRA rank of an adapter's layers.
+        relative_error: Largest relative error of an update that includes changes of the frozen
+            weights, in the Frobenius norm; 0 without such changes.
     """
 
     form: str
@@ -87,15 +98,24 @@ class Export:
 def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
     """Return the folder of a run and its experiment.
 
-    ``run`` is an id under ``runs``, the beginning of one, or the folder of a run. An InputError
-    says that there is none, that several begin so, or that its config.yaml is not its own.
+    ``run`` is an id in ``runs``, the beginning of an id, or the folder of a run.
+
+    Raises:
+        InputError: There is no such run, several begin so, or its config.yaml describes another.
     """
     folder, _, name = run.rstrip("/").rpartition("/")
     store = Store.open(folder or runs)
+    if not name or not store.child(name).exists("config.yaml"):
+        ids = run_ids(store)
+        found = [each for each in ids if name and each.startswith(name)]
+        if len(found) != 1 or not store.child(found[0]).exists("config.yaml"):
+            close = difflib.get_close_matches(name, ids, n=3, cutoff=0.5)
+            near = f"the nearest are {', '.join(close)}" if close else f"it holds {len(ids)} runs"
+            near = f"several begin so: {join_limited(found, 3)}" if len(found) > 1 else near
+            missing = f"no config.yaml in {store.place(name)}"
+            raise InputError(f"run {run!r} does not exist: {missing}; {near}")
+        (name,) = found
     home = store.child(name)
-    if not name or not home.exists("config.yaml"):
-        name = _complete(run, name, store)
-        home = store.child(name)
     try:
         fields = parse_yaml(home.read("config.yaml"))
         fields["storage"]["runs"] = folder or runs
@@ -109,21 +129,6 @@ def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
             "run, which restores it"
         )
     return home, experiment
-
-
-def _complete(run: str, prefix: str, store: Store) -> str:
-    """Return the one id that begins with ``prefix``, or raise an InputError with those near it."""
-    ids = run_ids(store)
-    found = [name for name in ids if prefix and name.startswith(prefix)]
-    if len(found) == 1 and store.child(found[0]).exists("config.yaml"):
-        return found[0]
-    if found:
-        near = f"several begin so: {', '.join(found[:_MAX_NEAR])}"
-    else:
-        close = difflib.get_close_matches(prefix, ids, n=_MAX_NEAR, cutoff=0.5)
-        near = f"the nearest are {', '.join(close)}" if close else f"it holds {len(ids)} runs"
-    missing = f"no config.yaml in {store.place(prefix)}"
-    raise InputError(f"run {run!r} does not exist: {missing}; {near}")
 
 
 def load_trained(experiment: Experiment, client: int | str | None = None) -> TrainedRun:
@@ -150,52 +155,36 @@ def load_trained(experiment: Experiment, client: int | str | None = None) -> Tra
         bench = build_model_bench(experiment, checkpoint.info)
         if changed := changed_sources(checkpoint.sources, bench.sources):
             raise RunError(f"the {changed} of run {experiment.id} have changed since it was made")
-        return trained_by(bench, broadcast, checkpoint.round, name, kept)
+        adapt_to(bench, broadcast.survey)
+        trained = global_model(bench, broadcast, checkpoint.round, kept)
+        return TrainedRun(bench, trained, checkpoint.round, name)
 
 
 def _kept_by(
     client: int | str, experiment: Experiment, checkpoint: Checkpoint
 ) -> tuple[str, Arrays]:
-    """Return the name of a client, and what it has kept of its own model."""
+    """Return the name of a client, and the state of its own model."""
     if not build_method(experiment.method).personal:
         raise InputError(
             f"client={client}: method={experiment.method.name} leaves no part of the model with "
             "its clients, who all have the global one; leave client out"
         )
     assert checkpoint.info is not None
-    clients = experiment.federation.clients
+    clients, name = experiment.federation.clients, str(client)
     names = client_names(checkpoint.info, experiment.partition, clients)
     names = names or tuple(map(str, range(clients)))
     kept = {names[number]: state for number, state in checkpoint.client_states.items()}
-    if (name := str(client)) in kept:
+    if name in kept:
         return name, kept[name]
+    why = f"is none of the run's {clients:,} clients"
     if name in names:
         why = "has not taken part so far, so that its model is the global one"
-    else:
-        why = f"is none of the run's {clients:,} clients"
-    known = sorted(kept, key=names.index)
-    few = ", ".join(known[:MOST_NAMED]) + ", ..." * (len(known) > MOST_NAMED)
-    raise InputError(f"client={client} {why}; allowed: {few or 'none yet'}")
+    known = join_limited(sorted(kept, key=names.index), 10)
+    raise InputError(f"client={client} {why}; allowed: {known or 'none yet'}")
 
 
-def trained_by(
-    bench: ModelBench,
-    broadcast: ArrayState,
-    round_number: int,
-    client: str = "",
-    kept: Arrays | None = None,
-) -> TrainedRun:
-    """Return the model that the broadcast after a round describes.
-
-    It is the global one, or that of a client of this name that has kept these arrays.
-    """
-    adapt_to(bench, broadcast.survey)
-    trained = global_model(bench, broadcast, round_number, kept)
-    return TrainedRun(bench, trained, round_number, client)
-
-
-def whose_model(run: TrainedRun) -> str:
-    """Return whose model it is where clients have their own; otherwise an empty text."""
+def _whose_model(run: TrainedRun) -> str:
+    """Return whose model it is if clients have their own; otherwise an empty text."""
     bench = run.bench
     if not bench.method.personal:
         return ""
@@ -233,66 +222,52 @@ def export_run(
     return write_model(load_trained(experiment, client), directory, merged=merged, notes={})
 
 
-@contextmanager
-def _written(directory: Path) -> Iterator[None]:
-    """Raise what safetensors raises on a full disk, which is no OSError, as a StorageError."""
-    try:
-        yield
-    except SafetensorError as error:
-        message = f"cannot write the model in {directory}: {first_line(error)}"
-        raise StorageError(message) from error
-
-
 def write_model(
-    run: TrainedRun,
-    directory: Path,
-    *,
-    merged: bool,
-    notes: dict[str, str],
+    run: TrainedRun, directory: Path, *, merged: bool, notes: dict[str, str],
     place: str | None = None,
-) -> Export:
+) -> Export:  # fmt: skip
     """Write a trained model with all that others need to use it, into an empty folder.
 
-    ``notes`` are further lines of the model card, by title; ``place`` is where the folder will lie
-    in the end, if not where it is written.
+    ``notes`` are further lines of the model card, by title; ``place`` is the final path of the
+    folder, if it is copied later.
     """
-    bench, trained = run.bench, run.trained
-    notes = {"rounds": str(run.round)} | notes
-    if whose := whose_model(run):
-        notes = {"model": whose} | notes
-    if (quantize := bench.settings.model.quantize) != "none":
-        notes["quantized"] = quantize
+    bench, method, quantize = run.bench, run.bench.settings.method.name, _quantized(run.bench)
+    whose = _whose_model(run)
+    notes = ({"model": whose} if whose else {}) | {"rounds": str(run.round)} | notes
+    notes |= {"quantized": quantize} if quantize else {}
     configure_answers(bench)
-    with deterministic(bench.settings), quiet_transformers(), _written(directory):
-        if merged or not fits_adapter(bench):
-            why = "" if merged else f", since {bench.settings.method.name} trains every weight"
-            if quantize != "none":
-                why += f", which are those of {quantize}, dequantized, as in training"
-            note = f"the whole model, with the update in its weights{why}"
-            notes |= {"weights": note}
-            note += f"; {whose}" * bool(whose)
-            export_merged(
+    write_files = partial(_write_files, bench, notes=notes)
+    try:
+        with deterministic(bench.settings), quiet_transformers():
+            if merged or not fits_adapter(bench):
+                why = "" if merged else f", since {method} trains every weight"
+                if quantize:
+                    why += f", which are those of {quantize}, dequantized, as in training"
+                note = notes["weights"] = f"the whole model, with the update in its weights{why}"
+                export_merged(bench.model, run.trained, directory, beside=write_files)
+                return Export("model", run.round, note + f"; {whose}" * bool(whose))
+            backbone = _name_backbone(bench, place or str(directory.absolute()))
+            if quantize:
+                notes["weights"] = f"trained beside backbone weights in {quantize}; " + (
+                    f"those in {COPY}/ are the same, dequantized"
+                    if backbone.copied
+                    else f"those of {backbone.name} are not quantized, and with them the model "
+                    "differs: `trishul export --merged` writes the trained one"
+                )
+            adapter = export_peft(
                 bench.model,
-                trained,
+                run.trained,
                 directory,
-                beside=lambda folder: write_model_files(bench, folder, backbone=None, notes=notes),
+                backbone.name,
+                revision=backbone.revision,
+                beside=partial(write_files, backbone=backbone),
             )
-            return Export("model", run.round, note)
-        backbone = name_backbone(bench, place or str(directory.absolute()))
-        if quantize != "none":
-            notes["weights"] = _describe_quantized(bench, copied=backbone.copied)
-        adapter = export_peft(
-            bench.model,
-            trained,
-            directory,
-            backbone.name,
-            revision=backbone.revision,
-            beside=lambda folder: write_model_files(bench, folder, backbone=backbone, notes=notes),
-        )
+    except SafetensorError as error:  # on a full disk; it is not an OSError
+        message = f"cannot write the model in {directory}: {first_line(error)}"
+        raise StorageError(message) from error
     low, high = ranks = [min(adapter.ranks.values()), max(adapter.ranks.values())]
     note = f"PEFT LoRA adapter of rank {low}" + (f" to {high}" if low != high else "")
-    if quantize != "none":
-        note += f", {notes['weights']}"
+    note += f", {notes['weights']}" if quantize else ""
     if adapter.folded:
         note += ", which holds the changes of the frozen weights, too "
         note += f"(relative error {adapter.error:.1g})"
@@ -300,42 +275,16 @@ def write_model(
     return Export("adapter", run.round, note, ranks, adapter.error)
 
 
-def _describe_quantized(bench: ModelBench, *, copied: bool) -> str:
-    """Return the model card's line on an adapter that was trained beside quantized weights."""
-    model = bench.settings.model
-    return f"trained beside backbone weights in {model.quantize}; " + (
-        f"those in {COPY}/ are the same, dequantized"
-        if copied
-        else f"those of {model.name} are not quantized, and with them the model differs: "
-        "`trishul export --merged` writes the trained one"
-    )
-
-
-#: Folder of a copy of the backbone, in an exported adapter.
-COPY = "backbone"
-#: Folder of the configuration of the backbone with the run's classes, where there is no copy.
-CONFIG = "config"
-#: Versions that load an export: older ones of transformers name the modules of ViT in another way,
-#: and do not know the class of fast tokenizers.
-NEEDS = ("transformers >= 5", "peft >= 0.21.2")
-
-#: The pipeline of transformers that each kind of model is for.
-_PIPELINES: dict[ModelKind, str] = {
-    "image-classification": "image-classification",
-    "sequence-classification": "text-classification",
-    "seq2seq-lm": "text2text-generation",
-    "causal-lm": "text-generation",
-}
+def _quantized(bench: ModelBench) -> str:
+    kind = bench.settings.model.quantize
+    return "" if kind == "none" else kind
 
 
 @dataclass(frozen=True)
-class BackboneName:
-    """Name of the backbone in an adapter's configuration.
+class _BackboneName:
+    """Name of the backbone in an adapter's configuration: a hub name with its commit, or a folder.
 
-    Attributes:
-        name: a hub name, or a folder.
-        revision: commit of a hub name, where it is known.
-        copied: whether the folder is a copy that is written beside the adapter.
+    ``copied``: the folder is a copy that is written into the exported one.
     """
 
     name: str
@@ -343,26 +292,27 @@ class BackboneName:
     copied: bool = False
 
 
-def name_backbone(bench: ModelBench, place: str) -> BackboneName:
+def _name_backbone(bench: ModelBench, place: str) -> _BackboneName:
     """Return how ``from_pretrained`` finds the backbone of an adapter that will be at ``place``."""
-    backbone = Backbone.of(bench.settings.model, bench.settings.storage.places)
-    if isinstance(backbone, PythonBackbone):
-        return BackboneName(backbone.name.partition(":")[2])
     config = bench.settings.model
+    backbone = Backbone.of(config, bench.settings.storage.places)
+    if isinstance(backbone, PythonBackbone):
+        return _BackboneName(backbone.name.partition(":")[2])
     resized = config.image_size not in (None, getattr(backbone.architecture, "image_size", None))
     if backbone.name in BUILTINS or config.init == "random" or resized:
-        return BackboneName(f"{place}/{COPY}", copied=True)
+        return _BackboneName(f"{place}/{COPY}", copied=True)
     if isinstance(backbone.location, Path):
-        return BackboneName(str(backbone.location.resolve()))
+        return _BackboneName(str(backbone.location.resolve()))
     name, _, commit = bench.sources.get("backbone", "").partition("@")
-    return BackboneName(backbone.location, commit if name == backbone.location else None)
+    return _BackboneName(backbone.location, commit if name == backbone.location else None)
 
 
-def write_model_files(
-    bench: ModelBench, folder: Path, *, backbone: BackboneName | None, notes: dict[str, str]
-) -> None:
-    """Write what belongs beside a model; ``backbone`` is that of an adapter."""
-    task, config = bench.task, getattr(bench.model.model, "config", None)
+def _write_files(
+    bench: ModelBench, folder: Path, *, notes: dict[str, str],
+    backbone: _BackboneName | None = None,
+) -> None:  # fmt: skip
+    """Write the files next to a model; ``backbone`` is given for an adapter."""
+    task, config, info = bench.task, getattr(bench.model.model, "config", None), bench.info
     _write_preparation(task, folder)
     if backbone is not None and backbone.copied:
         (folder / COPY).mkdir()
@@ -371,16 +321,15 @@ def write_model_files(
         _write_preparation(task, folder / COPY)
     elif backbone is not None and isinstance(config, PretrainedConfig):
         config.save_pretrained(str(folder / CONFIG))
-    info = bench.info
     about = {"task": type(task).__name__, "dataset": info.name, "classes": list(info.classes)}
     _write_json(folder / "task.json", about | task.settings())
-    (folder / "README.md").write_text(model_card(bench, backbone, notes), encoding="utf-8")
+    (folder / "README.md").write_text(_model_card(bench, backbone, notes), encoding="utf-8")
 
 
 def _write_preparation(task: Task, folder: Path) -> None:
     """Write the image processor or the tokenizer."""
     if isinstance(task, ImageClassification):
-        _write_json(folder / "preprocessor_config.json", image_processor(task))
+        _write_json(folder / "preprocessor_config.json", _image_processor(task))
     elif task.tokens is not None:
         tokenizer = copy.deepcopy(task.tokens.tokenizer)
         tokenizer.backend_tokenizer.no_truncation()
@@ -402,7 +351,7 @@ def configure_answers(bench: ModelBench) -> None:
         model.generation_config.eos_token_id = bench.task.stop_ids(bench.model)
 
 
-def image_processor(task: ImageClassification) -> Json:
+def _image_processor(task: ImageClassification) -> Json:
     """Return the image processor of transformers that prepares images as the task does."""
     side = task.image_size
     return {
@@ -421,86 +370,36 @@ def image_processor(task: ImageClassification) -> Json:
     }
 
 
-def model_card(bench: ModelBench, backbone: BackboneName | None, notes: dict[str, str]) -> str:
-    """Return a model card in Markdown: what it is, how to load it, how to predict with it."""
+def _model_card(bench: ModelBench, backbone: _BackboneName | None, notes: dict[str, str]) -> str:
+    """Return a model card: what the model is, and the code that loads it."""
     settings, kind = bench.settings, bench.task.model_kind
-    python = isinstance(Backbone.of(settings.model, settings.storage.places), PythonBackbone)
-    head = ["---", "library_name: " + ("transformers" if backbone is None else "peft")]
-    if backbone is not None and not backbone.copied and not python:
-        head.append(f"base_model: {backbone.name}")
-    if not python:
-        head.append(f"pipeline_tag: {_PIPELINES[kind]}")
-    what = "Merged model" if backbone is None else "PEFT LoRA adapter"
-    lines = [
-        *head,
-        "---",
-        "",
-        f"# {settings.method.name} on {bench.info.name}",
-        "",
-        f"{what} of the run `{settings.id}` of trishul-ray {__version__}.",
-        "",
-        f"- backbone: {settings.model.name}",
-        f"- needs: {' and '.join(NEEDS[: 1 if backbone is None else None])}",
-        *(f"- {title}: {text}" for title, text in notes.items()),
-        "",
-        "## Use",
-        "",
-        "```python",
-        *_use(bench, backbone, python),
-        "```",
-    ]
-    if not isinstance(bench.task, ImageClassification):
-        lines += ["", "`task.json` says how a row becomes the model's input."]
-        if isinstance(bench.task, Instruction):
-            lines[-1] += " Answers end at its `end_ids`: pass them to `generate` as `eos_token_id`."
-    elif not python:
-        lines += [
-            "",
-            "The run turned photos upright, which the processor does not: pass it "
-            "`PIL.ImageOps.exif_transpose(image)`. It scaled gray images of 16 bits to 8 (value / "
-            "257), which the processor would clip to white.",
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _use(bench: ModelBench, backbone: BackboneName | None, python: bool) -> list[str]:
-    """Return the lines that load the model."""
-    if python:
-        source = "safetensors.torch import load_model"
-        load = "load_model(model, f'{folder}/model.safetensors')"
-        if backbone is not None:
-            source = "peft import PeftModel"
-            load = "model = PeftModel.from_pretrained(model, folder).eval()"
-        name = bench.settings.model.name.partition(":")[2]
-        return [f"from {source}", "", f"model = {name}(...)", load]
-    auto = AUTO_CLASSES[bench.task.model_kind].__name__
-    reader, what = "AutoTokenizer", "tokenizer"
-    if isinstance(bench.task, ImageClassification):
-        reader, what = "AutoImageProcessor", "processor"
-    here, prepare = 'folder = "."  # of this file', f"{what} = {reader}.from_pretrained(folder)"
-    if backbone is None:
-        loaded = f"model = {auto}.from_pretrained(folder).eval()"
-        names = ", ".join(sorted((auto, reader)))
-        return [f"from transformers import {names}", "", here, loaded, prepare]
-    if backbone.copied:
-        imported, base = [auto, reader], [f'base = {auto}.from_pretrained(f"{{folder}}/{COPY}")']
-    else:
-        imported = ["AutoConfig", auto, reader]
-        base = [
-            f'config = AutoConfig.from_pretrained(f"{{folder}}/{CONFIG}")',
-            f"base = {auto}.from_pretrained(",
-            f"    {backbone.name!r}, config=config, ignore_mismatched_sizes=True",
-            ")",
-        ]
-    return [
-        "from peft import PeftModel",
-        f"from transformers import {', '.join(sorted(imported))}",
-        "",
-        here,
-        *base,
-        "model = PeftModel.from_pretrained(base, folder).eval()",
-        prepare,
-    ]
+    images = isinstance(bench.task, ImageClassification)
+    made_in_python = isinstance(
+        Backbone.of(settings.model, settings.storage.places), PythonBackbone
+    )
+    templates = Environment(
+        loader=PackageLoader("trishul_ray.runs", "."),
+        undefined=StrictUndefined,
+        autoescape=select_autoescape(),  # a card is Markdown, which has none
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return templates.get_template("model_card.md").render(
+        backbone=backbone,
+        python=settings.model.name.partition(":")[2] if made_in_python else "",
+        pipeline=_PIPELINES[kind],
+        method=settings.method.name,
+        dataset=bench.info.name,
+        id=settings.id,
+        version=__version__,
+        model=settings.model.name,
+        notes=notes,
+        auto=AUTO_CLASSES[kind].__name__,
+        reader="AutoImageProcessor" if images else "AutoTokenizer",
+        images=images,
+        generates=isinstance(bench.task, Instruction),
+    )
 
 
 def _write_json(file: Path, content: Json) -> None:
