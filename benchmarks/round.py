@@ -11,7 +11,6 @@ Parts (all by default; minutes on two idle CPU cores):
     large    (3)  the same for ViT-B/16 (q, v, 4 heads of rank 110), and the prox's share of it
     clients  (2)  memory and round time of 10,000 registered clients beside 20
     cohorts  (3)  memory and round time of cohorts of 10, 100 and 1,000 of 100,000 clients
-    stacked  (4)  rounds whose clients train in one forward beside rounds where each is alone
 
 Everything is measured by turns (limit, step, limit, step, ...), so that a slow spell of the
 machine falls on both sides of a ratio. With a mirror (TRISHUL_HUB, or --hub) the images are
@@ -30,9 +29,8 @@ from _clients import Federation
 from _limit import PARTS, Steps, time_steps
 from _results import Goal, Report, Section, Times, paired, told_by
 from _setups import Setup, has_real_data, large, small
-from _stacked import SHAPES, stacked
 
-ALL = ("backend", "scored", "small", "large", "clients", "cohorts", "stacked")
+ALL = ("backend", "scored", "small", "large", "clients", "cohorts")
 
 
 def main() -> None:
@@ -70,9 +68,6 @@ def main() -> None:
             report.add(clients(options, [*_rounds(options, shared), *little]))
         if "cohorts" in options.parts:
             report.add(cohorts(options.precision))
-        if "stacked" in options.parts:
-            for shape in SHAPES:
-                report.add(stacked(scratch, shared, shape, options.stacked_rounds))
 
 
 def _arguments() -> argparse.Namespace:
@@ -89,7 +84,6 @@ def _arguments() -> argparse.Namespace:
     add("--steps", type=int, default=60, help="measured steps of the small ViT")
     add("--large-batch", type=int, default=32, help="batch size of ViT-B/16")
     add("--large-steps", type=int, default=5, help="measured steps of ViT-B/16")
-    add("--stacked-rounds", type=int, default=5, help="measured rounds of each kind of stacked")
     add("--many", type=int, default=10_000, help="registered clients, beside 20")
     options = parser.parse_args()
     if min(options.rounds - 2, options.steps, options.large_steps, options.local_steps) < 1:
