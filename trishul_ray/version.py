@@ -4,7 +4,7 @@ import platform
 from functools import cache
 from importlib import metadata
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 #: Increase this with every code change that can change a bit of a result. It is part of every
 #: experiment's id, so results of different numerics never share an id.
