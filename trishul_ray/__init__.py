@@ -35,6 +35,8 @@ set_environment()  # before torch is imported
 os.environ.setdefault("RAY_RAYLET_PID", str(os.getpid()))
 # How long a signal waits for a call of Ray: a second by default, in which Ray may be lost.
 os.environ.setdefault("RAY_get_check_signal_interval_milliseconds", "100")
+# How long the hub's clients wait for an answer before they read their caches: 10 s by default.
+os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "5")
 if os.path.expanduser("~") == "~":
     # A user without a home, as in a container: MLflow fails where it asks for one.
     os.environ["HOME"] = os.path.abspath(os.environ.get("TRISHUL_CACHE") or os.devnull)

@@ -23,7 +23,6 @@ from rich.text import Text
 
 from trishul_ray.cli.output import out, print_line
 from trishul_ray.config.places import Places
-from trishul_ray.data.network import try_within
 from trishul_ray.errors import InputError, RunError, first_line
 from trishul_ray.runtime.cpu import usable_cores
 from trishul_ray.storage.durable import (
@@ -205,8 +204,11 @@ def check_hub(mirror: Path | None) -> Check:
 def _check_answer(
     name: str, place: str, request: Callable[[], object], otherwise: Status = "fail"
 ) -> Check:
-    if fault := try_within(TIMEOUT, request):
-        return Check(name, otherwise, f"{redact(place)} does not answer: {fault}")
+    try:
+        request()
+    except (OSError, ValueError) as error:
+        why = redact(str(getattr(error, "reason", None) or error))
+        return Check(name, otherwise, f"{redact(place)} does not answer: {why}")
     return Check(name, "ok", f"{redact(place)} answers")
 
 

@@ -14,16 +14,15 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.utils import logging as hub_logging
 
-from trishul_ray.data.network import check_depth, hub_fault, hub_or_cache
 from trishul_ray.errors import (
     CorruptFileError,
     InputError,
@@ -33,7 +32,7 @@ from trishul_ray.errors import (
 )
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.runtime.lazy import transformers
-from trishul_ray.storage.integrity import digest, download_fault, lfs_pointer
+from trishul_ray.storage.integrity import digest, lfs_pointer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -120,17 +119,13 @@ class ModelFiles:
     def reading(self, *, weights: bool = False) -> Iterator[None]:
         """Read the files with :func:`quiet_transformers`, and say of which model a failure is.
 
-        If they are on the hub and it does not answer at once, only what was downloaded before is
-        read. What was downloaded, now or before, is compared with the hub's hashes at the end, the
-        ``weights`` only if they are read. Libraries raise errors of any type for files that are
-        missing, unreadable or inconsistent.
+        Libraries raise errors of any type for files that are missing, unreadable or inconsistent.
 
         Raises:
-            CorruptFileError: The files in a folder cannot be read, or a downloaded one is damaged.
-            InputError: They are on the hub, which cannot be reached or refuses them.
+            CorruptFileError: The files in a folder cannot be read.
+            InputError: They are on the hub, which cannot be reached or rejects the request.
         """
-        on_hub = isinstance(self.location, str)
-        with quiet_transformers(), hub_or_cache() if on_hub else nullcontext():
+        with quiet_transformers():
             try:
                 yield
             except InputError:
@@ -138,31 +133,22 @@ class ModelFiles:
             except Exception as error:
                 self.check(weights=weights)
                 raise self._error(first_line(error)) from error
-        self.check(weights=weights)
 
     def check(self, *, weights: bool = False) -> None:
-        """Raise a CorruptFileError for a pointer of Git LFS, or for a damaged download."""
-        folder = self.location
-        if isinstance(folder, str):
-            config = None
-            with suppress(HFValidationError):  # no name of a repository, as its reader will say
-                config = try_to_load_from_cache(folder, "config.json")
-            if not isinstance(config, str):
-                return
-            folder = Path(config).parent
-        if not folder.is_dir():
+        """Raise a CorruptFileError for a pointer of Git LFS in a folder."""
+        if not isinstance(self.location, Path) or not self.location.is_dir():
             return
-        files = source_files(folder, weights=weights)
-        fault = next(filter(None, map(lfs_pointer, files)), "") or download_fault(folder, files)
-        if fault:
-            raise CorruptFileError(f"model.name={self.name!r}: cannot load {folder}: {fault}")
+        for file in source_files(self.location, weights=weights):
+            if fault := lfs_pointer(file):
+                raise CorruptFileError(
+                    f"model.name={self.name!r}: cannot load {self.location}: {fault}"
+                )
 
     def _error(self, reason: str) -> InputError:
         if isinstance(self.location, Path):
             return CorruptFileError(
                 f"model.name={self.name!r}: cannot load {self.location}: {reason}"
             )
-        reason = hub_fault() or reason
         searched = f"mirror {self.mirror} does not hold it" if self.mirror else "no mirror is set"
         return InputError(
             f"model.name={self.name!r} not found: {searched} (storage.hub or TRISHUL_HUB), and the "
@@ -198,8 +184,6 @@ def _find(name: str, places: "Places") -> Path | str:
             f"a hub name owner/model{hint}"
         )
     mirror = places.hub
-    if mirror is not None:
-        check_depth(mirror, name)
     if mirror is not None and (mirror / name).is_dir():
         if not (mirror / name / "config.json").is_file():
             raise InputError(

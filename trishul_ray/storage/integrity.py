@@ -7,12 +7,10 @@ import hashlib
 import json
 import logging
 import os
-import re
-import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,9 +22,6 @@ from trishul_ray.storage.durable import Json, complete_folder, make_cache_folder
 
 #: Beginning of the text that stands for a file that Git LFS has not fetched.
 _LFS = b"version https://git-lfs.github.com/spec/"
-
-#: How the Hugging Face hub calls a file: by its SHA-256, or, if it is small, by git's hash of it.
-_HUB_HASH = re.compile("[0-9a-f]{64}|[0-9a-f]{40}")
 
 #: A file may change again without a visible change of its times within this many seconds, because
 #: the clocks of file systems advance in steps.
@@ -64,45 +59,6 @@ def checksum(file: Path) -> str:
     return _remembered(_checksum, file)
 
 
-def download_fault(folder: Path, files: Iterable[Path], made: Iterable[Path] = ()) -> str:
-    """Return which of the files from the Hugging Face hub is damaged; empty if none is known to be.
-
-    In the cache of the hub's client, a file is a link to one that has its hash as name. The command
-    ``hf download --local-dir FOLDER`` notes the hash, and when it did so, in the last two lines of
-    ``.cache/huggingface/download/<file>.metadata``: a file that was edited later has none. Files
-    without a hash are not checked. Every file is read, once per process unless it changes.
-
-    The text has the command that removes the file, and the folders that were ``made`` of it.
-    """
-    for file in files:
-        noted = _hub_hash(folder, file)
-        if noted and noted != _remembered(_digest if len(noted) == 64 else _git_digest, file):
-            remove = shlex.join(["rm", "-r", *map(str, [file.resolve(), *made])])
-            return (
-                f"{file} is damaged: its hash is not that of the hub ({noted[:12]}...); {remove}, "
-                "and download it again"
-            )
-    return ""
-
-
-def _hub_hash(folder: Path, file: Path) -> str:
-    stored = file.resolve()
-    hash = stored.name if stored.parent.name == "blobs" else ""
-    note = folder / ".cache/huggingface/download" / f"{file.relative_to(folder)}.metadata"
-    if not hash and note.is_file():
-        with suppress(ValueError):  # another version's
-            _, hash, noted = note.read_text().splitlines()
-            # As the hub's client tells whether its note still is of the file.
-            if stored.stat().st_mtime - 1 > float(noted):
-                hash = ""
-    return hash if _HUB_HASH.fullmatch(hash) else ""
-
-
-def _git_digest(path: Path) -> str:
-    header = f"blob {path.stat().st_size}\0".encode()
-    return hashlib.sha1(header + path.read_bytes(), usedforsecurity=False).hexdigest()
-
-
 def _digest(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -124,23 +80,14 @@ def _computed(compute: Callable[[Path], str], path: Path, stamp: tuple[int, ...]
     return compute(path)
 
 
-def lfs_pointer(file: Path) -> str | None:
-    """Return what to do about a file of which Git LFS has left a pointer alone; None for others.
-
-    A file that cannot be read is none: who reads it will say so.
-    """
-    try:
-        with file.open("rb") as stream:
-            if not is_lfs_pointer(stream.read(len(_LFS))):
-                return None
-    except OSError:
-        return None
-    return f"{file.name} is a pointer of Git LFS, not the file: run `git lfs pull` where it is"
-
-
-def is_lfs_pointer(content: bytes) -> bool:
-    """Return whether a file's content is a pointer of Git LFS; its beginning is enough."""
-    return content.startswith(_LFS)
+def lfs_pointer(file: Path) -> str:
+    """Return what to do about a file that is only a pointer of Git LFS; empty for other files."""
+    if not file.is_file():
+        return ""
+    with file.open("rb") as stream:
+        if stream.read(len(_LFS)) != _LFS:
+            return ""
+    return f"{file.name} is a pointer of Git LFS, not the file: run `git lfs pull` in its folder"
 
 
 def seal(folder: Path, pattern: str = "[!.]*") -> None:

@@ -21,7 +21,6 @@ from trishul_ray.errors import InputError, first_line
 from trishul_ray.lab.clock import DECILES
 from trishul_ray.runtime.lazy import pq
 from trishul_ray.runtime.random_streams import numpy_rng
-from trishul_ray.storage.integrity import lfs_pointer
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -242,7 +241,7 @@ def _read(field: str, path: str, needed: Sequence[str], optional: Sequence[str] 
     except (OSError, ValueError, NotImplementedError) as error:  # those of Arrow are among them
         if isinstance(error, InputError):
             raise
-        reason = lfs_pointer(place) or first_line(error)
+        reason = first_line(error)
         raise InputError(f"{field}={path!r} is no Parquet file: {reason}") from error
 
 
