@@ -27,7 +27,7 @@ from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.sweeps.cells import Sweep, TuneOptions
 from trishul_ray.sweeps.loading import sweep_from_axes
-from trishul_ray.sweeps.reproduce import reproduce
+from trishul_ray.sweeps.run import reproduce
 from trishul_ray.tracking.progress import RunProgress, SweepProgress
 
 #: Share of a second that a trial loses to Tune, and throughput of two trials at once against one.

@@ -49,7 +49,7 @@ import trishul_ray.models.attention
 import trishul_ray.models.last_block
 import trishul_ray.report.page
 import trishul_ray.runs.artifacts
-import trishul_ray.sweeps.reproduce
+import trishul_ray.sweeps.run
 import trishul_ray.sweeps.tuner
 import trishul_ray.tracking.mlflow
 from trishul_ray.experiment.loading import load_experiment
@@ -288,7 +288,7 @@ def _run(words: list[str], fresh: bool, extras: bool) -> None:
 
 def _call(*words: str) -> None:
     sys.argv = ["trishul", *words]
-    trishul_ray.sweeps.reproduce._run = _run_cells
+    trishul_ray.sweeps.run._run = _run_cells
     trishul_ray.federation.on_ray.session.ray_session = nullcontext
     trishul_ray.cli.main()
 

@@ -242,7 +242,7 @@ def test_what_methods_share_imports_no_method():
             {"torch", "transformers", "pydantic", "pyarrow.parquet"},
         ),
         (  # a sweep finds its finished runs first
-            ["sweeps.reproduce", "report.page"],
+            ["sweeps.run", "report.page"],
             {"torch", "transformers", "ray", "mlflow", "matplotlib"},
         ),
     ],

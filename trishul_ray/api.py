@@ -34,7 +34,7 @@ from trishul_ray.runs.export import open_run
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.sweeps.cells import Sweep, TuneOptions
 from trishul_ray.sweeps.loading import load_sweep
-from trishul_ray.sweeps.reproduce import reproduce
+from trishul_ray.sweeps.run import reproduce
 from trishul_ray.tracking.progress import RunProgress, SweepProgress
 
 #: Display of a run's progress: none, lines, or a live bar on a terminal or in a notebook (elsewhere

@@ -22,7 +22,7 @@ from trishul_ray.report.tables import build_tables
 from trishul_ray.sweeps import tuner
 from trishul_ray.sweeps.cells import TuneOptions
 from trishul_ray.sweeps.loading import load_sweep
-from trishul_ray.sweeps.reproduce import reproduce
+from trishul_ray.sweeps.run import reproduce
 from trishul_ray.tracking.progress import SweepProgress
 
 pytestmark = [

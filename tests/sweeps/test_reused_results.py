@@ -10,7 +10,7 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.sweeps.cells import TuneOptions
 from trishul_ray.sweeps.loading import load_sweep
-from trishul_ray.sweeps.reproduce import reproduce
+from trishul_ray.sweeps.run import reproduce
 from trishul_ray.tracking.progress import RunProgress, SweepProgress
 
 

@@ -11,7 +11,7 @@ from trishul_ray.methods.base import method_class
 from trishul_ray.paper.numbers import PAPER, records
 from trishul_ray.sweeps.cells import distinct
 from trishul_ray.sweeps.loading import find_sweeps
-from trishul_ray.sweeps.reproduce import cell_name
+from trishul_ray.sweeps.run import cell_name
 
 #: The paper's numbers: label by label, with ``metric`` and ``value``, by table.
 RECORDS = records()

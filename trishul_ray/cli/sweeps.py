@@ -1,4 +1,4 @@
-"""Commands on many runs: the paper's tables, and your own sweeps."""
+"""The commands ``sweep`` (also called ``table``) and ``report``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,240 +25,142 @@ if TYPE_CHECKING:
     from trishul_ray.report.outcomes import SweepOutcome
     from trishul_ray.report.tables import SweepTable
     from trishul_ray.sweeps.cells import Sweep, TuneOptions
-    from trishul_ray.sweeps.reproduce import Reproduced
+    from trishul_ray.sweeps.run import Reproduced
 
 Profile = Annotated[
     str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
 ]
 RunsOption = Annotated[
-    str | None, typer.Option(help="Folder or URI where runs are stored; short for storage.runs")
-]
-Retries = Annotated[
-    int,
-    typer.Option(min=0, help="How often a failed cell is tried again, from its last round."),
-]
-StallMinutes = Annotated[
-    float,
-    typer.Option(
-        min=0.05,
-        help="Minutes without a finished round after which a cell that has loaded is tried again; "
-        "at least five times its median round.",
-    ),
-]
-Concurrency = Annotated[
-    int | None,
-    typer.Option(min=1, help="Cells at a time; default: as many as the cluster holds."),
+    str | None, typer.Option(help="Folder or URI where runs are stored; short for storage.runs.")
 ]
 NamesOrFiles = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(
-        metavar="NAME...|all|SWEEP.yaml [KEY=VALUE ...]",
-        help="Tables of the paper or sweep files, then key=value overrides of every run",
+        metavar="[NAME...|all|SWEEP.yaml] [KEY=VALUE ...]",
+        help="Tables of the paper or sweep files, then key=value overrides of every run.",
         show_default=False,
     ),
 ]
 
 
 def _report_option(*names: str) -> Any:
-    """Return the option of where the report is written; by default, named as its parameter."""
-    where = "Where the report is written: a folder or URI."
+    """Return the option for the place of the report; by default, named as its parameter."""
+    where = "Folder or URI of the report."
     return typer.Option(*names, metavar="DIR", help=where, envvar="TRISHUL_REPORT")
 
 
-ReportFolder = Annotated[str, _report_option("--report")]
-
-
-def table(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="NAME...|all [KEY=VALUE ...]",
-            help="Tables of the paper, then key=value overrides of every run, e.g. "
-            "federation.rounds=5 storage.runs=s3://bucket/runs",
-            show_default=False,
-        ),
-    ],
-    profile: Profile = "paper",
-    retries: Retries = 2,
-    stall_minutes: StallMinutes = 30.0,
-    concurrency: Concurrency = None,
-    report: ReportFolder = "report",
-    plugin: Plugins = None,
-) -> None:
-    """Reproduce tables and figures of the paper: run what is missing, print them, write a report.
-
-    - `trishul table all --profile smoke` — every cell of every table, on embedded data
-    - `trishul table vision glue` — two tables by the paper's protocol
-    - `trishul table vision seed=0..2` — with three seeds, as the paper, instead of five
-
-    Repeat the command to continue: finished cells are never run again. The command `plan` shows
-    what would run.
-    """
-    from trishul_ray.sweeps.cells import TuneOptions
-    from trishul_ray.sweeps.loading import find_sweeps
-
-    names, overrides = split_arguments(arguments)
-    if not names:
-        raise InputError("name at least one table, or all")
-    sweeps = find_sweeps(names, profile, overrides)
-    run_sweeps(sweeps, TuneOptions(retries, stall_minutes, concurrency), report)
-
-
 def sweep(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[SWEEP.yaml] [KEY=VALUE ...]",
-            help="A sweep file (optional), then key=value overrides of every run",
-            show_default=False,
-        ),
-    ] = None,
+    arguments: NamesOrFiles = None,
+    profile: Profile = "paper",
     axis: Annotated[
         list[str] | None,
         typer.Option(metavar="FIELD=VALUES", help="Values of a field, as 0,0.01,0.1 or 0..4."),
     ] = None,
-    retries: Retries = 2,
-    stall_minutes: StallMinutes = 30.0,
-    concurrency: Concurrency = None,
-    report: ReportFolder = "report",
-    plugin: Plugins = None,
-) -> None:
-    """Run a grid or a search of whole runs, print its tables, and write a report.
-
-    - `trishul sweep mine.yaml federation.rounds=5`
-    - `trishul sweep --axis method.lam=0,0.01,0.1 --axis seed=0..4 dataset=digits`
-
-    Repeat the command to continue: finished cells are never run again.
-    """
-    from trishul_ray.sweeps.cells import TuneOptions
-    from trishul_ray.sweeps.loading import load_sweep, sweep_from_axes
-
-    file, overrides = _split_file(arguments or [])
-    if bool(file) == bool(axis):
-        raise InputError("give either a sweep file, or at least one --axis field=value,value")
-    made = load_sweep(file, overrides) if file else sweep_from_axes(axis or [], overrides)
-    run_sweeps([made], TuneOptions(retries, stall_minutes, concurrency), report)
-
-
-def rates(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[SWEEP.yaml] [KEY=VALUE ...]",
-            help="A sweep file; default: that of the profile. Then overrides of every run",
-            show_default=False,
-        ),
-    ] = None,
-    profile: Profile = "paper",
-    retries: Retries = 2,
-    stall_minutes: StallMinutes = 30.0,
-    concurrency: Concurrency = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Where the rates are written; default rates-PROFILE.yaml."
-        ),
-    ] = None,
-    plugin: Plugins = None,
-) -> None:
-    """Tune learning rates on validation rows, for each method, budget, dataset and partition.
-
-    - `trishul rates --profile smoke` — a small grid, on embedded data
-    - `trishul table all --profile smoke optimizer.rates=rates-smoke.yaml` — the tables with them
-
-    Without such a file, tables take published rates. Repeat the command to continue; `trishul plan
-    rates` shows what it costs.
-    """
-    from trishul_ray.sweeps.cells import TuneOptions
-    from trishul_ray.sweeps.loading import find_sweeps, load_sweep
-    from trishul_ray.sweeps.rates import RATES, check_rates, choose_rates, rates_table, write_rates
-
-    file, overrides = _split_file(arguments or [])
-    if file:
-        sweep = load_sweep(file, overrides)
-    else:
-        (sweep,) = find_sweeps([RATES], profile, overrides)
-    check_rates(sweep)
-    written = output or Path(f"rates-{sweep.profile}.yaml")
-    check_writable(written.absolute().parent, "--output")
-    result = _reproduce([sweep], TuneOptions(retries, stall_minutes, concurrency))
-    chosen = choose_rates(result.outcomes[0])
-    write_rates(chosen, sweep.profile, written)
-    print_table(rates_table(chosen))
-    if result.failures:
-        print_line(f"{len(result.failures)} runs failed, and their rates are not chosen", err)
-    print_field("rates", written)
-
-
-def plan(
-    arguments: NamesOrFiles,
-    profile: Profile = "paper",
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Run nothing: show finished runs, and the hours left.")
+    ] = False,
     device: Annotated[
         str | None,
+        typer.Option(help="GPU for --plan, such as h100, a100, l4; or cpu, this machine."),
+    ] = None,
+    rates: Annotated[
+        Path | None,
         typer.Option(
-            help="What computes: h100, h200, a100, v100, l4, a10g, t4 or cpu (this machine). "
-            "Default: the GPU of this machine; without one h100 for the profile paper, and else "
-            "cpu."
+            metavar="FILE", help="Write the best learning rates to a file for optimizer.rates."
         ),
     ] = None,
-    devices: Annotated[int, typer.Option(min=1, help="Devices that work at the same time.")] = 1,
-    price: Annotated[
-        float | None, typer.Option(min=0, help="Price of a device for an hour.")
+    retries: Annotated[
+        int, typer.Option(min=0, help="Retries of a failed run, from its last round.")
+    ] = 2,
+    stall_minutes: Annotated[
+        float,
+        typer.Option(min=0.05, help="Minutes without a finished round before a run is retried."),
+    ] = 30.0,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Concurrent runs; default: what the cluster holds.")
     ] = None,
-    runs: RunsOption = None,
+    report: Annotated[str, _report_option("--report")] = "report",
     plugin: Plugins = None,
 ) -> None:
-    """Show what sweeps would run, how long it takes and what it costs. Runs nothing.
+    """Run tables of the paper, a grid or a search; print tables, and write a report.
 
-    - `trishul plan all --price 2.5` — the whole paper
-    - `trishul plan vision glue --device a100 --devices 8`
-    - `trishul plan mine.yaml federation.rounds=5`
+    - `trishul sweep all --profile smoke` — every table and figure, on embedded data
+    - `trishul sweep vision glue` — two tables, by the protocol of the paper
+    - `trishul sweep vision --plan --device l4` — what is finished and running, and the hours left
+    - `trishul sweep mine.yaml federation.rounds=5`
+    - `trishul sweep --axis method.lam=0,0.01,0.1 --axis seed=0..4 dataset=digits`
+    - `trishul sweep rates --profile smoke --rates rates-smoke.yaml` — tune learning rates
 
-    A run that several sweeps need is counted once, in the first of them. Hours are those of
-    finished runs of the same kind where there are any, and else from a cost model.
+    Repeat the command to continue: finished runs are never repeated.
     """
-    from trishul_ray.sweeps.cells import distinct
-    from trishul_ray.sweeps.plan import make_plan, plan_notes, plan_table, usual_device
-    from trishul_ray.sweeps.reproduce import cell_name, check_adapters
-    from trishul_ray.sweeps.status import examine, other_results
+    from trishul_ray.sweeps.cells import TuneOptions
 
-    sweeps = load_sweeps(arguments, profile, runs)
+    sweeps = load_sweeps(arguments or [], profile, None, axis)
+    options = TuneOptions(retries, stall_minutes, concurrency)
+    if plan:
+        _show_plan(sweeps, device)
+    elif rates is not None:
+        _tune_rates(sweeps, options, rates)
+    else:
+        run_sweeps(sweeps, options, report)
+
+
+def _show_plan(sweeps: "Sequence[Sweep]", device: str | None) -> None:
+    from trishul_ray.experiment.fit import check_layers
+    from trishul_ray.sweeps.cells import distinct
+    from trishul_ray.sweeps.plan import default_device, plan_table
+    from trishul_ray.sweeps.run import check_cells
+    from trishul_ray.sweeps.status import examine
+
     experiments = distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
     with show_progress() as progress:
-        report = progress.task_progress("reading results")
-        states = examine(experiments, report)
-        measured = other_results(experiments, report)
+        states = examine(experiments, progress.task_progress("reading results"))
     missing = {id: each for id, each in experiments.items() if states[id].summary is None}
-    named = {cell.experiment.id: cell_name(sweep, cell) for sweep in sweeps for cell in sweep.cells}
-    check_adapters(missing, named.__getitem__)
-    device = device or usual_device({sweep.profile for sweep in sweeps})
-    made = make_plan(sweeps, states, device, measured)
-    print_table(plan_table(made, devices=devices, price=price))
-    for note in plan_notes(made, states, devices):
+    names = {cell.experiment.id: sweep.cell_name(cell) for sweep in sweeps for cell in sweep.cells}
+    check_cells(missing, names.__getitem__, check_layers)
+    table, notes = plan_table(sweeps, states, device or default_device(sweeps))
+    print_table(table)
+    for note in notes:
         print_line(note)
 
 
+def _tune_rates(sweeps: "Sequence[Sweep]", options: "TuneOptions", file: Path) -> None:
+    from trishul_ray.sweeps.rates import check_rates, choose_rates, rates_table, write_rates
+
+    if len(sweeps) != 1:
+        raise InputError("--rates: name one sweep with an axis optimizer.lr, such as rates")
+    check_rates(sweeps[0])
+    check_writable(file.absolute().parent, "--rates")
+    result = _reproduce(sweeps, options)
+    chosen = choose_rates(result.outcomes[0])
+    write_rates(chosen, sweeps[0].profile, file)
+    print_table(rates_table(chosen))
+    if result.failures:
+        print_line(f"{len(result.failures)} runs failed, and their rates are not selected", err)
+    print_field("rates", file)
+
+
 def report(
-    arguments: NamesOrFiles,
+    arguments: NamesOrFiles = None,
     profile: Profile = "paper",
     runs: RunsOption = None,
     output: Annotated[str, _report_option()] = "report",
     plugin: Plugins = None,
 ) -> None:
-    """Write tables and figures from finished runs: one HTML page, Markdown, LaTeX and CSV.
+    """Write tables and figures of finished runs: one HTML page, Markdown, LaTeX and CSV.
 
     - `trishul report all --profile smoke`
     - `trishul report vision glue --runs s3://bucket/runs`
     - `trishul report mine.yaml federation.rounds=5`
 
-    Runs nothing: what is missing is missing on the page, and what failed has its reason there.
+    It runs nothing: missing runs are missing in the report, and failed runs have their reason.
     """
-    sweeps = load_sweeps(arguments, profile, runs)
+    sweeps = load_sweeps(arguments or [], profile, runs)
     searched = [sweep.name for sweep in sweeps if sweep.is_adaptive]
     if searched:
         raise InputError(
-            f"{', '.join(searched)}: what a search by optuna samples depends on its results; "
-            "the command `sweep` writes the report"
+            f"{', '.join(searched)}: the samples of a search by optuna depend on its results; "
+            "`trishul sweep` writes the report"
         )
     outcomes = read_outcomes(sweeps)
     place = _write_report(outcomes, output)
@@ -277,36 +179,28 @@ def read_outcomes(sweeps: "Sequence[Sweep]") -> "tuple[SweepOutcome, ...]":
         return collect(sweeps, examine(distinct(sweeps), report))
 
 
-def load_sweeps(arguments: Sequence[str], profile: str, runs: str | None) -> "list[Sweep]":
-    """Load the sweeps of ``NAME...|all|SWEEP.yaml [KEY=VALUE ...]``, random samples as cells.
+def load_sweeps(
+    arguments: Sequence[str], profile: str, runs: str | None, axes: Sequence[str] | None = None
+) -> "list[Sweep]":
+    """Load the sweeps of ``[NAME...|all|SWEEP.yaml] [KEY=VALUE ...]``, random samples as cells.
 
     Raises:
         InputError: There is no name, or a sweep cannot be loaded.
     """
-    from trishul_ray.sweeps.loading import find_sweeps, load_sweep
+    from trishul_ray.sweeps.loading import find_sweeps, load_sweep, sweep_from_axes
     from trishul_ray.sweeps.samples import with_random_samples
 
     names, overrides = split_arguments(arguments)
     overrides += [f"storage.runs={runs}"] if runs is not None else []
+    if bool(names) == bool(axes):
+        raise InputError("give tables (or all) and sweep files, or --axis field=value,value")
+    if axes:
+        return [sweep_from_axes(axes, overrides)]
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
     tables = [name for name in names if name not in files]
-    if not names:
-        raise InputError("name at least one table or sweep file, or all")
     sweeps = [*(find_sweeps(tables, profile, overrides) if tables else ())]
     sweeps += [load_sweep(Path(file), overrides) for file in files]
     return [with_random_samples(sweep) for sweep in sweeps]
-
-
-def _split_file(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the sweep file of ``[SWEEP.yaml] [KEY=VALUE ...]``, and the overrides.
-
-    Raises:
-        InputError: There are several files.
-    """
-    files, overrides = split_arguments(arguments)
-    if len(files) > 1:
-        raise InputError(f"one sweep file at a time, not {', '.join(files)}")
-    return Path(files[0]) if files else None, overrides
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -331,7 +225,7 @@ def run_sweeps(sweeps: "Sequence[Sweep]", options: "TuneOptions", report: str) -
 
 
 def _reproduce(sweeps: "Sequence[Sweep]", options: "TuneOptions") -> "Reproduced":
-    from trishul_ray.sweeps.reproduce import reproduce
+    from trishul_ray.sweeps.run import reproduce
     from trishul_ray.tracking.progress import SweepProgress
 
     progress = SweepProgress(err)

@@ -24,6 +24,8 @@ from trishul_ray.sweeps.sweep_file import MAX_CELLS, Fields, SweepFile, field_of
 
 #: The axis of learning rates.
 RATE = "optimizer.lr"
+#: A number of more digits than a name needs.
+_LONG = re.compile(r"\d+\.\d{5,}(e[-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,24 @@ class Sweep(SweepHead):
     def is_adaptive(self) -> bool:
         """Whether its cells depend on the results of other cells."""
         return self.search is not None and self.search.kind == "optuna"
+
+    def displayed_labels(self, cell: Cell) -> dict[str, str]:
+        """Return the displayed labels of a cell, by axis."""
+        return {axis: self.shown_label(axis, label) for axis, label in cell.labels.items()}
+
+    @staticmethod
+    def joined(labels: Mapping[str, str]) -> str:
+        """Return labels as text; numbers have the name of their axis."""
+        return ", ".join(
+            f"{axis}={label}" if label.replace(".", "").isdigit() else label
+            for axis, label in labels.items()
+        )
+
+    def cell_name(self, cell: Cell) -> str:
+        """Return the name of a cell in messages: ``vision: FedIT, CIFAR-100, seed=0``."""
+        labels = self.joined(self.displayed_labels(cell))
+        short = _LONG.sub(lambda found: f"{float(found.group()):.4g}", labels)
+        return f"{self.name}: {short}" if short else self.name
 
 
 def distinct(sweeps: Sequence[Sweep]) -> dict[str, Experiment]:

@@ -1,343 +1,181 @@
-"""Plan of sweeps: their runs and the cost, before anything runs.
+"""Plan of sweeps, ``trishul sweep --plan``: the state of their runs, and the hours that are left.
 
-Each distinct run is counted once, in the first sweep that has it. Its time is that of the most
-similar finished run of its kind in the store, or else from :mod:`trishul_ray.sweeps.cost`. Times
-are device-hours: the hours of a run times the number of GPUs, or the share of a CPU's cores, that
-it holds.
+Each distinct run counts once, in the first sweep that has it. Its time is that of finished runs of
+its kind on the same device, or an estimate: the operations of the backbone and of the proximal
+steps at sustained rates, or the launches of kernels if they take longer.
 """
 
-import json
-import os
-import sys
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cache, cached_property
-from typing import Any, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple
 
 from rich.table import Table
 
+from trishul_ray.data.prepare import official_rows
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.on_ray.slices import plan_slices, with_actors
 from trishul_ray.methods.base import build_method
-from trishul_ray.report.outcomes import CellStatus
-from trishul_ray.report.summary import RunSummary, flatten
-from trishul_ray.runtime.lazy import torch
+from trishul_ray.report.summary import RunSummary
+from trishul_ray.runs.folder import RunFolder
+from trishul_ray.runtime.cpu import usable_cores
 from trishul_ray.sweeps.cells import Sweep, distinct
-from trishul_ray.sweeps.cost import DEVICES, work_of
 from trishul_ray.sweeps.status import CellState
 
-#: Unwanted states of a run, shown only where there are any.
-RARE: tuple[CellStatus, ...] = ("failed", "stale", "corrupt")
 
-#: The ``method.prox_every`` that is named where the prox is slow.
-PROX_EVERY = 5
+class Device(NamedTuple):
+    """Sustained rates in 10^12 operations per second, and seconds of a layer's kernel launches."""
 
-#: Fields that two runs must have in common if the time of one is to tell that of the other.
-_KIND = (
-    *("data.name", "data.path", "model.name", "model.precision", "model.image_size", "method.name"),
-    *("federation.clients_per_round", "federation.local_steps", "federation.batch_size"),
-)
+    fp32: float
+    tf32: float
+    bf16: float
+    fp64: float
+    launch: float = 1e-4
 
 
-@dataclass(frozen=True)
-class SweepPlan:
-    """Runs of one sweep, or of all of them (``total``).
+#: Devices by name: 0.6 (fp32), 0.4 (tf32, bf16) and 0.3 (fp64) of NVIDIA's stated dense peaks.
+#: ``cpu`` is a core with two fused multiply-adds of 256 bits per cycle at 3 GHz.
+DEVICES = {
+    "h200": Device(40, 198, 396, 10),
+    "h100": Device(40, 198, 396, 10),
+    "a100": Device(12, 62, 125, 2.9),
+    "v100": Device(9.4, 6.3, 6.3, 2.3),
+    "l4": Device(18, 24, 48, 0.15),
+    "a10g": Device(19, 14, 28, 0.15),
+    "t4": Device(4.9, 3.2, 3.2, 0.075),
+    "cpu": Device(0.058, 0.038, 0.077, 0.014, 3e-5),
+}
+#: Operations of a proximal step of an r x r core, in units of r^3.
+PROX_OPERATIONS = 160
+#: Seconds of a run beyond its rounds.
+RUN_SECONDS = 3.0
+#: Test rows of user data, whose number is not known before they are read.
+USER_ROWS = 1000
+#: A run without a new file for this long is not running.
+QUIET_SECONDS = 600.0
 
-    Attributes:
-        runs: Number of distinct runs that no earlier sweep has.
-        shared: Number of distinct runs that an earlier sweep has.
-        to_do: Number of runs that have neither finished nor been ended for good by early stopping.
-        measured: Number of these whose time is that of a finished run of the same kind.
-        unknown: Number of these whose time is not known, because their model or data are not.
-        hours_left: Device-hours of the runs to do, without the unknown ones.
-        longest: Hours of the longest of them on its slice: more devices do not shorten it.
-        hours_done: Device-hours of the finished runs.
-        hours_saved: Device-hours that :data:`PROX_EVERY` would save of the modelled ones.
+
+def seconds_of(experiment: Experiment, device: str) -> float:
+    """Estimate the seconds of a run on one device.
+
+    Raises:
+        InputError: The model is not on this machine, or the adapters do not fit it.
     """
+    from trishul_ray.adapters.multihead import MultiHead  # imports torch
+    from trishul_ray.experiment.fit import build_site
+    from trishul_ray.models.backbone import Backbone
+    from trishul_ray.models.flops import row_flops
 
-    name: str
-    cells: int = 0
-    runs: int = 0
-    shared: int = 0
-    to_do: int = 0
-    states: Counter[CellStatus] = field(default_factory=Counter)
-    measured: int = 0
-    unknown: int = 0
-    hours_left: float = 0.0
-    longest: float = 0.0
-    hours_done: float = 0.0
-    hours_saved: float = 0.0
-
-    def __add__(self, other: "SweepPlan") -> "SweepPlan":
-        """Return the plan of both, under the name of the first."""
-        names = [each.name for each in fields(self)]
-        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return SweepPlan(**sums | {"name": self.name, "longest": max(self.longest, other.longest)})
-
-    def hours_on(self, devices: int) -> float:
-        """Return the hours that the runs to do take on that many devices, at least."""
-        return max(self.hours_left / devices, self.longest)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Runs of sweeps, their sum, and the reason why the time of some is not known."""
-
-    sweeps: tuple[SweepPlan, ...]
-    total: SweepPlan
-    device: str
-    why_unknown: tuple[str, ...]
+    fed, model, places = experiment.federation, experiment.model, experiment.storage.places
+    forward, generation, layers = row_flops(
+        model.model_copy(update={"content": None}), places, experiment.task
+    )
+    method = build_method(experiment.method, experiment.adapter)
+    adapters = method.adapters(build_site(Backbone.of(model, places).shapes, experiment))
+    steps = fed.rounds * fed.clients_per_round * fed.local_steps
+    # The gradient of a product's input costs as much as the product, and so does that of a weight.
+    passes = 2 + method.train_all + model.gradient_checkpointing
+    rows = (official_rows(experiment.data.name) or {}).get("test", USER_ROWS)
+    rows = len(experiment.scored_rounds) * min(rows, experiment.evaluation.limit or rows)
+    products = steps * fed.batch_size * passes * forward + rows * (forward + generation)
+    launches = layers * (3 * steps + rows / experiment.evaluation.batch_size)
+    cubes = sum(r**3 for a in adapters.values() if isinstance(a, MultiHead) for r in a.head_ranks)
+    prox = PROX_OPERATIONS * cubes * steps / method.steps_per_prox if method.steps_per_prox else 0.0
+    rates, cores = DEVICES[device], usable_cores() if device == "cpu" else 1
+    rate = 1e12 * cores * getattr(rates, model.precision)
+    computing = max(products / rate, launches * rates.launch)
+    return RUN_SECONDS + computing + prox / (1e12 * cores * rates.fp64)
 
 
-def make_plan(
-    sweeps: Sequence[Sweep],
-    states: Mapping[str, CellState],
-    device: str,
-    measured: Iterable[RunSummary] = (),
-) -> Plan:
-    """Count the runs of sweeps and estimate their time on a device of ``DEVICES``.
-
-    A sweep that searches adaptively counts with all its samples, as missing. ``measured`` are
-    results of further runs in the store.
+def plan_table(
+    sweeps: Sequence[Sweep], states: Mapping[str, CellState], device: str
+) -> tuple[Table, list[str]]:
+    """Return a row per sweep with its runs by state and the hours left, and notes.
 
     Raises:
         InputError: The device is unknown.
     """
     if device not in DEVICES:
-        raise InputError(f"device {device!r} is unknown; known: {', '.join(DEVICES)}")
-    finished = [state.summary for state in states.values() if state.summary is not None]
-    clock = _Clock(device, [*finished, *measured])
-    shared = distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
-    seen: set[str] = set()
-    plans = []
-    for sweep in sweeps:
-        samples = sweep.search.samples if sweep.search and sweep.is_adaptive else None
-        runs = {cell.experiment.id: cell.experiment for cell in sweep.cells}
-        runs |= {id: shared[id] for id in runs if id in shared}
-        own = {id: experiment for id, experiment in runs.items() if samples or id not in seen}
-        if samples:
-            counts = Counter[CellStatus]({"missing": samples * len(own)})
-            to_do, done = list(own.values()) * samples, []
-        else:
-            seen |= own.keys()
-            counts = Counter(states[id].status for id in own)
-            to_do = [own[id] for id in own if states[id].summary is None]
-            done = [summary for id in own if (summary := states[id].summary) is not None]
-        estimates = [clock.estimate(experiment) for experiment in to_do]
-        plans.append(
-            SweepPlan(
-                name=sweep.name,
-                cells=len(sweep.cells) * (samples or 1),
-                runs=len(own) * (samples or 1),
-                shared=len(runs) - len(own),
-                to_do=len(to_do),
-                states=counts,
-                measured=sum(each.measured for each in estimates),
-                unknown=sum(each.hours is None for each in estimates),
-                hours_left=sum(each.hours or 0.0 for each in estimates),
-                hours_saved=sum(each.saved for each in estimates),
-                longest=max((each.alone for each in estimates), default=0.0),
-                hours_done=sum(_wall_hours(summary) * _share(summary) for summary in done),
-            )
-        )
-    total = sum(plans, SweepPlan("total"))
-    return Plan(tuple(plans), total, device, tuple(clock.why_unknown))
-
-
-@dataclass(frozen=True)
-class _Estimate:
-    """Estimated time of a run.
-
-    Attributes:
-        hours: Device-hours; None if unknown.
-        alone: Hours on what it holds of its machine.
-        measured: Whether they are those of a finished run.
-        saved: Device-hours that :data:`PROX_EVERY` would save.
-    """
-
-    hours: float | None
-    alone: float = 0.0
-    measured: bool = False
-    saved: float = 0.0
-
-
-class _Clock:
-    """Estimates the device-hours of runs on one device."""
-
-    def __init__(self, device: str, results: Iterable[RunSummary]) -> None:
-        self.device = device
-        self.why_unknown: dict[str, None] = {}
-        self._results = results
-        self._modelled: dict[tuple[frozenset[tuple[str, str]], int], _Estimate] = {}
-
-    @cached_property
-    def _measured(self) -> Mapping[str, list[RunSummary]]:
-        """The results on this device, by kind."""
-        found: dict[str, list[RunSummary]] = {}
-        for result in self._results:
-            if result.round_seconds and device_of(result) == self.device:
-                found.setdefault(_kind(result.identity), []).append(result)
-        return found
-
-    def estimate(self, experiment: Experiment) -> _Estimate:
-        """Return what a run takes."""
-        identity = experiment.identity()
-        every = experiment.evaluation.every
-        alike = self._measured.get(_kind(identity))
-        if not alike:
-            return self._model(experiment, identity, every)
-        ours = _decisive(identity)
-        nearest = min(alike, key=lambda result: len(ours ^ _decisive(result.identity)))
-        alone = _wall_hours(nearest, experiment.federation.rounds)
-        then = nearest.config["evaluation"]["every"]
-        if then != every:  # the model says by how much other scored rounds differ
-            both = [self._model(experiment, identity, each).hours for each in (every, then)]
-            alone *= both[0] / both[1] if both[0] and both[1] else 1.0
-        return _Estimate(alone * _share(nearest), alone, measured=True)
-
-    def _model(self, experiment: Experiment, identity: Mapping[str, Any], every: int) -> _Estimate:
-        """Return the estimate by the cost model of a run that is scored every so many rounds."""
-        key = _decisive(identity), every
-        if key not in self._modelled:
-            evaluation = experiment.evaluation.model_copy(update={"every": every})
-            run = experiment.model_copy(update={"evaluation": evaluation})
-            try:
-                work = work_of(run)
-                hours = work.seconds(self.device, run.model.precision) / 3600
-                left = min(1.0, build_method(run.method).steps_per_prox / PROX_EVERY)
-                saved = (1 - left) * work.prox_seconds(self.device) / 3600
-                self._modelled[key] = _Estimate(hours, hours, saved=saved)
-            except InputError as error:
-                self.why_unknown[str(error)] = None
-                self._modelled[key] = _Estimate(None)
-        return self._modelled[key]
-
-
-def device_of(result: RunSummary) -> str:
-    """Return what a result was computed on: one of ``DEVICES``, or the name of another GPU."""
-    gpus = result.hardware.gpus
-    if not gpus or result.config["resources"]["device"] == "cpu":
-        return "cpu"
-    return _known_gpu(gpus[0]) or gpus[0]
-
-
-def _known_gpu(name: str) -> str | None:
-    words = name.lower().replace("-", " ").split()
-    return next((device for device in DEVICES if device in words), None)
-
-
-def _kind(identity: Mapping[str, Any]) -> str:
-    """Return the fields of :data:`_KIND`, as text."""
-    fields = flatten(dict(identity))
-    return json.dumps([fields.get(name) for name in _KIND])
-
-
-def _decisive(identity: Mapping[str, Any]) -> frozenset[tuple[str, str]]:
-    """Return the fields that the time of a run depends on; seed, partition and rate are not."""
-    sections = {k: v for k, v in identity.items() if k not in ("seed", "partition", "optimizer")}
-    return frozenset((name, json.dumps(value)) for name, value in flatten(sections).items())
-
-
-def _wall_hours(result: RunSummary, rounds: int | None = None) -> float:
-    """Return the hours of a finished run, for another number of rounds if one is given."""
-    took, done = sum(result.round_seconds), len(result.round_seconds)
-    training = took if rounds is None else took / done * rounds
-    return (training + result.wall_seconds - took) / 3600
-
-
-def _share(result: RunSummary) -> float:
-    """Return how many GPUs a finished run held, or which share of its machine's cores."""
-    cpus, gpus = result.hardware.cpus or 1, len(result.hardware.gpus)
-    if held := result.held:
-        return held["GPU"] or held["CPU"] / cpus
-    sections = {name: result.config[name] for name in ("resources", "federation")}
-    return _share_of(json.dumps(sections), cpus, gpus)
-
-
-@cache
-def _share_of(sections: str, cpus: float, gpus: int) -> float:
-    free = {"CPU": float(cpus), "GPU": float(gpus)}
-    try:
-        experiment = Experiment.model_validate_json(sections)
-        if experiment.resources.backend == "inline":
-            experiment = with_actors(experiment, 1)
-        slices = plan_slices(experiment, free)
-    except ValueError:
-        return 1.0  # it ran on a cluster of several machines
-    return slices.actors * (slices.gpus or slices.cpus / free["CPU"])
-
-
-def plan_table(plan: Plan, *, devices: int = 1, price: float | None = None) -> Table:
-    """Show a plan for devices at a price for an hour: a row for each sweep, and the total."""
+        raise InputError(f"--device {device!r} is unknown; known: {', '.join(DEVICES)}")
+    measured = _measured((state.summary for state in states.values()), device)
+    runs = distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
+    columns = ("finished", "running", "missing", "failed", "stale", "corrupt")
     table = Table(box=None, pad_edge=False)
-    table.add_column("sweep", no_wrap=True, min_width=max(len(s.name) for s in plan.sweeps))
-    known: tuple[CellStatus, ...] = get_args(CellStatus)
-    statuses = [s for s in known if s in ("finished", "missing") or plan.total.states[s]]
-    unit = "CPU-hours" if plan.device == "cpu" else "GPU-hours"
-    numbers = ["cells", "runs", "shared", *statuses, "measured", "hours", unit]
-    for name in numbers if price is None else [*numbers, "cost"]:
-        table.add_column(name, justify="right")
-    for each in (*plan.sweeps, plan.total):
-        if each is plan.total:
-            table.add_section()
-        left = _hours(each.hours_left)
-        table.add_row(
-            each.name,
-            *(f"{n:,}" for n in (each.cells, each.runs, each.shared)),
-            *(f"{each.states[s]:,}" for s in statuses),
-            f"{each.measured:,}",
-            _hours(each.hours_on(devices)),
-            f"{left} + ?" if each.unknown else left,
-            *((f"{each.hours_left * price:,.0f}",) if price is not None else ()),
-        )
-    return table
+    for name in ("sweep", "cells", "runs", *columns, f"hours on {device}"):
+        table.add_column(name, justify="left" if name == "sweep" else "right")
+    seen, unknown = set[str](), dict[str, int]()
+    total, hours_of = Counter[str](), dict[str, float]()
+    for sweep in sweeps:
+        own = {cell.experiment.id: cell.experiment for cell in sweep.cells}
+        own = {id: runs.get(id, each) for id, each in own.items() if id not in seen}
+        seen |= own.keys()
+        repeats = sweep.search.samples if sweep.search and sweep.is_adaptive else 1
+        counts, hours = Counter[str](), 0.0
+        for id, experiment in own.items():
+            status = states[id].status if id in states else "missing"
+            if status == "missing" and _is_running(experiment):
+                status = "running"
+            counts[status] += repeats
+            if status == "finished":
+                continue
+            kind = _kind(experiment)
+            try:
+                if kind in measured:
+                    seconds = measured[kind] * experiment.federation.rounds
+                else:
+                    key = f"{kind} {experiment.evaluation} {experiment.federation.rounds}"
+                    if key not in hours_of:
+                        hours_of[key] = seconds_of(experiment, device)
+                    seconds = hours_of[key]
+                hours += repeats * seconds / 3600
+            except InputError as error:
+                unknown[str(error)] = unknown.get(str(error), 0) + repeats
+        cells, left = len(sweep.cells) * repeats, f"{hours:,.2f}"
+        row = [str(cells), str(counts.total()), *(str(counts[name]) for name in columns), left]
+        table.add_row(sweep.name, *row)
+        total += counts + Counter(cells=cells, seconds=round(3600 * hours))
+    if len(sweeps) > 1:
+        table.add_section()
+        numbers = [str(total[name]) for name in ("cells", *columns)]
+        numbers.insert(1, str(sum(total[name] for name in columns)))
+        table.add_row("total", *numbers, f"{total['seconds'] / 3600:,.2f}")
+    notes = [f"{number} runs of unknown time: {why}" for why, number in unknown.items()]
+    reasons = Counter(f"{s.status}: {s.reason}" for s in states.values() if s.reason and s.failure)
+    notes += [f"{number} {reason}" for reason, number in reasons.most_common(5)]
+    if measured:
+        notes.append(f"hours of {len(measured)} kinds of runs are those of finished runs")
+    return table, notes
 
 
-def _hours(number: float) -> str:
-    return f"{number:,.1f}" if number >= 10 else f"{number:.2f}"
+def _measured(summaries: Iterable[RunSummary | None], device: str) -> dict[str, float]:
+    """Return the mean seconds of a round of finished runs on a device, by kind."""
+    found: dict[str, list[float]] = {}
+    for summary in summaries:
+        if summary is None or not summary.round_seconds:
+            continue
+        gpus = [] if summary.config["resources"]["device"] == "cpu" else summary.hardware.gpus
+        words = gpus[0].lower().replace("-", " ").split() if gpus else ["cpu"]
+        if device in words:
+            kind = _kind(Experiment.model_validate(summary.config))
+            found.setdefault(kind, []).append(fmean(summary.round_seconds))
+    return {kind: fmean(seconds) for kind, seconds in found.items()}
 
 
-def plan_notes(plan: Plan, states: Mapping[str, CellState], devices: int) -> list[str]:
-    """Return what the table does not say: where its numbers are from, and what is unusual."""
-    name = plan.device.upper() if plan.device != "cpu" else "machine like this one"
-    count = f"{devices} {name}s" if devices > 1 else f"one {name}"
-    modelled = plan.total.to_do - plan.total.measured - plan.total.unknown
-    notes = [
-        f"{plan.total.runs:,} distinct runs; hours on {count}: {plan.total.measured:,} runs "
-        f"measured, {modelled:,} from the cost model"
-    ]
-    if note := DEVICES[plan.device].note:
-        notes.append(f"{name}: {note}")
-    if DEVICES[plan.device].is_slow_in_float64 and plan.total.hours_saved:
-        saved = f"{_hours(plan.total.hours_saved)} of {_hours(plan.total.hours_left)}"
-        notes.append(
-            f"{name} computes float64, as the prox needs, at a small rate: "
-            f"method.prox_every={PROX_EVERY} would save {saved} hours, as another experiment "
-            "(other ids, other numbers)"
-        )
-    if plan.total.longest:
-        longest = _hours(plan.total.longest)
-        notes.append(f"the longest run takes {longest} hours, which more devices do not shorten")
-    if plan.total.hours_done:
-        notes.append(f"finished runs took {_hours(plan.total.hours_done)} hours of their devices")
-    if plan.total.unknown:
-        why = "; ".join(plan.why_unknown[:3])
-        notes.append(f"{plan.total.unknown:,} runs of unknown time are not counted: {why}")
-    reasons = Counter(
-        f"{state.status}: {state.reason}" for state in states.values() if state.status in RARE
-    )
-    notes += [f"{count} {reason}" for reason, count in reasons.most_common(5)]
-    unchecked = Counter(state.note for state in states.values() if state.note)
-    notes += [f"{count} finished runs {note}" for note, count in unchecked.most_common(3)]
-    return notes
+def _kind(experiment: Experiment) -> str:
+    """Return the fields that the time of a round depends on."""
+    fed = experiment.federation
+    sections = experiment.model, experiment.method, experiment.budget, experiment.data.name
+    return f"{sections} {fed.clients_per_round} {fed.local_steps} {fed.batch_size}"
 
 
-def usual_device(profiles: Collection[str]) -> str:
-    """Return the GPU of this machine, if its peak is known, or what profiles are made for."""
-    drivers = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")  # torch takes a second to import
-    if sys.platform != "linux" or any(map(os.path.exists, drivers)):
-        if torch.cuda.is_available() and (known := _known_gpu(torch.cuda.get_device_name())):
-            return known
-    return "h100" if "paper" in profiles else "cpu"
+def _is_running(experiment: Experiment) -> bool:
+    """Return whether a run without a result has written a file a short time ago."""
+    home = RunFolder.of(experiment).home
+    times = [*home.modified().values(), *home.child("checkpoints").modified().values()]
+    return time.time() - max(times, default=0.0) < QUIET_SECONDS
+
+
+def default_device(sweeps: Sequence[Sweep]) -> str:
+    """Return the device that a profile is made for."""
+    return "h100" if any(sweep.profile == "paper" for sweep in sweeps) else "cpu"

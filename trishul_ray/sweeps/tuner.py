@@ -1,16 +1,15 @@
-"""Run cells as Ray Tune trials: in parallel, each one again if it fails, with actors that stay.
+"""Run cells as Ray Tune trials: in parallel, with retries, and with actors that stay.
 
-Which cells are run is decided from the results in the store. Nothing that Tune saves is read back.
+The results in the store decide which cells run. Nothing that Tune saves is read back.
 """
 
 import logging
 import os
-import shutil
 import signal
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -21,231 +20,167 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.on_ray.nodes import (
-    least_gpu_memory,
-    possible_nodes,
-    total_resources,
-    working_nodes,
-)
 from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.federation.on_ray.process import WorkerEnvironment
-from trishul_ray.federation.on_ray.slices import Slices, plan_slices, wanted_actors, with_actors
+from trishul_ray.federation.on_ray.slices import Slices, plan_slices, with_actors
 from trishul_ray.federation.prepare import prepare_dataset
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.storage.store import Store
-from trishul_ray.sweeps.cells import CellRun, FindRun, Sweep, TuneOptions
+from trishul_ray.sweeps.cells import Cell, CellRun, FindRun, Sweep, TuneOptions
 from trishul_ray.sweeps.monitor import Monitor
 from trishul_ray.sweeps.search import Search
 from trishul_ray.sweeps.status import record_failure
 from trishul_ray.sweeps.trial import CellTrial, TuneResult
 from trishul_ray.tracking.progress import SweepProgress
 
-#: Seconds in which nodes answer; those that have gone do not.
+#: Seconds in which nodes must answer.
 CHECK_SECONDS = 60.0
 
 _ENVIRONMENT = {
-    "RAY_AIR_NEW_OUTPUT": "0",  # whose lowest verbosity still prints
+    "RAY_AIR_NEW_OUTPUT": "0",  # the lowest verbosity of the new output still prints
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # paths of an experiment are relative to our directory
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C is ours
-    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a round need not be evaluated
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a round may have no scores
     "TUNE_GLOBAL_CHECKPOINT_S": "1000000",  # its state is never read
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
     "TUNE_WARN_THRESHOLD_S": "1000000",
 }
 
 
-@dataclass(frozen=True)
-class Group:
-    """Cells that request the same resources."""
+def request(
+    experiment: Experiment, nodes: Sequence[Mapping[str, float]], runs: int
+) -> tuple[Slices, tuple[Mapping[str, float], ...]]:
+    """Return the slices and the bundles of an experiment's trial when this many runs share nodes.
 
-    ids: tuple[str, ...]
-    bundles: tuple[Mapping[str, float], ...]
-    concurrent: int
-    note: str = ""  # on their share of a GPU
-
-
-def group_cells(
-    experiments: Mapping[str, Experiment],
-    nodes: Sequence[Mapping[str, float]],
-    concurrency: int | None = None,
-) -> list[Group]:
-    """Group cells by the resources they request, in an order in which neighbors share most.
-
-    Where the number of actors is ``auto``, a cell has one actor if there are more cells than slices
-    of the cluster, and otherwise its share of them. GPUs are shared as for the clients of all cells
-    that run at once. ``nodes`` are the resources of each node, such
-    as ``{"CPU": 4.0}``; ``concurrency`` is by default what they hold.
+    If the number of actors is ``auto``, a run gets its share of the slices that fit on the nodes.
 
     Raises:
-        InputError: A cell requests more than the nodes hold; the message names the field.
+        InputError: The nodes cannot hold it; the message names the field.
     """
-    gpu_bytes = least_gpu_memory(nodes)
-    most = min(len(experiments), concurrency or len(experiments))
-
-    def slices_of(experiment: Experiment, actors: int) -> Slices:
-        demand = most * wanted_actors(experiment)
-        return _slices(experiment, nodes, actors, gpu_bytes, demand)
-
-    slices = {id: slices_of(experiment, 1) for id, experiment in experiments.items()}
-    grouped: dict[tuple[Slices, bool], list[str]] = {}
-    for id, experiment in experiments.items():
-        one = slices[id]
-        if _divides_cluster(experiment):
-            alike = sum(
-                slices[other] == one and _divides_cluster(experiments[other]) for other in slices
-            )
-            share = sum(map(one.count_in, nodes)) // min(alike, concurrency or alike)
-            actors = max(1, min(share, experiment.federation.clients_per_round))
-            one = slices_of(experiment, actors)
-        grouped.setdefault((one, experiment.resources.backend == "inline"), []).append(id)
-    groups = []
-    for (held, inline), ids in grouped.items():
-        # An inline run computes in the trial's own process, the first bundle.
-        bundles = tuple(held.bundles()) if inline else ({}, *held.bundles())
-        at_once = sum(map(held.count_in, nodes)) // held.actors
-        cells = _by_inputs(ids, experiments)
-        groups.append(Group(cells, bundles, concurrency or at_once, held.note))
-    return groups
-
-
-def _divides_cluster(experiment: Experiment) -> bool:
-    """Return whether the number of actors depends on what the cluster holds."""
+    total = {kind: sum(node.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU")}
+    inline = experiment.resources.backend == "inline"
     both = experiment.resources.actors, experiment.federation.clients_per_actor
-    return both == ("auto", "auto") and experiment.resources.backend == "ray"
-
-
-def _slices(
-    experiment: Experiment,
-    nodes: Sequence[Mapping[str, float]],
-    actors: int,
-    gpu_bytes: float | None,
-    demand: int,
-) -> Slices:
-    """Return what a cell requests, with ``actors`` actors where it leaves the number open."""
-    total = total_resources(nodes)
-    if experiment.resources.backend == "inline" or _divides_cluster(experiment):
-        experiment = with_actors(experiment, actors)
-    slices = plan_slices(experiment, total, gpu_bytes=gpu_bytes, demand=demand)
-    if sum(map(slices.count_in, nodes)) < slices.actors:
+    one = with_actors(experiment, 1) if inline or both == ("auto", "auto") else experiment
+    slices = plan_slices(one, total)
+    fitting = sum(map(slices.count_in, nodes))
+    if both == ("auto", "auto") and not inline:
+        share = min(fitting // runs, experiment.federation.clients_per_round)
+        slices = replace(slices, actors=max(1, share))
+    if fitting < slices.actors:
         raise InputError(
             f"resources: {slices} do not fit on the nodes of the cluster; lower resources.actors, "
             "resources.cpus_per_actor or resources.gpus_per_actor"
         )
-    return slices
+    # An inline run computes in the trial's own process, which has the first bundle.
+    return slices, tuple(slices.bundles()) if inline else ({}, *slices.bundles())
 
 
-def _by_inputs(ids: Sequence[str], experiments: Mapping[str, Experiment]) -> tuple[str, ...]:
-    """Return ids so that cells with the same backbone and data follow each other."""
-    order: dict[tuple[str, str], int] = {}
-    for id in ids:
-        order.setdefault(_inputs_of(experiments[id]), len(order))
-    return tuple(sorted(ids, key=lambda id: order[_inputs_of(experiments[id])]))
-
-
-def _inputs_of(experiment: Experiment) -> tuple[str, str]:
-    """Return what decides the backbone and the data that a trial keeps loaded."""
-    return experiment.model.model_dump_json(), experiment.data.model_dump_json()
-
-
-def run_cells(
-    runs: Mapping[str, CellRun],
-    options: TuneOptions,
-    progress: SweepProgress,
-) -> None:
+def run_cells(runs: Mapping[str, CellRun], options: TuneOptions, progress: SweepProgress) -> None:
     """Run cells on the current Ray runtime.
 
-    A cell that fails is tried again from its checkpoint; one that always fails is recorded in its
-    folder, and the others go on.
+    A cell that fails is retried from its checkpoint; the reason of a final failure is stored in its
+    folder, and the other cells go on.
 
     Raises:
         InputError: The cluster cannot hold a cell, or no cell's data are available.
         RunError: Ray Tune failed.
     """
     experiments = {id: run.experiment for id, run in runs.items()}
-    nodes = possible_nodes()
-    groups = group_cells(experiments, nodes, options.concurrency)
-    for note in sorted({group.note for group in groups if group.note}):
-        progress.note(note)
+    at_once = min(len(runs), options.concurrency or len(runs))
+    nodes = _nodes()
+    requests = {id: request(each, nodes, at_once) for id, each in experiments.items()}
+    failures = prepare_inputs(experiments, progress)
+    left = [id for id in runs if id not in failures]
     for id, run in runs.items():
         progress.add(id, run.name, run.experiment.federation.rounds)
-    failures = prepare_inputs(experiments, progress)
     for id, why in failures.items():
         record_failure(experiments[id], why, 1)
         progress.end(id, failure=why)
-
-    def find(config: Mapping[str, Any]) -> CellRun:
-        return runs[config["cell"]]
-
-    for group in groups:
-        left = [id for id in group.ids if id not in failures]
-        monitor = Monitor(find, options, progress, None)
-        before = -1
-        # Tune counts the death of an actor between two cells twice, and gives up a cell too early;
-        # after a preemption, too.
-        while left and monitor.interruptions > before:
-            before = monitor.interruptions
-            _fit(group, find, {"cell": tune.grid_search(left)}, monitor)
-            left = monitor.unfinished(left)
+    # Cells with the same backbone and data follow each other: actors keep what they have loaded.
+    order: dict[tuple[str, str], list[str]] = {}
+    for id in left:
+        order.setdefault(_inputs_of(experiments[id]), []).append(id)
+    _fit(
+        lambda config: runs[config["cell"]],
+        lambda config: requests[config["cell"]][1],
+        {"cell": tune.grid_search([id for ids in order.values() for id in ids])},
+        options.concurrency or max(_fitting(slices, nodes) for slices, _ in requests.values()),
+        options,
+        progress,
+    )
 
 
 def run_search(
-    find: FindRun,
-    experiment: Experiment,
-    sweep: Sweep,
-    options: TuneOptions,
-    progress: SweepProgress,
+    find: FindRun, cell: Cell, sweep: Sweep, options: TuneOptions, progress: SweepProgress
 ) -> list[dict[str, Any]]:
-    """Run samples that Optuna suggests, by the results of those before; return all of them.
+    """Run samples of a cell that Optuna suggests from earlier samples; return all of them.
 
-    Samples that were run before answer at once, so that a repeated search goes the same way.
-    ``experiment``, whose fields are sampled, decides the resources of every sample.
+    Samples with a result answer at once, so that a repeated search takes the same path.
 
     Raises:
         InputError: The task has no such metric, or the cluster cannot hold a run.
         RunError: Ray Tune failed.
     """
-    search = sweep.search
+    search, experiment = sweep.search, cell.experiment
     assert search is not None
-    nodes = possible_nodes()
-    names = [str(number) for number in range(search.samples)]
-    (group,) = group_cells(dict.fromkeys(names, experiment), nodes, options.concurrency)
-    if group.note:
-        progress.note(group.note)
+    nodes = _nodes()
+    progress.expect(search.samples, experiment.federation.rounds)
+    at_once = min(search.samples, options.concurrency or search.samples)
+    slices, bundles = request(experiment, nodes, at_once)
     prepare_inputs({experiment.id: experiment}, progress, sweep)
-    monitor = Monitor(find, options, progress, search)
-    _fit(group, find, search.domains(), monitor, _optuna(search), search.samples)
-    return monitor.samples
+    return _fit(
+        find,
+        lambda config: bundles,
+        search.domains(),
+        options.concurrency or _fitting(slices, nodes),
+        options,
+        progress,
+        _optuna(search),
+        search.samples,
+    )
+
+
+def _nodes() -> list[Mapping[str, float]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _fitting(slices: Slices, nodes: Sequence[Mapping[str, float]]) -> int:
+    """Return the number of trials with these slices that fit on the nodes."""
+    return max(1, sum(map(slices.count_in, nodes)) // slices.actors)
 
 
 def check_stores(places: Iterable[str]) -> None:
-    """Check that every node of the cluster sees the folders where runs are stored.
+    """Check that every node of the cluster sees the folders of runs.
 
     Raises:
-        InputError: One does not.
+        InputError: A node does not see one.
     """
-    nodes = list(working_nodes())
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     for store in (Store.open(place) for place in places):
         if len(nodes) == 1 or not store.is_local:
             continue
         marker = f".seen-{uuid.uuid4().hex}"
         store.write(marker, b"")
         try:
-            there = [
+            seen = [
                 _exists.options(scheduling_strategy=NodeAffinitySchedulingStrategy(id, soft=False))
                 .remote(f"{store.root}/{marker}")
                 for id in nodes
             ]  # fmt: skip
-            answered, _ = ray.wait(there, num_returns=len(there), timeout=CHECK_SECONDS)
-            seen = [_answer(each) for each in answered]
+            answered, _ = ray.wait(seen, num_returns=len(seen), timeout=CHECK_SECONDS)
+            missing = 0
+            for answer in answered:
+                with suppress(RayError):  # the node is gone, and nothing will run on it
+                    missing += not ray.get(answer)
         finally:
             store.remove(marker)
-        if not all(seen):
+        if missing:
             raise InputError(
-                f"storage.runs={store.uri!r} is not seen by {seen.count(False)} of {len(nodes)} "
-                "nodes of the cluster; use a folder that all of them share, or s3://..."
+                f"storage.runs={store.uri!r} is not seen by {missing} of {len(nodes)} nodes of the "
+                "cluster; use a folder that all of them share, or s3://..."
             )
 
 
@@ -254,11 +189,8 @@ def _exists(path: str) -> bool:
     return os.path.exists(path)
 
 
-def _answer(exists: "ray.ObjectRef[bool]") -> bool:
-    try:
-        return ray.get(exists)
-    except RayError:  # the node is gone: nothing will run on it
-        return True
+def _inputs_of(experiment: Experiment) -> tuple[str, str]:
+    return experiment.model.model_dump_json(), experiment.data.model_dump_json()
 
 
 def prepare_inputs(
@@ -266,7 +198,7 @@ def prepare_inputs(
 ) -> dict[str, str]:
     """Prepare the data and pretrain the backbones of all cells, each once.
 
-    Return why data are not available, or have no metric of the search, by cell.
+    Return the reason why data are not available, or have no metric of the search, by cell.
 
     Raises:
         InputError: It is so for all cells.
@@ -305,26 +237,28 @@ def _prepare(
 
 
 def _fit(
-    group: Group,
     find: FindRun,
+    bundles: Callable[[Mapping[str, Any]], Sequence[Mapping[str, float]]],
     space: dict[str, Any],
-    monitor: Monitor,
+    concurrent: int,
+    options: TuneOptions,
+    progress: SweepProgress,
     searcher: Searcher | None = None,
     samples: int = 1,
-) -> None:
-    """Run the trials of one Tuner.
+) -> list[dict[str, Any]]:
+    """Run the trials of a Tuner, and return their configurations.
 
     Raises:
         RunError: Ray Tune failed.
     """
+    monitor = Monitor(find, options, progress)
+    environment = WorkerEnvironment.of_this_process()
+    tracking = {k: v for k, v in os.environ.items() if k.startswith("MLFLOW_")}
+    environment = replace(environment, variables={**tracking, **environment.variables})
+    parameters = {"find": find, "environment": environment}
     trainable = tune.with_resources(
-        tune.with_parameters(
-            CellTrial,
-            find=find,
-            environment=_worker_environment(),
-            stall_seconds=60 * monitor.options.stall_minutes,
-        ),
-        tune.PlacementGroupFactory([dict(bundle) for bundle in group.bundles]),
+        tune.with_parameters(CellTrial, stall_seconds=60 * options.stall_minutes, **parameters),
+        lambda config: tune.PlacementGroupFactory([dict(each) for each in bundles(config)]),
     )
     with _quiet_tune(), scratch_folder("tune") as folder:
         try:
@@ -334,7 +268,7 @@ def _fit(
                 tune_config=tune.TuneConfig(
                     search_alg=searcher,
                     num_samples=samples,
-                    max_concurrent_trials=group.concurrent,
+                    max_concurrent_trials=concurrent,
                     reuse_actors=True,
                     trial_dirname_creator=lambda trial: str(trial.trial_id),
                 ),
@@ -342,18 +276,16 @@ def _fit(
                     name="cells",
                     storage_path=folder,
                     verbose=0,
-                    # The one for notebooks would clear the output of the cell.
+                    # The reporter for notebooks would clear the output of the cell.
                     progress_reporter=tune.CLIReporter(),
-                    failure_config=tune.FailureConfig(max_failures=monitor.options.retries),
+                    failure_config=tune.FailureConfig(max_failures=options.retries),
                     checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
                     callbacks=[monitor],
                 ),
             ).fit()
-        except (tune.TuneError, RuntimeError, ray.exceptions.RayError) as error:
+        except (tune.TuneError, RuntimeError, RayError) as error:
             raise RunError(f"Ray Tune failed: {cause_of(error)}") from error
-        finally:
-            if monitor.staging is not None:
-                shutil.rmtree(monitor.staging, ignore_errors=True)
+    return monitor.samples
 
 
 def _optuna(search: Search) -> Searcher:
@@ -362,18 +294,11 @@ def _optuna(search: Search) -> Searcher:
 
     class Suggestions(OptunaSearch):
         def on_trial_result(self, trial_id: str, result: TuneResult) -> None:
-            if self.metric in result:  # otherwise no round has been evaluated yet
+            if self.metric in result:  # otherwise no round has been scored yet
                 super().on_trial_result(trial_id, result)
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return Suggestions(metric=search.compared, mode=search.mode, seed=search.seed)
-
-
-def _worker_environment() -> WorkerEnvironment:
-    """Return what a trial needs of this process, which may be on another node."""
-    environment = WorkerEnvironment.of_this_process()
-    tracking = {k: v for k, v in os.environ.items() if k.startswith("MLFLOW_")}
-    return WorkerEnvironment(environment.directory, {**tracking, **environment.variables})
 
 
 @contextmanager

@@ -1,0 +1,38 @@
+"""Operations of a backbone's forward pass, counted by torch on the meta device."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from trishul_ray.config.fields import ModelConfig, TaskConfig
+from trishul_ray.config.places import Places
+from trishul_ray.models.backbone import Backbone
+
+
+@lru_cache(maxsize=32)
+def row_flops(model: ModelConfig, places: Places, task: TaskConfig) -> tuple[float, float, int]:
+    """Return the operations of a row's forward pass and generation, and the linear layers.
+
+    Texts count with ``task.max_length`` tokens, and all their logits, so these are upper bounds.
+
+    Raises:
+        InputError: The model is not on this machine.
+    """
+    module = Backbone.of(model, places).shapes
+    config: Any = module.config
+    generates = config.is_encoder_decoder or task.kind == "instruction"
+    with torch.device("meta"):
+        if (size := model.image_size or getattr(config, "image_size", None)) is not None:
+            given = {"pixel_values": torch.empty(1, config.num_channels, size, size)}
+        else:
+            given = {"input_ids": torch.zeros(1, task.max_length, dtype=torch.long)}
+            if config.is_encoder_decoder:
+                target = torch.zeros(1, task.target_length, dtype=torch.long)
+                given["decoder_input_ids"] = target
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(**given)
+    forward = float(counter.get_total_flops())
+    layers = sum(isinstance(each, torch.nn.Linear) for each in module.modules())
+    return forward, forward if generates else 0.0, layers
