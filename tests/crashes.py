@@ -23,7 +23,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -289,16 +289,14 @@ def _run(words: list[str], fresh: bool, extras: bool) -> None:
 def _call(*words: str) -> None:
     sys.argv = ["trishul", *words]
     trishul_ray.sweeps.run._run = _run_cells
-    trishul_ray.federation.on_ray.session.ray_session = nullcontext
     trishul_ray.cli.main()
 
 
-def _run_cells(work: Any, missing: list[str], searches: Any, options: Any) -> None:
+def _run_cells(work: Any, missing: list[str], options: Any) -> None:
     """Run the cells that a sweep misses, as its trials do, in this process."""
-    runs = [work.run_of(id) for id in missing]
-    experiments = {run.experiment.id: run.experiment for run in runs}
-    assert trishul_ray.sweeps.tuner.prepare_inputs(experiments, work.progress) == {}
-    for run in runs:
+    runs = {id: work.run_of(id) for id in missing}
+    assert trishul_ray.sweeps.tuner.prepare_inputs(runs, work.progress) == {}
+    for run in runs.values():
         for _ in run_steps(run.experiment, RunProgress(9), extras=False, tags=run.tags):
             pass
 

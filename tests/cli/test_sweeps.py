@@ -17,17 +17,18 @@ def without_ray(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["table", "federation.rounds=2"], "name at least one table, or all"),
+        (["table", "federation.rounds=2"], "give tables (or all) and sweep files, or --axis"),
         (["table", "visoin", "--profile", "smoke"], "no sweep 'visoin'; did you mean 'vision'?"),
         (["table", "all", "--profile", "big"], "profile 'big' has no sweeps"),
         (["table", "vision", "--profile", "smoke", "federation.round=2"], "'federation.rounds'"),
         (["table", "vision", "--retries", "-1"], "'--retries'"),
-        (["report"], "name at least one table or sweep file, or all"),
+        (["report"], "give tables (or all) and sweep files"),
         (["report", "visoin", "--profile", "smoke"], "no sweep 'visoin'; did you mean 'vision'?"),
         (["report", "missing.yaml"], "missing.yaml"),
-        (["sweep"], "give either a sweep file, or at least one --axis"),
-        (["sweep", "a.yaml", "--axis", "seed=0"], "give either a sweep file, or at least one"),
-        (["sweep", "a.yaml", "b.yaml"], "one sweep file at a time, not a.yaml, b.yaml"),
+        (["sweep"], "give tables (or all) and sweep files, or --axis"),
+        (["sweep", "a.yaml", "--axis", "seed=0"], "sweep files, or --axis field=value,value"),
+        (["sweep", "vision", "--plan", "--device", "x"], "--device 'x' is unknown"),
+        (["sweep", "vision", "--rates", "r.yaml"], "rates are chosen from an axis"),
         (["sweep", "missing.yaml"], "missing.yaml"),
         (["sweep", "--axis", "method.lamb=0,1"], "method.lam"),
         (
@@ -49,11 +50,11 @@ def test_wrong_input_is_one_line(called, monkeypatch, tmp_path, words, message):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("command", ["plan", "sweep"])
-def test_adapters_that_do_not_fit_are_named_with_their_cell(called, tmp_path, command):
+@pytest.mark.parametrize("plan", [["--plan"], []])
+def test_adapters_that_do_not_fit_are_named_with_their_cell(called, tmp_path, plan):
     file = tmp_path / "ranks.yaml"
     file.write_text("base: {method: fedit}\naxes: {adapter.rank: [4, 65]}\n")
-    code, _, error = called(command, file, f"storage.runs={tmp_path}/runs")
+    code, _, error = called("sweep", *plan, file, f"storage.runs={tmp_path}/runs")
     assert code == 2 and "cell 'ranks: adapter.rank=65': adapter.rank=65 gives fedit" in error
 
 
@@ -66,7 +67,7 @@ def test_own_data_that_are_refused_are_named_with_a_cell(called, monkeypatch, tm
     assert "all rows are of class 'yes'" in error and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("command", ["plan", "report", "sweep"])
+@pytest.mark.parametrize("command", ["report", "sweep"])
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -146,4 +147,4 @@ def test_a_search_that_learns_has_no_report_without_running(called, tmp_path):
     (tmp_path / "mine.yaml").write_text(f"axes: {{seed: [0]}}\n{search}")
     code, out, error = called("report", tmp_path / "mine.yaml", *TINY)
     assert (code, out) == (2, "")
-    assert "mine: what a search by optuna samples depends on its results" in error
+    assert "mine: the samples of a search by optuna depend on its results" in error

@@ -354,7 +354,7 @@ def test_a_file_of_tuned_rates_that_cannot_be_read_is_named(tuned_file):
     tuned_file.write_text("[]")
     refused("must contain key: value pairs")
     tuned_file.unlink()
-    refused("does not exist; `trishul rates` writes such a file")
+    refused("does not exist; `trishul sweep --rates FILE` writes it")
 
 
 @pytest.mark.parametrize("dataset", ["cifar100", "svhn", "20newsgroups", "mrqa", "glue", "mine"])

@@ -143,7 +143,7 @@ def test_the_command_writes_rates_that_a_sweep_reads(called, cache, tmp_path, mo
         quiet = RunProgress(2, Console(file=io.StringIO()))
         final = run_experiment(cell.experiment, quiet).summary.final
         scores[cell.experiment.optimizer.lr] = final[ACCURACY]
-    code, out, err = called("rates", "mine.yaml", *words)
+    code, out, err = called("sweep", "mine.yaml", "--rates", "rates-custom.yaml", *words)
     assert code == 0, err
     assert "rates-custom.yaml" in out and ACCURACY in out
     tuned = load_experiment(None, ["method=fedit", "optimizer.rates=rates-custom.yaml"])
@@ -152,5 +152,3 @@ def test_the_command_writes_rates_that_a_sweep_reads(called, cache, tmp_path, mo
     (tmp_path / "table.yaml").write_text("base: {method: fedit}\naxes: {seed: [0, 1]}\n")
     sweep = load_sweep(tmp_path / "table.yaml", ["optimizer.rates=rates-custom.yaml"])
     assert {cell.experiment.optimizer.lr for cell in sweep.cells} == {tuned.optimizer.lr}
-    assert called("rates", "mine.yaml", "--output", "new/folder.yaml", *words)[0] == 0
-    assert (tmp_path / "new/folder.yaml").is_file()

@@ -11,7 +11,6 @@ from trishul_ray.methods.base import method_class
 from trishul_ray.paper.numbers import PAPER, records
 from trishul_ray.sweeps.cells import distinct
 from trishul_ray.sweeps.loading import find_sweeps
-from trishul_ray.sweeps.run import cell_name
 
 #: The paper's numbers: label by label, with ``metric`` and ``value``, by table.
 RECORDS = records()
@@ -326,12 +325,12 @@ def test_small_is_small():
 def test_messages_name_a_sample_with_four_digits():
     (sweep,) = find_sweeps(["lambda"], "smoke")
     cell = replace(sweep.cells[0], labels={"sample": "optimizer.lr=0.006431172050131994, seed=1"})
-    assert cell_name(sweep, cell) == "lambda: optimizer.lr=0.006431, seed=1"
+    assert sweep.cell_name(cell) == "lambda: optimizer.lr=0.006431, seed=1"
 
 
 def test_messages_name_what_stands_in_for_a_dataset():
     (sweep,) = find_sweeps(["initialization"], "smoke", [])
-    names = {cell_name(sweep, cell) for cell in sweep.cells}
+    names = {sweep.cell_name(cell) for cell in sweep.cells}
     assert "initialization: Random Normal, digits (for CIFAR-100), seed=0" in names
 
 

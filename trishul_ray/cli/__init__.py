@@ -60,9 +60,7 @@ def _options(
 
 app.command()(run.run)
 app.command(short_help="Run a grid, a search or tables of the paper; write a report.")(sweeps.sweep)
-app.command(hidden=True)(sweeps.table)
-app.command(hidden=True)(sweeps.plan)
-app.command(hidden=True)(sweeps.rates)
+app.command("table", hidden=True)(sweeps.sweep)  # the same by another name
 app.command(short_help="Write tables and figures of finished runs: HTML, LaTeX, CSV.")(
     sweeps.report
 )

@@ -297,7 +297,8 @@ class OptimizerConfig(Section):
         RateSource.GENERAL, "source of the learning rate", union_mode="left_to_right"
     )
     rates: PathText | None = not_in_id(
-        None, "file that `trishul rates` has written: its rate for the run, if any, replaces lr"
+        None,
+        "file of `trishul sweep rates --rates FILE`: its rate for the run, if any, replaces lr",
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first moment decay")
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam's second moment decay")

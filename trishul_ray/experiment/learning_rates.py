@@ -1,4 +1,4 @@
-"""The learning rate of an experiment that sets none, and rates that ``trishul rates`` has tuned."""
+"""The learning rate of an experiment that sets none, and tuned rates from files."""
 
 from collections.abc import Mapping
 from functools import cache, lru_cache
@@ -166,7 +166,7 @@ def _read_tuned_rates(file: Path) -> tuple[TunedRate, ...]:
         changed = file.stat().st_mtime_ns
     except OSError as error:
         raise InputError(
-            f"optimizer.rates={str(file)!r} does not exist; `trishul rates` writes such a file"
+            f"optimizer.rates={str(file)!r} does not exist; `trishul sweep --rates FILE` writes it"
         ) from error
     return _parse_tuned_rates(file, changed)
 

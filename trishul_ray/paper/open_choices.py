@@ -10,7 +10,7 @@ from trishul_ray.report.summary import RunSummary, flatten
 OPEN_CHOICES = {
     "optimizer.name": "Equations step along the plain gradient, the protocol says Adam: which?",
     "optimizer.lr_source": "Where do the learning rates come from? The paper says both: tuned by "
-    "method and budget, and fixed across methods; `trishul rates` tunes them.",
+    "method and budget, and fixed across methods; `trishul sweep rates` tunes them.",
     "optimizer.schedule": "Does the learning rate decay?",
     "model.name": "Which checkpoint is the backbone?",
     "model.dropout": "Does the backbone's dropout act in training?",

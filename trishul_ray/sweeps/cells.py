@@ -143,12 +143,14 @@ class CellRun:
         tags: Tags of its MLflow run.
         replaces: Attempt of an earlier run with the same id that is deleted first, as
             ``attempt_of`` returns it; None keeps what there is and resumes it.
+        metric: Metric of a search, which the task must have.
     """
 
     experiment: Experiment
     name: str
     tags: Mapping[str, str] = field(default_factory=dict)
     replaces: str | None = None
+    metric: str | None = None
 
 
 #: Returns the run of a trial, given its Tune configuration.

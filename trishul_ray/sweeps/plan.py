@@ -83,7 +83,7 @@ def seconds_of(experiment: Experiment, device: str) -> float:
     cubes = sum(r**3 for a in adapters.values() if isinstance(a, MultiHead) for r in a.head_ranks)
     prox = PROX_OPERATIONS * cubes * steps / method.steps_per_prox if method.steps_per_prox else 0.0
     rates, cores = DEVICES[device], usable_cores() if device == "cpu" else 1
-    rate = 1e12 * cores * getattr(rates, model.precision)
+    rate = 1e12 * cores * float(getattr(rates, model.precision))
     computing = max(products / rate, launches * rates.launch)
     return RUN_SECONDS + computing + prox / (1e12 * cores * rates.fp64)
 
@@ -100,7 +100,10 @@ def plan_table(
         raise InputError(f"--device {device!r} is unknown; known: {', '.join(DEVICES)}")
     measured = _measured((state.summary for state in states.values()), device)
     runs = distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
-    columns = ("finished", "running", "missing", "failed", "stale", "corrupt")
+    rare = [
+        s for s in ("failed", "stale", "corrupt") if any(e.status == s for e in states.values())
+    ]
+    columns = ("finished", "running", "missing", *rare)
     table = Table(box=None, pad_edge=False)
     for name in ("sweep", "cells", "runs", *columns, f"hours on {device}"):
         table.add_column(name, justify="left" if name == "sweep" else "right")
@@ -113,7 +116,7 @@ def plan_table(
         repeats = sweep.search.samples if sweep.search and sweep.is_adaptive else 1
         counts, hours = Counter[str](), 0.0
         for id, experiment in own.items():
-            status = states[id].status if id in states else "missing"
+            status: str = states[id].status if id in states else "missing"
             if status == "missing" and _is_running(experiment):
                 status = "running"
             counts[status] += repeats

@@ -1,4 +1,4 @@
-"""Learning rates chosen on validation rows: the implementation of ``trishul rates``.
+"""Learning rates chosen on validation rows: the option ``--rates`` of ``trishul sweep``.
 
 A sweep named ``rates`` has an axis ``optimizer.lr`` and cells that are read by a validation metric.
 The best rate of each setting is written as data, which ``optimizer.rates`` names.
@@ -102,9 +102,9 @@ def write_rates(rates: TunedRates, profile: str, file: Path) -> None:
         InputError: The file cannot be written.
     """
     head = (
-        f"# Rates of the profile {profile}, which `trishul rates` chose on validation rows.\n"
+        f"# Rates of the profile {profile}, selected on validation rows by `trishul sweep`.\n"
         "# `optimizer.rates` names this file, as in\n"
-        f"#   trishul table all --profile {profile} optimizer.rates={file}\n"
+        f"#   trishul sweep all --profile {profile} optimizer.rates={file}\n"
     )
     plain: Any = json.loads(rates.model_dump_json())
     for each, rate in zip(plain["rates"], rates.rates, strict=True):

@@ -176,7 +176,8 @@ class _Work:
         tags |= cell_tags(first.sweep, first.cells[id])
         experiment = first.with_parent(self.cells[id])
         old = attempt_of(RunFolder.of(experiment).home) if self.states[id].fresh else None
-        return CellRun(experiment, self.name(id), tags, old)
+        search = first.sweep.search
+        return CellRun(experiment, self.name(id), tags, old, search.metric if search else None)
 
     def close_parents(self, status: Status) -> None:
         """Log results that MLflow does not have, and end the MLflow runs of sweeps and cells."""

@@ -31,8 +31,6 @@ from trishul_ray.tracking.progress import RunProgress
 #: of the metric that is :data:`HEADLINE`.
 ROUND, NOTES, FAILURE, FINISHED = "round", "notes", "failure", "finished"
 HEADLINE_NAME = "headline_name"
-#: Least seconds for the start of a run: data and backbone are loaded.
-LOADING_SECONDS = 1800.0
 #: A round may take this many times the longest one so far.
 LONGEST_ROUNDS = 5.0
 #: Report of a trial after a round: the metrics, and values of the keys above.
@@ -68,6 +66,8 @@ class CellTrial(tune.Trainable):
     fail again.
     """
 
+    #: Least seconds for the start of a run, which loads data and backbone.
+    loading_seconds = 1800.0
     _waits: bool
 
     def setup(  # type: ignore[override]  # tune.with_parameters adds the others
@@ -106,7 +106,7 @@ class CellTrial(tune.Trainable):
         limit = max(self._stall_seconds, LONGEST_ROUNDS * max(self._seconds, default=0.0))
         began = time.monotonic()
         faulthandler.dump_traceback_later(
-            limit if self._seconds else max(limit, LOADING_SECONDS), exit=True
+            limit if self._seconds else max(limit, self.loading_seconds), exit=True
         )
         try:
             return self._advance()

@@ -92,7 +92,7 @@ def run_cells(runs: Mapping[str, CellRun], options: TuneOptions, progress: Sweep
     at_once = min(len(runs), options.concurrency or len(runs))
     nodes = _nodes()
     requests = {id: request(each, nodes, at_once) for id, each in experiments.items()}
-    failures = prepare_inputs(experiments, progress)
+    failures = prepare_inputs(runs, progress)
     left = [id for id in runs if id not in failures]
     for id, run in runs.items():
         progress.add(id, run.name, run.experiment.federation.rounds)
@@ -130,7 +130,8 @@ def run_search(
     progress.expect(search.samples, experiment.federation.rounds)
     at_once = min(search.samples, options.concurrency or search.samples)
     slices, bundles = request(experiment, nodes, at_once)
-    prepare_inputs({experiment.id: experiment}, progress, sweep)
+    run = CellRun(experiment, sweep.cell_name(cell), metric=search.metric)
+    prepare_inputs({experiment.id: run}, progress)
     return _fit(
         find,
         lambda config: bundles,
@@ -193,43 +194,39 @@ def _inputs_of(experiment: Experiment) -> tuple[str, str]:
     return experiment.model.model_dump_json(), experiment.data.model_dump_json()
 
 
-def prepare_inputs(
-    experiments: Mapping[str, Experiment], progress: SweepProgress, sweep: Sweep | None = None
-) -> dict[str, str]:
-    """Prepare the data and pretrain the backbones of all cells, each once.
+def prepare_inputs(runs: Mapping[str, CellRun], progress: SweepProgress) -> dict[str, str]:
+    """Prepare the data and pretrain the backbones of all runs, each once.
 
-    Return the reason why data are not available, or have no metric of the search, by cell.
+    Return the reason why data are not available, or have no metric of the search, by run.
 
     Raises:
-        InputError: It is so for all cells.
+        InputError: It is so for all runs.
     """
     outcomes: dict[str, InputError | None] = {}
     failures: dict[str, InputError] = {}
-    for id, experiment in experiments.items():
-        task, storage = experiment.task.model_dump_json(), experiment.storage
-        key = "\n".join((*_inputs_of(experiment), task, f"{storage.cache} {storage.hub}"))
+    for id, run in runs.items():
+        task, storage = run.experiment.task.model_dump_json(), run.experiment.storage
+        places = f"{storage.cache} {storage.hub} {run.metric}"
+        key = "\n".join((*_inputs_of(run.experiment), task, places))
         if key not in outcomes:
-            outcomes[key] = _prepare(experiment, progress, sweep)
+            outcomes[key] = _prepare(run.experiment, run.metric, progress)
         if (error := outcomes[key]) is not None:
             failures[id] = error
-    if experiments and len(failures) == len(experiments):
+    if runs and len(failures) == len(runs):
         raise next(iter(failures.values()))
     return {id: str(error) for id, error in failures.items()}
 
 
 def _prepare(
-    experiment: Experiment, progress: SweepProgress, sweep: Sweep | None
+    experiment: Experiment, metric: str | None, progress: SweepProgress
 ) -> InputError | None:
     backbone = Backbone.of(experiment.model, experiment.storage.places)
     try:
         label = f"preparing {experiment.data.name}"
         _, task, _ = prepare_dataset(experiment, backbone, progress.task_progress(label))
-        search = sweep.search if sweep else None
-        if sweep and search and search.metric not in (None, *task.metrics.names):
-            return InputError(
-                f"{sweep.file or sweep.name}: search -> metric: {search.metric}: the task has "
-                f"{', '.join(task.metrics.names)}"
-            )
+        if metric not in (None, *task.metrics.names):
+            known = ", ".join(task.metrics.names)
+            raise InputError(f"search -> metric: {metric}: the task has {known}")
         ensure_pretrained(backbone, progress.task_progress(f"preparing {backbone.name}"))
     except InputError as error:
         return error
