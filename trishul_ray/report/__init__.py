@@ -1,1 +1,1 @@
-"""Results of finished runs: result.json, tables, figures, claims, and the page of them."""
+"""Results of finished runs: result.json, tables with tests, figures, and the page of them."""
