@@ -6,12 +6,9 @@ from importlib import metadata
 
 __version__ = "0.2.0"
 
-#: Increase this with every code change that can change a bit of a result. It is part of every
-#: experiment's id, so results of different numerics never share an id.
-NUMERICS = 5
-#: The same for changes that concern only experiments with a section of a stage, whose ids alone
-#: have it.
-EDGE_NUMERICS = 2
+#: Increase this with every code change that can change a bit of a result, and with every change of
+#: a default. It is part of every experiment's id, so results of different numerics share no id.
+NUMERICS = 6
 
 _PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
 

@@ -5,9 +5,6 @@ the machine that then compares those of another one::
 
     python -m tests.contract.digests --write before.json        # at the commit before
     python -m tests.contract.digests --compare before.json      # at the commit after
-
-Ids and the names of recorded numbers, which no processor changes, are stored beside this file, and
-test_digests.py asserts them. ``--store`` writes them anew after a change that is meant to do so.
 """
 
 import argparse
@@ -18,7 +15,6 @@ import json
 import os
 import sys
 import tempfile
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -29,9 +25,6 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
-
-#: Ids and recorded names, by configuration.
-STORED = Path(__file__).with_name("stored.json")
 
 #: Overrides of all configurations.
 BASE = (
@@ -166,51 +159,6 @@ def outcome(checkpoint):
     return json.loads(json.dumps(left))
 
 
-def renamed(outcome):
-    """Return an outcome of an earlier commit with what stages keep where it is now."""
-    found = dict(outcome)
-    edge, stages = found.pop("edge", {}), dict(found.pop("stages", {}))
-    if privacy := edge.get("privacy"):
-        stages["privacy"] = {k: v for k, v in privacy.items() if k != "arrays"} | privacy["arrays"]
-    stages |= {n: edge[k] for n, k in (("server", "moments"), ("devices", "clock")) if k in edge}
-    kept = found.get("kept", edge.get("kept", {}))
-    found["records"] = [
-        {"stages" if name == "edge" else name: value for name, value in record.items()}
-        for record in found["records"]
-    ]
-    return found | {"kept": kept, "stages": {k: v for k, v in stages.items() if v}}
-
-
-def recorded(found):
-    """Return what the last record and the arrays beside the state name."""
-    record = {k: v for k, v in found["records"][-1].items() if v not in (None, {}, [])}
-    named = {k: record.pop(k, {}) for k in ("diagnostics", "scores", "stages")}
-    named |= {k: found[k] for k in ("spectra", "matrices")} | {"extra": found["state"]["extra"]}
-    return sorted([*record, *(f"{kind}.{name}" for kind, names in named.items() for name in names)])
-
-
-def store(found):
-    """Write ids and recorded names; names that most have are written once."""
-    known = {name: (each["id"], set(recorded(each["outcome"]))) for name, each in found.items()}
-    if STORED.exists():
-        known = stored() | known
-    known = {name: known[name] for name in CONFIGURATIONS}
-    counts = Counter(name for _, names in known.values() for name in names)
-    common = {name for name, count in counts.items() if 2 * count > len(known)}
-    lines = [f'"common": {json.dumps(sorted(common))}']
-    for name, (id, names) in known.items():
-        each = {"id": id, "more": sorted(names - common), "less": sorted(common - names)}
-        lines.append(f"{json.dumps(name)}: {json.dumps(each)}")
-    STORED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def stored():
-    """Return the id and the recorded names of each configuration, as they are stored."""
-    known = json.loads(STORED.read_text())
-    common = set(known.pop("common"))
-    return {n: (e["id"], common - {*e["less"]} | {*e["more"]}) for n, e in known.items()}
-
-
 def differences(one, other, path=""):
     """Yield where two outcomes differ."""
     if isinstance(one, dict) and isinstance(other, dict):
@@ -231,7 +179,7 @@ def compare(before, after):
         if name not in before:
             print(f"new     {name}")
             continue
-        found = list(differences(*(renamed(each[name]["outcome"]) for each in (before, after))))
+        found = list(differences(before[name]["outcome"], after[name]["outcome"]))
         found = [path for path in found if path != "experiment_id"]
         same = before[name]["id"] == after[name]["id"]
         note = "same id" if same else f"id {before[name]['id']} -> {after[name]['id']}"
@@ -248,7 +196,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the outcomes")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="compare with these outcomes")
-    parser.add_argument("--store", action="store_true", help=f"write {STORED.name}")
     parser.add_argument("names", nargs="*", help="configurations; all by default")
     given = parser.parse_args()
     chosen = given.names or list(CONFIGURATIONS)
@@ -263,8 +210,6 @@ def main():
             found[name] = {"id": experiment.id, "outcome": outcome(run_inline(experiment))}
     if given.write:
         given.write.write_text(json.dumps(found, indent=1))
-    if given.store:
-        store(found)
     if given.compare and not compare(json.loads(given.compare.read_text()), found):
         sys.exit(1)
 

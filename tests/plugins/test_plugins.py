@@ -57,7 +57,7 @@ def test_the_content_is_part_of_the_id_where_it_is_used(mine, tmp_path):
     moved = load_experiment(None, [f"plugins=[{mine(name='elsewhere/mine.py')}]", "method=mine"])
     assert moved.id == first.id
     unused = load_experiment(None, [f"plugins=[{mine()}]", "method=fedit"])
-    assert unused.id == plain.id and "plugins" not in unused.to_dict()
+    assert unused.id == plain.id and unused.plugins == ()
 
 
 def test_a_method_that_extends_a_plugin_notes_both(mine, tmp_path):

@@ -181,7 +181,8 @@ def test_each_position_shows_seeds_of_one_setting(profile):
         for table in sweep.tables:
             for labels, cells in positions(sweep, table).items():
                 settings = {
-                    str(c.experiment.identity() | {"seed": 0, "metric": c.metric}) for c in cells
+                    str(c.experiment.model_copy(update={"seed": 0}).identity() | {"": c.metric})
+                    for c in cells
                 }
                 assert len(settings) == 1, (sweep.name, labels)
                 assert [c.experiment.seed for c in cells] == list(range(len(cells)))

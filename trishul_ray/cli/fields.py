@@ -45,7 +45,7 @@ def field_list(experiment: "Experiment", width: int = 100) -> str:
     for name, field, value in fields:
         notes = [" | ".join(registered[name]) if name in registered else allowed(field)]
         extra = field.json_schema_extra
-        if isinstance(extra, dict) and extra.get("identity") in (False, "default"):
+        if isinstance(extra, dict) and extra.get("identity") is False:
             notes.append("not in the id")
         shown = yaml.safe_dump(value, default_flow_style=True, width=1000, allow_unicode=True)
         shown = shown.strip().removesuffix("...").strip()  # of a document with one plain value

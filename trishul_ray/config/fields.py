@@ -20,8 +20,6 @@ from trishul_ray.config.section import (
     NotedText,
     PathText,
     Section,
-    default_in_id,
-    in_id_if_set,
     not_in_id,
 )
 from trishul_ray.runtime.proportions import exact_share
@@ -54,23 +52,27 @@ class DataConfig(Section):
     test_share: float = Field(
         0.2, gt=0, lt=1, description="your own data without test rows: share set aside as test rows"
     )
-    skip_broken: bool = in_id_if_set(
+    skip_broken: bool = Field(
         False,
-        "your own data: leave out images that cannot be read, and rows without label, text or "
-        "image, instead of refusing them all",
+        description="your own data: leave out images that cannot be read, and rows without label, "
+        "text or image, instead of refusing them all",
     )
-    validation_share: float = in_id_if_set(
+    validation_share: float = Field(
         0.0,
-        "share of the training rows held out for choosing rates, rounds and other fields; the "
-        "same rows for every seed, method and partition",
+        description="share of the training rows held out for choosing rates, rounds and other "
+        "fields; the same rows for every seed, method and partition",
         ge=0,
         lt=1,
     )
-    test_groups: tuple[str, ...] = in_id_if_set(
-        (), "groups, such as categories or tasks, of which no row is trained on: all are test rows"
+    test_groups: tuple[str, ...] = Field(
+        (),
+        description="groups, such as categories or tasks, of which no row is trained on: all are "
+        "test rows",
     )
-    drop_repeated: bool = in_id_if_set(
-        False, "instructions: leave out training rows that are test rows, too; else only counted"
+    drop_repeated: bool = Field(
+        False,
+        description="instructions: leave out training rows that are test rows, too; else only "
+        "counted",
     )
     train_limit: int | None = Field(
         None, ge=1, description="use only the first N training rows of a seeded shuffle"
@@ -150,11 +152,12 @@ class TaskConfig(Section):
         "default: by dataset; with a classification head there is no prompt. instruction: chat, "
         "alpaca, plain, turns, or a .yaml or .jinja file",
     )
-    turns: Literal["all", "last"] = in_id_if_set(
-        "all", "instruction: the answers of a conversation that are trained on"
+    turns: Literal["all", "last"] = Field(
+        "all", description="instruction: the answers of a conversation that are trained on"
     )
-    loss: Literal["tokens", "rows"] = in_id_if_set(
-        "tokens", "instruction: the mean over all tokens of answers, or over rows of their means"
+    loss: Literal["tokens", "rows"] = Field(
+        "tokens",
+        description="instruction: the mean over all tokens of answers, or over rows of their means",
     )
     answer_pattern: str | None = not_in_id(
         None,
@@ -214,10 +217,11 @@ class ModelConfig(Section):
         description="precision of the frozen backbone; adapters and optimizer stay fp32. tf32: "
         "fp32 with TensorFloat-32 matrix products on a GPU (on a CPU the same as fp32)",
     )
-    quantize: Quantization = in_id_if_set(
+    quantize: Quantization = Field(
         "none",
-        "how the linear weights of the backbone's blocks are stored, by bitsandbytes (extra "
-        "`quant`): nf4 (4.1 bits) or int8; they are dequantized to model.precision to compute",
+        description="how the linear weights of the backbone's blocks are stored, by bitsandbytes "
+        "(extra `quant`): nf4 (4.1 bits) or int8; they are dequantized to model.precision to "
+        "compute",
     )
     dropout: bool = Field(False, description="keep the backbone's dropout in training")
     gradient_checkpointing: bool = Field(
@@ -372,17 +376,18 @@ class FederationConfig(Section):
     quorum: float = Field(
         0.5, gt=0, le=1, description="minimum share of the cohort with valid uploads"
     )
-    stacked: int = in_id_if_set(
+    stacked: int = Field(
         1,
-        "how many clients of a cohort train together on an actor: the frozen backbone computes "
-        "for all of them at once. The last bits differ, and memory for activations is multiplied",
+        description="how many clients of a cohort train together on an actor: the frozen backbone "
+        "computes for all of them at once. The last bits differ, and memory for activations is "
+        "multiplied",
         ge=1,
         le=1024,
     )
-    held_out: float = in_id_if_set(
+    held_out: float = Field(
         0.0,
-        "share of the clients, rounded up, that the seed draws to take no part: what they score "
-        "beside the others is the participation gap (needs evaluation.per_client)",
+        description="share of the clients, rounded up, that the seed draws to take no part: what "
+        "they score beside the others is the participation gap (needs evaluation.per_client)",
         ge=0,
         le=0.5,
     )
@@ -412,7 +417,7 @@ class FederationConfig(Section):
 class EvaluationConfig(Section):
     """Measurements, and their frequency."""
 
-    every: int = default_in_id(
+    every: int = not_in_id(
         1,
         "rounds between scores on the test rows; 0: none between the untouched model and the last "
         "round, which are always scored",
@@ -431,17 +436,19 @@ class EvaluationConfig(Section):
         description="rounds between spectral diagnostics; always of the first and the last; "
         "0: never",
     )
-    diagnostics_cohort: Literal["round", "all"] = in_id_if_set(
+    diagnostics_cohort: Literal["round", "all"] = Field(
         "round",
-        "whose updates diagnostics compare: those of each round's clients alone; all: in the last "
-        "round every other client (of at most 100) also trains, for this comparison alone",
+        description="whose updates diagnostics compare: those of each round's clients alone; all: "
+        "in the last round every other client (of at most 100) also trains, for this comparison "
+        "alone",
     )
     top_k: int = Field(8, ge=1, description="directions in the principal-angle similarity")
-    per_client: bool = in_id_if_set(
+    per_client: bool = Field(
         False,
-        "also score every client: on its own test rows where they have a client column, and "
-        "otherwise on all test rows, weighted by the client's class mix; if its method leaves a "
-        "part of the model with the client, with that part, too (an evaluation for each client)",
+        description="also score every client: on its own test rows where they have a client "
+        "column, and otherwise on all test rows, weighted by the client's class mix; if its "
+        "method leaves a part of the model with the client, with that part, too (an evaluation "
+        "for each client)",
     )
 
     def diagnoses(self, round_number: int, rounds: int) -> bool:

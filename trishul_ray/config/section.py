@@ -1,4 +1,8 @@
-"""Sections of an experiment: frozen fields, each of which is part of a run's id or not."""
+"""Sections of an experiment: frozen fields, each of which is part of a run's id or not.
+
+A field that can change a number is part of the id if it is not at its default. So a new field
+changes no id, and a change of a default needs a new ``NUMERICS``.
+"""
 
 from collections.abc import Iterable
 from functools import cache
@@ -64,27 +68,6 @@ def value_types(annotation: Any) -> frozenset[Any]:
 def not_in_id(default: Any, description: str, **limits: Any) -> Any:
     """Return a field that cannot change a run's numbers and is left out of its id."""
     return Field(default, description=description, json_schema_extra={"identity": False}, **limits)
-
-
-def in_id_if_set(default: Any, description: str, **limits: Any) -> Any:
-    """Return a field that is left out of a run's id at its default, at which it has no effect.
-
-    A field that is added later must be one of these, so that existing runs keep their ids.
-    """
-    return Field(
-        default, description=description, json_schema_extra={"identity": "if set"}, **limits
-    )
-
-
-def default_in_id(default: Any, description: str, **limits: Any) -> Any:
-    """Return a field that cannot change a run's id, which has it at its default.
-
-    A field that was part of the id, and need not have been, is one of these: the runs that had it
-    at its default keep their ids.
-    """
-    return Field(
-        default, description=description, json_schema_extra={"identity": "default"}, **limits
-    )
 
 
 def _usable_path(text: str) -> str:

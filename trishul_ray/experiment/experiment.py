@@ -53,7 +53,6 @@ from trishul_ray.plugins.loading import Plugin, find_plugin, find_stored
 from trishul_ray.stages import STAGES, Stages, noted_hashes, stage_names
 from trishul_ray.storage.durable import Json
 from trishul_ray.storage.redaction import redact_fields
-from trishul_ray.version import EDGE_NUMERICS
 
 #: LoRA rank per adapted matrix of each named budget (paper, "Parameter Budget").
 BUDGET_RANKS = {"lower": 32, "higher": 64}
@@ -183,35 +182,40 @@ class Experiment(Section):
         return BUDGET_RANKS[self.budget] if isinstance(self.budget, str) else self.budget
 
     def identity(self) -> Json:
-        """Return every field that can change a number, as plain JSON values.
+        """Return every field that can change a number and is not at its default, as JSON values.
 
         Fields that the method does not read are left out; see
-        :attr:`trishul_ray.methods.base.Method.fields_read`. The noted content of own data or of
-        an own model is in the place of its path; see :mod:`trishul_ray.experiment.identity`.
+        :attr:`trishul_ray.methods.base.Method.fields_read`. A hash of the content takes the place
+        of a path of own data or models; see :mod:`trishul_ray.experiment.identity`.
         """
         kept = identity_of(self)
+        kept["method"] = {"name": self.method.name} | kept.get("method", {})
         for name, section in self.stages.items():
             kept[name] = identity_of(section)
         for stage in Stages.of(self):
-            kept |= stage.versions
             if hashes := noted_hashes(stage):
                 kept[stage.name] |= hashes
-        if self.stages:
-            kept["edge_numerics"] = EDGE_NUMERICS
         if self.data.content_hash is not None:
             kept["data"]["path"] = self.data.content_hash
         if self.model.content_hash is not None:
             kept["model"]["name"] = self.model.content_hash
         if self.plugins:
             kept["plugins"] = sorted(plugin.content for plugin in self.plugins)
-        if (read := build_method(self.method).fields_read) is not None:
-            if self.adapter.rank:
-                read -= {"budget", "matching"}
-            adapter = {name: value for name, value in kept.pop("adapter").items() if name in read}
-            kept |= {"adapter": adapter} if adapter else {}
-            if "budget" not in read:
-                del kept["budget"]
+        read = self.fields_read
+        adapter = {name: v for name, v in kept.pop("adapter", {}).items() if name in read}
+        if adapter:
+            kept["adapter"] = adapter
+        if "budget" not in read:
+            kept.pop("budget", None)
         return kept
+
+    @property
+    def fields_read(self) -> frozenset[str]:
+        """The fields that the method reads, of ``budget`` and those of the section ``adapter``."""
+        read = build_method(self.method).fields_read
+        if read is None:
+            return frozenset({"budget", *type(self.adapter).model_fields})
+        return read - {"budget", "matching"} if self.adapter.rank else read
 
     @cached_property
     def id(self) -> str:
@@ -250,13 +254,8 @@ class Experiment(Section):
         fields = self.model_dump(mode="json")
         if not sources:
             fields |= redact_fields({name: fields[name] for name in ("storage", "tracking")})
-        pairs = ((k, v) for k, v in fields.items())
-        fields = {n: v for k, x in pairs for n, v in (x if k == "stages" else {k: x}).items()}
-        if self.model.quantize == "none":
-            del fields["model"]["quantize"]
-        if not self.plugins:
-            del fields["plugins"]
-        for plugin in fields.get("plugins", ()) if not sources else ():
+        fields |= fields.pop("stages")
+        for plugin in fields["plugins"] if not sources else ():
             del plugin["source"]
         return fields
 
@@ -281,6 +280,6 @@ def received(fields: Json) -> Experiment:
     Raises:
         InputError: A plug-in cannot be loaded here.
     """
-    for plugin in fields.get("plugins", ()):
+    for plugin in fields["plugins"]:
         find_plugin(Plugin(**plugin))
     return Experiment.model_validate(fields)

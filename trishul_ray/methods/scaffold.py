@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.config.section import in_id_if_set
 from trishul_ray.methods.base import MethodConfig, register
 from trishul_ray.methods.fedit import FedIT
 from trishul_ray.methods.messages import LocalRun, Round, State, Tensors
@@ -46,8 +45,10 @@ class ScaffoldConfig(MethodConfig):
         "broadcast (I), or its movement over steps x learning rate (II)",
     )
     server_lr: float = Field(1.0, gt=0, description="η_g: the server's step; 1 takes the mean")
-    corrects: Literal["all", "adapter"] = in_id_if_set(
-        "all", "what control variates correct: all that is trained, or not the classification head"
+    corrects: Literal["all", "adapter"] = Field(
+        "all",
+        description="what control variates correct: all that is trained, or not the "
+        "classification head",
     )
 
 

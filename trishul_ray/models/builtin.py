@@ -33,7 +33,7 @@ SENTINELS, FIRST_SENTINEL = 16, FIRST_BYTE + 256
 VOCABULARY = FIRST_SENTINEL + SENTINELS
 
 #: Raise it when :mod:`trishul_ray.models.pretraining` changes what it computes.
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 
 #: Pretraining objective of a text model: fill in masked bytes (BERT), continue a text (LLaMA), or
 #: restore removed spans (T5).

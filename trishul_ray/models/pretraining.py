@@ -48,7 +48,7 @@ from trishul_ray.models.builtin import (
 )
 from trishul_ray.models.lookup import quiet_transformers
 from trishul_ray.models.tokenizers import byte_tokenizer
-from trishul_ray.models.weights import draw_weights
+from trishul_ray.models.weights import seeded
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.storage.durable import make_cache_folder, scratch_folder
 from trishul_ray.storage.integrity import sealed_folder
@@ -86,9 +86,8 @@ def text_objective(builtin: Builtin) -> Objective | None:
 
 def new_backbone(builtin: Builtin) -> nn.Module:
     """Return the untrained built-in, with weights drawn from the recipe's seed."""
-    with quiet_transformers(), torch.random.fork_rng(devices=[]):
+    with quiet_transformers(), seeded(builtin.recipe.seed):
         model: nn.Module = _AUTO_CLASSES[text_objective(builtin)].from_config(builtin.config())
-    draw_weights(model, builtin.recipe.seed)
     return model
 
 

@@ -29,7 +29,7 @@ from trishul_ray.storage.durable import remove_unused
 from trishul_ray.storage.integrity import make_once, stamp
 
 #: Part of every file's key. Raise it when the content of the files changes.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 #: Folder of the prepared weights in the cache, and the name of the file in each of its folders.
 FOLDER, WEIGHTS = "weights", "weights.pt"

@@ -1,11 +1,11 @@
 """Build a backbone's modules and fill them: from a checkpoint, or drawn from the run's seed.
 
-Whatever the checkpoint does not hold is drawn. The result depends on the checkpoint, the
-configuration and the seed alone; torch's global random state is neither read nor changed.
+A head that the checkpoint lacks is drawn, too. The result depends only on the checkpoint, the
+configuration and the seed. Torch's global random state is not read, and is restored.
 """
 
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from trishul_ray.errors import CorruptFileError, InputError, first_line
 from trishul_ray.models.lookup import ModelFiles, ModelKind, quiet_transformers
 from trishul_ray.runtime.random_streams import torch_rng
 
-#: Standard deviation of drawn weights where the architecture names none.
+#: Standard deviation of the weights of a new head.
 INIT_STD = 0.02
 
 #: The class of transformers that loads each kind of model; they have no types.
@@ -46,6 +46,14 @@ _ABILITIES: dict[ModelKind, str] = {
 }
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's global random state for weights, and restore it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch_rng(seed, "init").initial_seed())
+        yield
+
+
 def check_kind(name: str, architecture: PretrainedConfig, kind: ModelKind) -> None:
     """Raise InputError unless transformers has a model of this kind for the architecture."""
     if type(architecture) not in AUTO_CLASSES[kind]._model_mapping:
@@ -55,15 +63,19 @@ def check_kind(name: str, architecture: PretrainedConfig, kind: ModelKind) -> No
         )
 
 
-def build_module(config: ModelConfig, architecture: PretrainedConfig, kind: ModelKind) -> nn.Module:
-    """Build the modules on the current default device, in float32, with arbitrary weights.
+def build_module(
+    config: ModelConfig, architecture: PretrainedConfig, kind: ModelKind, seed: int = 0
+) -> nn.Module:
+    """Build the modules on the current default device, in float32, with random weights.
+
+    They are those of transformers for the architecture, and depend on the seed alone.
 
     Raises:
         InputError: The architecture cannot be used as this kind, or its values are inconsistent.
     """
     check_kind(config.name, architecture, kind)
     try:
-        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        with quiet_transformers(), seeded(seed):
             model: nn.Module = AUTO_CLASSES[kind].from_config(architecture, dtype=torch.float32)
     except ValueError as error:
         reason = first_line(error)
@@ -92,7 +104,7 @@ class Plan(NamedTuple):
 
     def module(self) -> nn.Module:
         """Return the modules; see :func:`build_module`."""
-        return build_module(self.config, self.architecture, self.kind)
+        return build_module(self.config, self.architecture, self.kind, self.seed)
 
 
 def build_weights(plan: Plan) -> tuple[nn.Module, list[str]]:
@@ -110,9 +122,7 @@ def build_weights(plan: Plan) -> tuple[nn.Module, list[str]]:
     """
     config, kind, checkpoint = plan.config, plan.kind, plan.files.location
     if config.init == "random":
-        drawn = plan.module()
-        draw_weights(drawn, plan.seed)
-        return drawn, []
+        return plan.module(), []
     if isinstance(checkpoint, Path) and not any(checkpoint.glob("*.safetensors")):
         raise _no_safetensors(config, checkpoint, AUTO_CLASSES[kind].__name__)
     with plan.files.reading(weights=True), torch.random.fork_rng(devices=[]):
@@ -183,54 +193,6 @@ def draw_head(model: nn.Module, names: Sequence[str], seed: int) -> None:
                 parameter.normal_(0.0, INIT_STD, generator=generator)
             else:
                 parameter.zero_()
-
-
-def draw_weights(model: nn.Module, seed: int) -> None:
-    """Draw every weight in place, each from a random stream ``(seed, "init", name)``.
-
-    Linear, convolution and embedding weights are drawn from N(0, s^2), where s is the
-    architecture's ``initializer_range``, or 0.02 if it has none. Biases are set to 0, normalization
-    weights to 1. Other tensors of two or more dimensions (class tokens, position embeddings) are
-    drawn from N(0, s^2) as well; other vectors keep the constants of the architecture. T5, whose
-    attention does not divide by the width of a head, has its own standard deviations. A tensor
-    shared by several modules is drawn once, under its first name.
-    """
-    config: Any = model.config
-    usual_std = float(getattr(config, "initializer_range", None) or INIT_STD)
-    is_t5 = config.model_type in ("t5", "mt5")
-    drawn: set[nn.Parameter] = set()
-    with torch.no_grad():
-        for prefix, module in model.named_modules():
-            is_norm = "Norm" in type(module).__name__
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter in drawn:
-                    continue
-                drawn.add(parameter)
-                if name == "bias":
-                    parameter.zero_()
-                elif is_norm:
-                    parameter.fill_(1.0)
-                elif parameter.ndim >= 2:
-                    generator = torch_rng(seed, "init", f"{prefix}.{name}")
-                    std = _t5_std(config, module, prefix) if is_t5 else usual_std
-                    parameter.normal_(0.0, std, generator=generator)
-
-
-def _t5_std(config: Any, module: nn.Module, name: str) -> float:
-    """Standard deviation of a T5 weight, after the initialization of Raffel et al. 2020.
-
-    It is the configuration's factor for embeddings and the head, and the factor over the square
-    root of the inputs for other matrices. Query matrices are divided by the square root of the
-    width of a head as well.
-    """
-    factor = float(config.initializer_factor)
-    last = name.rpartition(".")[2]
-    if last == "relative_attention_bias":
-        return factor / math.sqrt(config.d_model)
-    if not isinstance(module, nn.Linear) or last == "lm_head":
-        return factor
-    std = factor / math.sqrt(module.in_features)
-    return std / math.sqrt(config.d_kv) if last == "q" else std
 
 
 def resize_positions(model: nn.Module, image_size: int) -> None:

@@ -64,10 +64,7 @@ def open_choices(runs: Sequence[RunSummary]) -> list[Choice]:
     """
     counts: dict[str, Counter[str]] = {field: Counter() for field in OPEN_CHOICES}
     for run in runs:
-        # The source of a rate cannot change a number: it is not part of the identity.
-        fields = flatten(run.identity) | {
-            "optimizer.lr_source": flatten(run.config).get("optimizer.lr_source")
-        }
+        fields = flatten(run.config)
         for field in OPEN_CHOICES.keys() & fields.keys() - set(run.unread_fields):
             other, needed = _ONLY_IF.get(field, (field, fields[field]))
             if fields.get(other) == needed:

@@ -116,7 +116,7 @@ def run_name(experiment: Experiment) -> str:
         parts.append(strength)
     split = experiment.partition
     parts.append(f"α={split.alpha:g}" if split.kind == "dirichlet" else split.kind)
-    if "budget" in experiment.identity():
+    if "budget" in experiment.fields_read:
         parts.append(f"rank={experiment.lora_rank}")
     if experiment.optimizer.lr_source is RateSource.USER:
         parts.append(f"lr={experiment.optimizer.lr:.3g}")

@@ -228,6 +228,8 @@ class _Run:
         for remark in coverage.cut:
             progress.note(remark)
         unread = unread_fields(experiment.task, info, _backbone(experiment))
+        adapter = type(experiment.adapter).model_fields.keys() - experiment.fields_read
+        unread += sorted(f"adapter.{name}" for name in adapter)
         sources = self.prepared.sources
         tracker = open_run(experiment, self.attempt, coverage, sources, self.tags, unread)
         with self.tracked(tracker):

@@ -141,11 +141,6 @@ class Stage:
         return {}
 
     @property
-    def versions(self) -> dict[str, int]:
-        """Numbers by name that ids have beside the section, such as that of an algorithm."""
-        return {}
-
-    @property
     def reads_rounds(self) -> bool:
         """Whether what happens in a round depends on the number of rounds of the run."""
         return False

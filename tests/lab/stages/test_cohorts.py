@@ -186,8 +186,8 @@ def test_wrong_cohorts_are_refused(fields, said):
 
 
 def test_a_name_is_taken_once():
-    with pytest.raises(ValueError, match="cohort strategy 'oort' is taken by Oort"):
+    with pytest.raises(ValueError, match="cohort strategy 'oort' is taken"):
 
         @register_cohort("oort")
         class Mine(Oort):
-            pass
+            __module__ = Oort.__module__

@@ -17,9 +17,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from trishul_ray.config.section import Section, in_id_if_set
+from trishul_ray.config.section import Section
 from trishul_ray.plugins.registry import Registry
 
 if TYPE_CHECKING:
@@ -34,15 +34,22 @@ _ZLIB_LEVEL = 6
 class CodecFields(Section):
     """Codec in use, and the fields that codecs read."""
 
-    codec: str = in_id_if_set(NONE, "how numbers are sent: none (as they are), or a codec's name")
-    rounding: Literal["nearest", "stochastic"] = in_id_if_set(
-        "nearest", "int8, int4: to the nearest step, or at random up or down, without bias"
+    codec: str = Field(
+        NONE, description="how numbers are sent: none (as they are), or a codec's name"
     )
-    density: float = in_id_if_set(
-        0.25, "topk: share of the entries that are sent, those of largest magnitude", gt=0, le=1
+    rounding: Literal["nearest", "stochastic"] = Field(
+        "nearest",
+        description="int8, int4: to the nearest step, or at random up or down, without bias",
     )
-    deflate: bool = in_id_if_set(
-        False, "also compress with zlib; the number of bytes then depends on zlib's version"
+    density: float = Field(
+        0.25,
+        description="topk: share of the entries that are sent, those of largest magnitude",
+        gt=0,
+        le=1,
+    )
+    deflate: bool = Field(
+        False,
+        description="also compress with zlib; the number of bytes then depends on zlib's version",
     )
 
     @model_validator(mode="after")

@@ -18,9 +18,8 @@ from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from trishul_ray.config.section import in_id_if_set
 from trishul_ray.lab.codecs.base import CODECS, NONE, Codec, CodecFields, Units, build_codec
 from trishul_ray.methods.base import method_class
 from trishul_ray.runtime.random_streams import numpy_rng
@@ -30,13 +29,16 @@ from trishul_ray.stages import ArrayState, Change, Sender, Sent, Stage, norm_of,
 class UploadsConfig(CodecFields):
     """What clients send: a codec of their changes; the bytes counted are those of its encoding."""
 
-    error_feedback: bool = in_id_if_set(
+    error_feedback: bool = Field(
         False,
-        "add what the codec left out to a client's next change; checkpoints then hold as many "
-        "numbers for each client as it sends",
+        description="add what the codec left out to a client's next change; checkpoints then hold "
+        "as many numbers for each client as it sends",
     )
-    residual_rounds: int | None = in_id_if_set(
-        None, "error feedback: rounds after which what was left out is forgotten; null: never", ge=1
+    residual_rounds: int | None = Field(
+        None,
+        description="error feedback: rounds after which what was left out is forgotten; null: "
+        "never",
+        ge=1,
     )
 
     @model_validator(mode="after")

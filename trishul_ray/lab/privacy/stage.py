@@ -36,9 +36,6 @@ from trishul_ray.stages import (
 )
 from trishul_ray.storage.durable import Json
 
-#: Increase this with every change that can change a bit of an audit: ids of runs with canaries
-#: alone have it.
-AUDIT_NUMERICS = 2
 #: The instruction that names the norm to clip to.
 CLIP_NORM = "privacy_clip_norm"
 
@@ -92,11 +89,6 @@ class Privacy(Stage):
                 "decide the adapters, in clear; allowed for trishul: method.allocation="
                 "waterfill or uniform"
             )
-
-    @property
-    def versions(self) -> dict[str, int]:
-        """The number of the audit, if there is one."""
-        return {"audit_numerics": AUDIT_NUMERICS} if self.config.canaries else {}
 
     @property
     def reads_rounds(self) -> bool:
