@@ -66,21 +66,6 @@ def seen_by(result, images):
     return (pixels - task.mean[0]) / task.std[0]
 
 
-def test_importing_the_package_imports_nothing_heavy():
-    script = (
-        "import sys, trishul_ray\n"
-        "assert issubclass(trishul_ray.InputError, ValueError) and 'run' in dir(trishul_ray)\n"
-        "heavy = {'torch', 'transformers', 'ray', 'mlflow', 'pydantic', 'numpy', 'pandas'}\n"
-        "print(*sorted(heavy & {*sys.modules}))\n"
-        "import trishul_ray.runs\n"
-        "print(trishul_ray.run.__module__, trishul_ray.load.__module__)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["", "trishul_ray.api trishul_ray.api"], done.stderr
-    with pytest.raises(AttributeError, match="no attribute 'rum'"):
-        trishul_ray.rum  # noqa: B018
-
-
 def test_a_run_is_the_commands_and_says_nothing(tiny, called, tmp_path, cache, capsys):
     result = tiny("digits", method="fedit", seed=1)
     assert capsys.readouterr() == ("", "")
@@ -109,7 +94,7 @@ def test_the_history_is_a_table_by_round(tiny):
 
 
 @pytest.mark.slow
-def test_the_scores_of_the_test_rows_compare_two_runs(tiny, called, tmp_path):
+def test_scores_of_rows_compare_two_runs(tiny):
     first = tiny("digits")
     scores = first.row_scores
     # The same 32 rows for every seed and batch size, in order.
@@ -122,10 +107,6 @@ def test_the_scores_of_the_test_rows_compare_two_runs(tiny, called, tmp_path):
     assert found.rows == 32
     difference = first.final["accuracy"] - other.final["accuracy"]
     assert found.difference == pytest.approx(difference)
-    code, out, error = called("compare", first.id, other.id, "--runs", tmp_path / "runs")
-    assert (code, error) == (0, "")
-    assert f"{100 * difference:+.2f} points, 95 % " in out
-    assert f"{found.first_better} rows by the first" in out
     with pytest.raises(trishul_ray.InputError, match="scored other test rows"):
         first.compare(tiny("digits", evaluation={"limit": 16}))
     # One more round: the scores are those of the last one.
@@ -206,8 +187,7 @@ def test_a_wrong_type_is_one_line():
         ({"progress": "loud"}, "progress='loud': must be 'off', 'plain', 'rich'"),
         ({"model": 3}, "model of type int: it must be a name, a section, or an nn.Module"),
         ({"dataset": "digit"}, "unknown dataset 'digit'; .* did you mean 'digits'"),
-        ({"dataset": [1, 2]}, "rows of type list: pass a Hugging Face Dataset"),
-        ({"dataset": []}, "the rows passed from Python: there are none, the list is empty"),
+        ({"dataset": [1, 2]}, "they are of type list, or empty; pass a Hugging Face Dataset"),
         ({"method": object()}, "method: object: it must be a method's name, or a section"),
         ({"config": 3}, "config of type int: it must be a YAML file, or a dictionary"),
         ({"tokenizer": "bert"}, "tokenizer: it is for a model that is an nn.Module"),
@@ -253,7 +233,10 @@ def test_rows_are_a_dataset_named_by_content(tiny, tmp_path):
     assert set(result.predict(mixed)) == set(result.predict(images[:1]))
     with pytest.raises(trishul_ray.InputError) as caught:
         result.predict([images[0], tmp_path / "no.png", b"JFIF?"])
-    assert str(caught.value) == f"2 images cannot be read: {tmp_path}/no.png, predict, row 2"
+    assert (
+        str(caught.value)
+        == f"2 images cannot be read: {tmp_path}/no.png, predict, row 2; remove them"
+    )
     assert tiny({"pixels": images, "label": names}, **options).id == result.id
     assert tiny(pd.DataFrame({"pixels": images, "label": names}), **options).id == result.id
     shuffled = [*names[1:], names[0]]

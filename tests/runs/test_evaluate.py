@@ -16,7 +16,7 @@ from torchmetrics.functional.text.rouge import rouge_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trishul_ray
-from trishul_ray.cli.run import _print_scores
+from trishul_ray.cli.trained import _print_scores
 from trishul_ray.config.fields import DataConfig
 from trishul_ray.data.conversations import Row
 from trishul_ray.data.prepare import prepare

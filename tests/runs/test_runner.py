@@ -404,5 +404,5 @@ def test_photos_for_a_backbone_of_few_pixels_are_noted(tiny, tmp_path):
         data = finished.summary.data
         assert data.skipped == (str(tmp_path / "photos/a/9.png"),)
         assert data.sentence.endswith(
-            "8 of 8 images resized and cropped to 100x100, 1 broken image skipped"
+            "8 of 8 images resized and cropped to 100x100, 1 broken images skipped"
         )

@@ -64,22 +64,21 @@ def evaluate_run(
     new_tokens: int | None = None,
     progress: Callable[[str, float], None] = lambda stage, done: None,
 ) -> Json:
-    """Return the content of a run's ``eval.json``, which is written unless it is there already.
+    """Return the content of a run's ``eval.json``, which is written if it is not there.
 
     Args:
         run: Id of a finished run, the beginning of one, or its folder.
         runs: Folder or URI of runs.
-        rows: Most rows, drawn in equal shares of every group: the same ones for every seed, method
-            and backbone.
+        rows: Most rows: the same rows for every seed, method and backbone.
         batch_size: Rows answered at once.
         untuned: Whether to evaluate the backbone before training, too.
-        split: The rows that are answered.
-        new_tokens: Most tokens of an answer, in place of ``task.target_length``.
+        split: The rows to answer.
+        new_tokens: Most tokens of an answer; the default is ``task.target_length``.
         progress: Called with a stage and the share of it that is done.
 
     Raises:
-        InputError: The run has not finished, its task generates no answers, it has no such rows,
-            or the answers may exceed the backbone's positions.
+        InputError: The run has not finished, its task generates no answers, or the answers may
+            exceed the backbone's positions.
         RunError: The data or the backbone have changed since the run.
     """
     home, experiment = open_run(run, runs)
@@ -98,15 +97,35 @@ def evaluate_run(
         raise RunError(f"run {experiment.id} was trained on other {changed}: restore the original")
     encoded = dataset.split(split)
     chosen = draw_rows(encoded, rows)
-    about = _describe(experiment, summary, task, chosen)
-    about |= {"split": split, "of": len(encoded), "sources": sources}
-    about["new_tokens"] = new_tokens or task.target_length
+    about: Json = {  # another evaluation is not taken for this one
+        "id": experiment.id,
+        "state_sha256": summary.state_sha256,
+        "round": summary.final["round"],
+        "rows": len(chosen),
+        "rows_sha256": hashlib.sha256(chosen.tobytes()).hexdigest(),
+        "task": task.settings(),
+        "versions": versions(),
+        "answer_pattern": experiment.task.answer_pattern,
+        "split": split,
+        "of": len(encoded),
+        "sources": sources,
+        "new_tokens": new_tokens or task.target_length,
+    }
     known = _read(home, about)
     if "tuned" in known and (not untuned or "untuned" in known):
         return known
     raw = prepare_rows(experiment).dataset.split(split)
-    asked = read_rows(raw, 0, len(raw))
-    answered = _questions(raw, asked, chosen)
+    asked = [row for n, row in enumerate(read_rows(raw, 0, len(raw))) if n in {*chosen.tolist()}]
+    lines: list[Json] = [
+        {"row": number, "messages": row.messages[:-1], "reference": row.output}
+        for number, row in zip(chosen.tolist(), asked, strict=True)
+    ]
+    if "references" in raw.columns:
+        further = raw.texts("references").to_pylist()
+        for line in lines:
+            line["references"] = json.loads(further[line["row"]])
+    right = [[line["reference"], *line.get("references", ())] for line in lines]
+    match = partial(exact_match, pattern=experiment.task.answer_pattern)
     trained = load_trained(experiment)
     bench, models = trained.bench, {"tuned": trained.trained}
     if untuned or "untuned" in known:
@@ -117,67 +136,19 @@ def evaluate_run(
             answering = (bench, task, encoded, chosen, batch_size, new_tokens, report)
             texts, columns = _answer(*answering)
             if "choices" in raw.columns:
-                columns |= _choose(bench, task, raw, [asked[row] for row in chosen], chosen)
-        columns |= _compare(texts, answered, experiment.task.answer_pattern)
-        for row, text in zip(answered, texts, strict=True):
-            row["answer" if name == "tuned" else name] = text
+                columns |= _choose(bench, task, raw, asked, chosen)
+        for score_name, score in (("exact_match", match), ("rouge_l", rouge_l)):
+            columns[score_name] = np.array(list(map(partial(best, score), texts, right)))
+        for line, text in zip(lines, texts, strict=True):
+            line["answer" if name == "tuned" else name] = text
         about[name] = _scores_by_group(columns, encoded, chosen, experiment)
-    _write(home, answered, about)
+    answers = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+    home.write(ANSWERS, answers)
+    about["answers_sha256"] = hashlib.sha256(answers).hexdigest()
+    home.write(EVALUATION, to_checked_json(about))
     if experiment.tracking.mlflow and summary.mlflow_run_id is not None:
         _log(experiment, summary.mlflow_run_id, about)
     return about
-
-
-def _describe(
-    experiment: Experiment, summary: RunSummary, task: Instruction, rows: np.ndarray
-) -> Json:
-    """Return what an evaluation is of: another one is not taken for it."""
-    return {
-        "id": experiment.id,
-        "state_sha256": summary.state_sha256,
-        "round": summary.final["round"],
-        "rows": len(rows),
-        "rows_sha256": hashlib.sha256(rows.tobytes()).hexdigest(),
-        "task": task.settings(),
-        "versions": versions(),
-        "answer_pattern": experiment.task.answer_pattern,
-    }
-
-
-def _questions(split: Split, asked: Sequence[Row], rows: np.ndarray) -> list[Json]:
-    """Return what a line of the file of answers has before there are answers."""
-    questions: list[Json] = [
-        {"row": row, "messages": asked[row].messages[:-1], "reference": asked[row].output}
-        for row in rows.tolist()
-    ]
-    if "references" in split.columns:
-        further = split.texts("references").to_pylist()
-        for question in questions:
-            question["references"] = json.loads(further[question["row"]])
-    return questions
-
-
-def _compare(
-    texts: Sequence[str], questions: Sequence[Json], pattern: str | None
-) -> dict[str, np.ndarray]:
-    """Return the scores of answers by name, [N], each the best over a row's right answers."""
-    scores: dict[str, Callable[[str, str], float]] = {
-        "exact_match": partial(exact_match, pattern=pattern),
-        "rouge_l": rouge_l,
-    }
-    right = [[row["reference"], *row.get("references", ())] for row in questions]
-    return {
-        name: np.array(list(map(partial(best, score), texts, right)))
-        for name, score in scores.items()
-    }
-
-
-def _write(home: Store, answered: Sequence[Json], about: Json) -> None:
-    """Write the answers, and then the scores with the hash of the answers, which is added."""
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answered).encode()
-    home.write(ANSWERS, lines)
-    about["answers_sha256"] = hashlib.sha256(lines).hexdigest()
-    home.write(EVALUATION, to_checked_json(about))
 
 
 def _log(experiment: Experiment, run: str, about: Json) -> None:
@@ -197,7 +168,7 @@ def _log(experiment: Experiment, run: str, about: Json) -> None:
 
 
 def _read(home: Store, about: Json) -> Json:
-    """Return the evaluation that a run has, if it is of the same; otherwise nothing."""
+    """Return the evaluation that a run has, if it is of the same rows and settings."""
     with suppress(FileNotFoundError, CorruptFileError):
         found = from_checked_json(home.read(EVALUATION), EVALUATION)
         del found["checksum"]

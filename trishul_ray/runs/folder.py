@@ -28,14 +28,7 @@ LOCK_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run.
-
-    Attributes:
-        id: Id of the experiment.
-        runs: The folder of runs, as the user names it (``storage.runs``).
-        home: Its files.
-        checkpoints: Its checkpoints.
-    """
+    """The folder of a run; ``runs`` is the folder of runs, as the user names it."""
 
     id: str
     runs: str
@@ -67,7 +60,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self, *, read_only: bool) -> Iterator[None]:
-        """Allow one process at a time to drive a run; a shared storage leaves it to the scheduler.
+        """Allow one process at a time to drive a run in a local folder.
 
         With ``read_only``, a finished run may be in a folder that cannot be written.
         """
@@ -75,8 +68,7 @@ class RunFolder:
             yield
             return
         folder = Path(self.home.root).parent
-        lock = FileLock(folder / f".{self.id}.lock")
-        is_new = not folder.exists()
+        lock, is_new = FileLock(folder / f".{self.id}.lock"), not folder.exists()
         try:
             make_folder(folder)
             lock.acquire(timeout=LOCK_SECONDS)
@@ -94,10 +86,9 @@ class RunFolder:
             yield
         finally:
             with suppress(OSError):  # nothing can be written there, or another run has begun
-                if lock.is_locked:
-                    # A process that waits for the removed file notices, and opens a new one.
+                if lock.is_locked:  # a process that waits for the removed file opens a new one
                     Path(lock.lock_file).unlink(missing_ok=True)
-                if is_new and not self.home.names():  # the input was refused: leave nothing
+                if is_new and not self.home.names():  # the input was rejected: leave nothing
                     folder.rmdir()
             lock.release()
 

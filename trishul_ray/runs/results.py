@@ -3,7 +3,6 @@
 The tables are config.yaml, metrics.parquet, diagnostics.npz and test_rows.npz.
 """
 
-import io
 import os
 import platform
 import re
@@ -58,19 +57,12 @@ def hardware() -> Hardware:
 def processor() -> str:
     """Return the processor's model name."""
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    found = re.search(r"(?m)^model name\s*: (.*)$", info.read_text()) if info.is_file() else None
+    return found.group(1) if found else platform.processor() or platform.machine()
 
 
 def kernels() -> Json:
-    """Describe what determines the kernels of this process, besides the processor.
-
-    These are ``blas`` and ``libraries`` of torch, the ``environment`` variables that limit
-    instruction sets, if set, and ``cuda`` on a GPU.
-    """
+    """Describe what determines the kernels of this process, besides the processor."""
     built = torch.__config__.show()
     blas = re.search(r"BLAS_INFO=(\w+)", built)
     description: Json = {
@@ -148,8 +140,7 @@ def _last_diagnostics(records: Sequence[RoundRecord]) -> dict[str, float]:
     names = {prefix + name for prefix in ("", "delta_") for name in DIAGNOSTICS}
     for record in reversed(records):
         found = record.diagnostics.items()
-        metrics = {k: v for k, v in found if k in names or k.startswith("svt_")}
-        if metrics:
+        if metrics := {k: v for k, v in found if k in names or k.startswith("svt_")}:
             return {"round": record.round} | metrics
     return {}
 
@@ -159,27 +150,19 @@ def _scores(record: RoundRecord, names: Sequence[str]) -> dict[str, float]:
     return {name: record.scores[name] for name in names if name in record.scores}
 
 
-def metrics_parquet(records: Sequence[RoundRecord]) -> bytes:
-    """Return one row per round as Parquet; a metric not measured in a round is null."""
-    rows = [record.row() for record in records]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    table = pa.table({name: [row.get(name) for row in rows] for name in names})
-    sink = io.BytesIO()
-    pq.write_table(table, sink)
-    return sink.getvalue()
-
-
 def write_tables(experiment: Experiment, last: Checkpoint, folder: Path) -> None:
     """Write :data:`TABLES` into a local folder; a method without cores has no diagnostics.npz."""
     (folder / "config.yaml").write_bytes(experiment.to_yaml())
-    (folder / "metrics.parquet").write_bytes(metrics_parquet(last.records))
-    if last.spectra or last.matrices:
-        # The arrays of all diagnosed rounds, and the last spectra.
-        arrays: dict[str, Any] = dict(last.matrices)
-        arrays |= {f"spectrum_{key}": value for key, value in last.spectra.items()}
+    rows = [record.row() for record in last.records]
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pa.table({name: [row.get(name) for row in rows] for name in names})
+    pq.write_table(table, folder / "metrics.parquet")
+    arrays: dict[str, Any] = dict(last.matrices)
+    arrays |= {f"spectrum_{key}": value for key, value in last.spectra.items()}
+    test_rows: dict[str, Any] = dict(last.test_rows)
+    if arrays:
         np.savez(folder / "diagnostics.npz", **dict(sorted(arrays.items())))
-    if last.test_rows:
-        test_rows: dict[str, Any] = dict(last.test_rows)
+    if test_rows:
         np.savez_compressed(folder / "test_rows.npz", **dict(sorted(test_rows.items())))
 
 

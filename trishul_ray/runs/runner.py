@@ -70,15 +70,10 @@ class FinishedRun:
 
 
 def run_experiment(
-    experiment: Experiment,
-    progress: RunProgress,
-    *,
-    fresh: bool = False,
+    experiment: Experiment, progress: RunProgress, *, fresh: bool = False,
     workers: Workers | None = None,
-) -> FinishedRun:
-    """Run an experiment, continue it, or read its result; ``fresh`` deletes an earlier run first.
-
-    ``workers`` are as for :func:`run_steps`.
+) -> FinishedRun:  # fmt: skip
+    """Run an experiment, continue it, or read its result; see :func:`run_steps`.
 
     Raises:
         InputError: The parts of the experiment do not fit together.
@@ -102,17 +97,19 @@ def run_steps(
     extras: bool = True,
     tags: Mapping[str, str] = MappingProxyType({}),
 ) -> RunSteps:
-    """Run an experiment step by step: the same as :func:`run_experiment`, as a generator.
+    """Run an experiment step by step, as a generator; ``fresh`` deletes an earlier run first.
 
-    It yields where the run starts from (after round 0, or the newest checkpoint), then after every
-    round, and returns the result; a finished run yields nothing. Closing it early stops the run
-    between two rounds: the lock is released, the MLflow run is ``KILLED``, and the checkpoints are
-    kept, so that the same call continues it.
+    The generator yields where the run starts from (round 0, or the newest checkpoint), yields after
+    every round, and returns the result; a finished run yields nothing. Closing it early stops the
+    run between two rounds and keeps its checkpoints, so that the same call continues it.
 
-    ``workers`` are actors of earlier runs that this one may use, and leaves to the next one; the
-    caller has started Ray. With ``extras``, the model is exported, for which this process
-    loads a backbone; a later call exports the model of a finished run.
-    ``tags`` are further ones of the MLflow run.
+    Args:
+        experiment: The experiment.
+        progress: Its display.
+        fresh: Whether to start over.
+        workers: Actors of earlier runs to use, and to leave to the next run; Ray has been started.
+        extras: Whether to export the model, for which this process loads a backbone.
+        tags: Further tags of the MLflow run.
     """
     for plugin in experiment.plugins:  # this process may have loaded another content since
         find_plugin(plugin)
@@ -160,21 +157,24 @@ def _reuse(
 
 
 def _prepare(experiment: Experiment, workers: Workers | None, progress: RunProgress) -> Prepared:
-    """Check that the parts of an experiment fit together, say what is noteworthy, read its data."""
-    progress.note(learning_rate_line(experiment))
-    if (remark := personal_line(experiment)) is not None:
-        progress.note(remark)
+    """Check that the parts of an experiment fit together, report notices, and read its data."""
+    options, name = experiment.optimizer, experiment.method.name
+    warning = "warning: " if options.lr_source is RateSource.GENERAL else ""
+    progress.note(f"{warning}learning rate {options.lr:g}: {options.lr_source}")
+    if build_method(experiment.method).personal and not experiment.evaluation.per_client:
+        progress.note(
+            f"warning: method={name} leaves a part of the model with each client: the metrics are "
+            "of the global model; evaluation.per_client=true also scores the clients' own models"
+        )
     (check_fits if workers is None else workers.check_fits)(experiment)
-    for stage in Stages.of(experiment):
-        for remark in stage.prepare():
-            progress.note(remark)
-    mlflow_command(experiment)
+    notices = [notice for stage in Stages.of(experiment) for notice in stage.prepare()]
+    mlflow_command(experiment)  # rejects a wrong store
     progress.phase("preparing data")
     prepared = prepare_run(experiment, progress.task_progress("preparing data"))
-    remark = image_size_line(_backbone(experiment), prepared.dataset.info)
-    for line in (remark, random_weights_line(experiment)):
-        if line is not None:
-            progress.note(line)
+    image_size = image_size_line(_backbone(experiment), prepared.dataset.info)
+    for notice in (*notices, image_size, random_weights_line(experiment)):
+        if notice is not None:
+            progress.note(notice)
     return prepared
 
 
@@ -185,24 +185,6 @@ def _start_over(experiment: Experiment, folder: RunFolder, new: str, progress: R
     for refused in mark_replaced(experiment, earlier, by=new):
         progress.note(f"not marked in MLflow: {refused}")
     folder.home.remove_all()
-
-
-def learning_rate_line(experiment: Experiment) -> str:
-    """Return the learning rate of a run and its source; a warning if it is the default."""
-    options = experiment.optimizer
-    warning = "warning: " if options.lr_source is RateSource.GENERAL else ""
-    return f"{warning}learning rate {options.lr:g}: {options.lr_source}"
-
-
-def personal_line(experiment: Experiment) -> str | None:
-    """Return a warning if no metric of a run will be of the models that its clients keep."""
-    name = experiment.method.name
-    if experiment.evaluation.per_client or not build_method(experiment.method).personal:
-        return None
-    return (
-        f"warning: method={name} leaves a part of the model with each client: the metrics are of "
-        "the global model without it; evaluation.per_client=true scores the clients' own, too"
-    )
 
 
 @dataclass(frozen=True)
