@@ -41,7 +41,7 @@ SCENARIOS = {
     "client memory": Scenario(KEPT),
     "extension": Scenario([*TINY, "federation.rounds=3"], before=TINY),
     "fresh": Scenario(TINY, before=TINY, fresh=True),
-    "added figures": Scenario(TINY, before=TINY, extras=True, stride=19),
+    "added model": Scenario(TINY, before=TINY, extras=True, stride=19),
     "cold cache": Scenario(TINY, cold=True),
     "pretrain": Scenario([w for w in TINY if not w.startswith("model")], cold=True),
 }
