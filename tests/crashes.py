@@ -295,7 +295,7 @@ def _call(*words: str) -> None:
 def _run_cells(work: Any, missing: list[str], options: Any) -> None:
     """Run the cells that a sweep misses, as its trials do, in this process."""
     runs = {id: work.run_of(id) for id in missing}
-    assert trishul_ray.sweeps.tuner.prepare_inputs(runs, work.progress) == {}
+    trishul_ray.sweeps.tuner.prepare_inputs(runs, work.progress)
     for run in runs.values():
         for _ in run_steps(run.experiment, RunProgress(9), extras=False, tags=run.tags):
             pass

@@ -73,7 +73,7 @@ def test_the_best_mean_on_validation_rows_is_chosen_for_each_setting(outcome_of)
     assert chosen["ravan"].grid[0.1] is None
     shown = io.StringIO()
     Console(file=shown, width=200).print(rates_table(choose_rates(outcome)))
-    assert "3 rates, 1 failed" in shown.getvalue() and "at its lowest" in shown.getvalue()
+    assert "0.6000" in shown.getvalue() and "lowest of the grid" in shown.getvalue()
 
 
 def test_the_least_loss_is_the_best(outcome_of):

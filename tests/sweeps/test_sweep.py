@@ -136,7 +136,7 @@ def test_a_range_of_seeds_takes_the_place_of_the_axis(write):
 
 def test_a_sweep_knows_the_overrides_that_can_change_a_number(write):
     words = ["federation.rounds=7", "optimizer.lr=0.1", "storage.runs=here"]
-    words += ["resources.backend=inline"]
+    words += ["resources.backend=inline", "evaluation.every=1"]
     sweep = load_sweep(write("axes: {seed: 0..1}\n"), words)
     assert sweep.overrides == ("federation.rounds=7", "optimizer.lr=0.1")
     assert load_sweep(write("axes: {seed: 0..1}\n")).overrides == ()

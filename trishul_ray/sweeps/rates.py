@@ -1,7 +1,7 @@
 """Learning rates chosen on validation rows: the option ``--rates`` of ``trishul sweep``.
 
-A sweep named ``rates`` has an axis ``optimizer.lr`` and cells that are read by a validation metric.
-The best rate of each setting is written as data, which ``optimizer.rates`` names.
+The sweep has an axis ``optimizer.lr``, and its cells have a metric of validation rows. The best
+rate of each setting goes to a file for ``optimizer.rates``.
 """
 
 import json
@@ -21,9 +21,6 @@ from trishul_ray.report.outcomes import SEED, CellOutcome, SweepOutcome, is_loss
 from trishul_ray.storage.durable import write_file
 from trishul_ray.sweeps.cells import RATE, Sweep
 
-#: The sweep of a profile that chooses learning rates.
-RATES = "rates"
-
 
 def check_rates(sweep: Sweep) -> None:
     """Raise an InputError unless the sweep compares rates on validation rows."""
@@ -41,10 +38,10 @@ def check_rates(sweep: Sweep) -> None:
 
 
 def choose_rates(outcome: SweepOutcome) -> TunedRates:
-    """Return the best rate of each setting: of the cells that differ in rate and seed alone.
+    """Return the best rate of each setting: of the cells that differ only in rate and seed.
 
-    The mean over the seeds counts. A rate of which a run failed, as one that diverges, is not the
-    best; of equal ones the lowest is.
+    The mean over seeds counts. A rate with a failed run is never the best; of equal rates the
+    lowest is.
 
     Raises:
         RunError: All rates of a setting failed, or cells have not been run.
@@ -112,21 +109,17 @@ def write_rates(rates: TunedRates, profile: str, file: Path) -> None:
     try:
         write_file(file, (head + yaml.safe_dump(plain, sort_keys=False)).encode())
     except OSError as error:
-        raise InputError(f"--output {file}: cannot be written: {error.strerror}") from error
+        raise InputError(f"--rates {file}: cannot be written: {error.strerror}") from error
 
 
 def rates_table(rates: TunedRates) -> Table:
-    """Show tuned rates: a row for each setting."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("dataset", "method", "rank", "partition", "rate", "score", "grid"):
-        table.add_column(name, justify="right" if name in ("rank", "rate", "score") else "left")
+    """Return a row for each setting."""
+    table = Table("dataset", "method", "rank", "partition", "rate", "score", box=None)
     for each in rates.rates:
-        failed = sum(score is None for score in each.grid.values())
-        notes = [f"{len(each.grid)} rates", f"at its {each.edge}" if each.edge else ""]
-        notes.append(f"{failed} failed" if failed else "")
         partition = each.partition if each.alpha is None else f"{each.partition}({each.alpha:g})"
+        edge = f", {each.edge} of the grid" if each.edge else ""
+        score = f"{each.score:.4f} {each.metric}{edge}"
         table.add_row(
-            *(each.dataset, each.method, str(each.rank), partition, f"{each.rate:g}"),
-            *(f"{each.score:.4f} {each.metric}", ", ".join(filter(None, notes))),
+            *(each.dataset, each.method, str(each.rank), partition, f"{each.rate:g}", score)
         )
     return table

@@ -31,7 +31,6 @@ from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.cells import Cell, CellRun, FindRun, Sweep, TuneOptions
 from trishul_ray.sweeps.monitor import Monitor
 from trishul_ray.sweeps.search import Search
-from trishul_ray.sweeps.status import record_failure
 from trishul_ray.sweeps.trial import CellTrial, TuneResult
 from trishul_ray.tracking.progress import SweepProgress
 
@@ -92,16 +91,12 @@ def run_cells(runs: Mapping[str, CellRun], options: TuneOptions, progress: Sweep
     at_once = min(len(runs), options.concurrency or len(runs))
     nodes = _nodes()
     requests = {id: request(each, nodes, at_once) for id, each in experiments.items()}
-    failures = prepare_inputs(runs, progress)
-    left = [id for id in runs if id not in failures]
+    prepare_inputs(runs, progress)
     for id, run in runs.items():
         progress.add(id, run.name, run.experiment.federation.rounds)
-    for id, why in failures.items():
-        record_failure(experiments[id], why, 1)
-        progress.end(id, failure=why)
     # Cells with the same backbone and data follow each other: actors keep what they have loaded.
     order: dict[tuple[str, str], list[str]] = {}
-    for id in left:
+    for id in runs:
         order.setdefault(_inputs_of(experiments[id]), []).append(id)
     _fit(
         lambda config: runs[config["cell"]],
@@ -165,19 +160,16 @@ def check_stores(places: Iterable[str]) -> None:
             continue
         marker = f".seen-{uuid.uuid4().hex}"
         store.write(marker, b"")
-        try:
-            seen = [
-                _exists.options(scheduling_strategy=NodeAffinitySchedulingStrategy(id, soft=False))
-                .remote(f"{store.root}/{marker}")
-                for id in nodes
-            ]  # fmt: skip
-            answered, _ = ray.wait(seen, num_returns=len(seen), timeout=CHECK_SECONDS)
-            missing = 0
-            for answer in answered:
-                with suppress(RayError):  # the node is gone, and nothing will run on it
-                    missing += not ray.get(answer)
-        finally:
-            store.remove(marker)
+        there = [NodeAffinitySchedulingStrategy(id, soft=False) for id in nodes]
+        seen = [
+            _exists.options(scheduling_strategy=each).remote(f"{store.root}/{marker}")
+            for each in there
+        ]
+        missing = 0
+        for answer in seen:
+            with suppress(RayError):  # the node is gone, and nothing will run on it
+                missing += not ray.get(answer, timeout=CHECK_SECONDS)
+        store.remove(marker)
         if missing:
             raise InputError(
                 f"storage.runs={store.uri!r} is not seen by {missing} of {len(nodes)} nodes of the "
@@ -194,39 +186,35 @@ def _inputs_of(experiment: Experiment) -> tuple[str, str]:
     return experiment.model.model_dump_json(), experiment.data.model_dump_json()
 
 
-def prepare_inputs(runs: Mapping[str, CellRun], progress: SweepProgress) -> dict[str, str]:
+def prepare_inputs(runs: Mapping[str, CellRun], progress: SweepProgress) -> None:
     """Prepare the data and pretrain the backbones of all runs, each once.
 
-    Return the reason why data are not available, or have no metric of the search, by run.
+    A run whose data are not available fails in its trial, with the reason.
 
     Raises:
-        InputError: It is so for all runs.
+        InputError: No run's data are available, or they lack the metric of its search.
     """
-    outcomes: dict[str, InputError | None] = {}
-    failures: dict[str, InputError] = {}
-    for id, run in runs.items():
+    errors: dict[str, InputError | None] = {}
+    for run in runs.values():
         task, storage = run.experiment.task.model_dump_json(), run.experiment.storage
         places = f"{storage.cache} {storage.hub} {run.metric}"
         key = "\n".join((*_inputs_of(run.experiment), task, places))
-        if key not in outcomes:
-            outcomes[key] = _prepare(run.experiment, run.metric, progress)
-        if (error := outcomes[key]) is not None:
-            failures[id] = error
-    if runs and len(failures) == len(runs):
-        raise next(iter(failures.values()))
-    return {id: str(error) for id, error in failures.items()}
+        if key not in errors:
+            errors[key] = _error_of(run, progress)
+    found = [error for error in errors.values() if error is not None]
+    if found and len(found) == len(errors):
+        raise found[0]
 
 
-def _prepare(
-    experiment: Experiment, metric: str | None, progress: SweepProgress
-) -> InputError | None:
+def _error_of(run: CellRun, progress: SweepProgress) -> InputError | None:
+    experiment = run.experiment
     backbone = Backbone.of(experiment.model, experiment.storage.places)
     try:
         label = f"preparing {experiment.data.name}"
         _, task, _ = prepare_dataset(experiment, backbone, progress.task_progress(label))
-        if metric not in (None, *task.metrics.names):
+        if run.metric not in (None, *task.metrics.names):
             known = ", ".join(task.metrics.names)
-            raise InputError(f"search -> metric: {metric}: the task has {known}")
+            return InputError(f"search -> metric: {run.metric}: the task has {known}")
         ensure_pretrained(backbone, progress.task_progress(f"preparing {backbone.name}"))
     except InputError as error:
         return error
