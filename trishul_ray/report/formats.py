@@ -3,7 +3,7 @@
 import csv
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from rich.console import Group
 from rich.table import Column, Table
@@ -170,42 +170,33 @@ def _no_formula(value: object) -> object:
 
 def to_rich(table: SweepTable, width: int) -> Group:
     """Return a table for a terminal of ``width`` letters; columns that do not fit stand below."""
-    numbers = [
-        [_rich_number(row.numbers[i]) for row in table.rows] for i in range(len(table.columns))
-    ]
-    heads = [Text("\n".join(filter(None, column))) for column in table.columns]
-    widths = [
-        max(len(line) for text in (head, *cells) for line in text.plain.split("\n"))
-        for head, cells in zip(heads, numbers, strict=True)
-    ]
-    left = max([len(table.row_axis), *(len(row.label) for row in table.rows)])
-    parts: list[list[int]] = [[]]
-    for i in range(len(heads)):
-        if parts[-1] and left + 4 + sum(widths[k] + 3 for k in (*parts[-1], i)) > width:
-            parts.append([])
-        parts[-1].append(i)
-    views = [_rich_part(table, heads, part, left) for part in parts]
+    heads = ["\n".join(filter(None, column)) for column in table.columns]
+    numbers = [[_rich_number(number) for number in row.numbers] for row in table.rows]
+    lines = [line for text in heads for line in text.split("\n")]
+    lines += [line for row in numbers for text in row for line in text.plain.split("\n")]
+    left = max(map(len, [table.row_axis, *(row.label for row in table.rows)]))
+    fits = max(1, (width - left - 4) // (max(map(len, lines), default=0) + 3))
+    views = []
+    for start in range(0, len(heads), fits):
+        columns = (Column(Text(head), justify="right") for head in heads[start : start + fits])
+        view = Table(Column(Text(table.row_axis), min_width=left), *columns)
+        rows = iter(numbers)
+        for group in table.groups:
+            if group.label:
+                view.add_section()
+                view.add_row(Text(group.label, "italic"))
+            for row in group.rows:
+                view.add_row(Text(row.label), *next(rows)[start : start + fits])
+        views.append(view)
     if table.judged:
         verdicts = Table.grid(padding=(0, 2))
         for group in table.groups:
             for row in group.rows:
-                verdicts.add_row(Text(group.label, "italic"), row.label, Text(row.verdict.text))
+                texts = Text(group.label, "italic"), Text(row.label), Text(row.verdict.text)
+                verdicts.add_row(*texts)
         views.append(verdicts)
-    views[0].title = Text(f"{table.layout.title}: {table.unit} [{table.sweep.profile}]")
-    return Group(*views, Text(table.caption, "italic"))
-
-
-def _rich_part(table: SweepTable, heads: Sequence[Text], part: Sequence[int], left: int) -> Table:
-    """Return the columns ``part`` of a table; the names of its rows have ``left`` letters."""
-    columns = [Column(heads[i], justify="right") for i in part]
-    view = Table(Column(Text(table.row_axis), min_width=left), *columns)
-    for group in table.groups:
-        if group.label:
-            view.add_section()
-            view.add_row(Text(group.label, "italic"))
-        for row in group.rows:
-            view.add_row(Text(row.label), *(_rich_number(row.numbers[i]) for i in part))
-    return view
+    title = Text(f"{table.layout.title}: {table.unit} [{table.sweep.profile}]", "bold")
+    return Group(title, *views, Text(table.caption, "italic"))
 
 
 def _rich_number(number: Number | None) -> Text:

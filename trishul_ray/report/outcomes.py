@@ -152,7 +152,6 @@ class CellOutcome:
         metric: Name of the metric that the cell is read by.
         summary: Content of ``result.json``; None unless finished.
         home: Folder of the run.
-        copy: A copy of the files with its numbers, if there is one; not of what is added later.
         scored: The rounds whose scores its sweep asks for, ascending; None: all. A run that began
             elsewhere may have more of them than others that it is compared with.
     """
@@ -164,7 +163,6 @@ class CellOutcome:
     metric: str
     summary: RunSummary | None
     home: Store
-    copy: Store | None = field(default=None, kw_only=True)
     scored: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     @property
@@ -206,7 +204,7 @@ class CellOutcome:
         So are the scores of rounds that are not ``scored``. Empty if the file was deleted since.
         """
         try:
-            rows = read_metrics(self.copy or self.home)
+            rows = read_metrics(self.home)
         except FileNotFoundError:
             return []
         if self.scored is None or self.summary is None:
@@ -220,7 +218,7 @@ class CellOutcome:
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays of ``diagnostics.npz``; empty for methods without diagnostics."""
-        name, files = "diagnostics.npz", self.copy or self.home
+        name, files = "diagnostics.npz", self.home
         return read_arrays(files, name) if files.exists(name) else {}
 
 
@@ -249,7 +247,7 @@ class SweepHead:
     @property
     def made_by(self) -> str:
         """The command that makes its runs, without overrides."""
-        return f"trishul table {self.name} --profile {self.profile}"
+        return f"trishul sweep {self.name} --profile {self.profile}"
 
     def shown_label(self, axis: str, label: str) -> str:
         """Return how a label is displayed."""

@@ -24,7 +24,7 @@ from trishul_ray.report.outcomes import (
     FigureLayout,
     SweepOutcome,
 )
-from trishul_ray.report.references import Choice, of_figure, references
+from trishul_ray.report.references import Choice, reference_of, references
 from trishul_ray.report.statistics import ALPHA
 from trishul_ray.report.summary import Hardware, RunSummary, flatten
 from trishul_ray.report.tables import SweepTable, build_tables, make_slug
@@ -90,7 +90,7 @@ class Drawing:
     def number(self) -> str:
         """Number and label of the figure of the paper that it reproduces; empty if none."""
         key = self.layout.paper
-        return f"Figure {of_figure(key).figures()[key]} of the paper ({key})" if key else ""
+        return f"Figure {reference_of(key).figures()[key]} of the paper ({key})" if key else ""
 
 
 @dataclass(frozen=True)

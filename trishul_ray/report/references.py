@@ -77,11 +77,7 @@ def figure_keys() -> tuple[str, ...]:
     return tuple(key for reference in references() for key in reference.figures())
 
 
-def of_table(key: str | None) -> Reference:
-    """Return the reference that has a table; one without numbers if none has."""
-    return next((each for each in references() if key in each.tables()), Reference())
-
-
-def of_figure(key: str | None) -> Reference:
-    """Return the reference that has a figure; one without numbers if none has."""
-    return next((each for each in references() if key in each.figures()), Reference())
+def reference_of(key: str | None) -> Reference:
+    """Return the reference that has a table or figure; one without numbers if none has."""
+    found = (each for each in references() if key in {*each.tables(), *each.figures()})
+    return next(found, Reference())

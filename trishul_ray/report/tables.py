@@ -15,7 +15,7 @@ from scipy import stats
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.report.frame import shown_frame, shown_label
 from trishul_ray.report.outcomes import SEED, CellOutcome, SweepOutcome, TableLayout, has_order
-from trishul_ray.report.references import of_table
+from trishul_ray.report.references import reference_of
 from trishul_ray.report.statistics import ALPHA, Comparison, compare_rows
 from trishul_ray.runtime.lazy import pd
 
@@ -43,7 +43,6 @@ class Number:
         paper: The paper's number.
         compared: Whether the paper's number may be compared with it.
         best: Whether it is the best of its column within the group of rows.
-        left_out: Number of columns that an average lacks, because the sweep leaves them out.
     """
 
     values: "Series"
@@ -52,7 +51,6 @@ class Number:
     paper: float | None = None
     compared: bool = False
     best: bool = False
-    left_out: int = 0
 
     @property
     def count(self) -> int:
@@ -83,8 +81,9 @@ class Number:
     @property
     def difference(self) -> float | None:
         """Mean minus the paper's number; None unless the two may be compared."""
-        known = self.compared and self.paper is not None and self.count and not self.left_out
-        return self.mean - self.paper if known and self.paper is not None else None
+        if self.paper is None or not self.compared or not self.count:
+            return None
+        return self.mean - self.paper
 
     @property
     def within(self) -> str:
@@ -95,14 +94,9 @@ class Number:
 
     @property
     def lacks(self) -> str:
-        """Seeds or columns that the mean lacks, as text; empty if none."""
-        if not self.count:
-            return ""
-        seeds = f"{self.count} of {len(self.values)} seeds" * (self.count < len(self.values))
-        columns = f"{self.left_out} column{'s' * (self.left_out > 1)} left out" * bool(
-            self.left_out
-        )
-        return ", ".join(filter(None, (seeds, columns)))
+        """Number of seeds that the mean lacks, as text; empty if it lacks none or all."""
+        lacks = 0 < self.count < len(self.values)
+        return f"{self.count} of {len(self.values)} seeds" if lacks else ""
 
     def format(self, value: float) -> str:
         """Return a value as text, without unit."""
@@ -126,13 +120,13 @@ class Verdict:
     Attributes:
         kind: ``best`` has the best mean; ``tied`` shares it with others, as displayed; ``worse`` is
             decided to be worse than the best; ``undecided`` is not; ``reference`` is not compared;
-            ``biased`` lacks values that are not missing at random; ``apart`` has no seed and column
-            in common with the best; ``none`` has nothing to compare.
+            ``biased`` lacks values that are not missing at random; ``none`` has no seed and column
+            in common with the best.
         best: Label of the best row; or why a row is biased.
         comparison: The numbers of ``worse`` and ``undecided``; larger is better in them.
     """
 
-    kind: Literal["best", "tied", "worse", "undecided", "reference", "biased", "apart", "none"]
+    kind: Literal["best", "tied", "worse", "undecided", "reference", "biased", "none"]
     best: str = ""
     comparison: Comparison | None = None
 
@@ -143,7 +137,6 @@ class Verdict:
             "best": "best mean",
             "tied": "tied for the best mean",
             "worse": "worse, decided",
-            "apart": "no run to compare",
             "biased": f"not compared: {self.best}",
             "none": "",
         }.get(self.kind, self.kind)
@@ -237,13 +230,13 @@ class SweepTable:
     @property
     def paper_table(self) -> str:
         """Number and label of the table of the paper that it reproduces; empty if none."""
-        number = of_table(self.layout.paper).tables().get(self.layout.paper or "")
+        number = reference_of(self.layout.paper).tables().get(self.layout.paper or "")
         return f"Table {number} of the paper ({self.layout.paper})" if number else ""
 
     @property
     def slips(self) -> tuple[str, ...]:
         """Contradictions of the paper in the table that it reproduces."""
-        return tuple(of_table(self.layout.paper).slips(self.layout.paper or ""))
+        return tuple(reference_of(self.layout.paper).slips(self.layout.paper or ""))
 
     @property
     def caveats(self) -> list[str]:
@@ -304,7 +297,7 @@ def build_table(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
     rows = sweep.in_order(layout.rows, [place[: len(layout.rows)] for place in numbers])
     columns = sweep.in_order(layout.columns, [place[len(layout.rows) :] for place in numbers])
     key = layout.paper if sweep.profile != "custom" else None
-    reference, comparable = of_table(key), sweep.is_comparable(cells)
+    reference, comparable = reference_of(key), sweep.is_comparable(cells)
     fixed = {axis: only[0] for axis, only in layout.where.items() if len(only) == 1}
 
     def printed(labels: tuple[str, ...]) -> float | None:
@@ -372,14 +365,13 @@ def _numbers(runs: "DataFrame", axes: tuple[str, ...]) -> dict[tuple[str, ...], 
 
 
 def _average(numbers: Sequence[Number | None]) -> Number | None:
-    """Average columns, seed by seed; a seed counts if all columns have values."""
-    planned = [number for number in numbers if number is not None]
-    if len({number.unit for number in planned}) != 1:
-        return None  # a mean of different units says nothing
-    wide = pd.concat([number.values for number in planned], axis=1)
-    gap = next((each for each in _GAPS if each in {number.gap for number in planned}), "")
-    left_out = len(numbers) - len(planned)
-    return Number(wide.mean(axis=1, skipna=False), gap, planned[0].unit, left_out=left_out)
+    """Average all columns, seed by seed; None if a column is left out or has another unit."""
+    known = [number for number in numbers if number is not None]
+    if len(known) < len(numbers) or len({number.unit for number in known}) != 1:
+        return None
+    wide = pd.concat([number.values for number in known], axis=1)
+    gap = next((each for each in _GAPS if each in {number.gap for number in known}), "")
+    return Number(wide.mean(axis=1, skipna=False), gap, known[0].unit)
 
 
 def _excluded(methods: set[str], numbers: Sequence[Number | None]) -> Verdict | None:
@@ -403,7 +395,7 @@ def _oriented(numbers: Sequence[Number | None]) -> dict[tuple[int, Any], float]:
 def _with_best(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Mark the best number of each column, as displayed; if all are equal, none is.
 
-    Means are compared that have the most columns and seeds, if these are the same ones.
+    Numbers that lack seeds, and those of rows that are not compared, do not count.
     """
     marked = [list(row.numbers) for row in rows]
     for column in range(len(marked[0])):
@@ -411,20 +403,12 @@ def _with_best(rows: Sequence[Row]) -> tuple[Row, ...]:
             place: number
             for place, row in enumerate(rows)
             if (number := row.numbers[column]) is not None
-            and number.count
-            and row.verdict.kind == "none"
+            if not number.gap and row.verdict.kind == "none"
         }
-        most = max(((-n.left_out, n.count) for n in known.values()), default=None)
-        known = {p: n for p, n in known.items() if (-n.left_out, n.count) == most}
-        if len({tuple(n.values.dropna().index) for n in known.values()}) != 1:
-            continue
-        values = {
-            place: round(n.mean, n._decimals(n.mean)) * (1 if n.unit == "%" else -1)
-            for place, n in known.items()
-        }
-        best = max(values.values())
+        shown = {p: float(n.format(n.mean).replace("−", "-")) for p, n in known.items()}
+        values = {p: shown[p] if n.unit == "%" else -shown[p] for p, n in known.items()}
         for place, number in known.items():
-            is_best = values[place] == best > min(values.values())
+            is_best = values[place] == max(values.values()) > min(values.values())
             marked[place][column] = replace(number, best=is_best)
     return tuple(replace(row, numbers=tuple(own)) for row, own in zip(rows, marked, strict=True))
 
@@ -436,17 +420,16 @@ def _with_verdicts(
     if best is None:
         return tuple(rows)
     name, found = rows[best].label, []
+    unit = next(number for number in rows[best].numbers if number is not None)
     for place, row in enumerate(rows):
-        each, known = compared.get(place), [n for n in row.numbers if n is not None and n.count]
-        if row.verdict.kind != "none":
-            verdict = row.verdict
-        elif place == best:
+        each, verdict = compared.get(place), row.verdict
+        if place == best:
             verdict = Verdict("best", name)
         elif each is None:
-            verdict = Verdict("apart" if known else "none", name)
+            pass
         elif each.decided:
             verdict = Verdict("worse", name, each)
-        elif float(known[0].format_difference(each.difference).replace("−", "-")) == 0:
+        elif unit.format_difference(each.difference).strip("0.") == "":
             verdict = Verdict("tied", name)
         else:
             verdict = Verdict("undecided", name, each)

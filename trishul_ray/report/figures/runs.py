@@ -9,7 +9,7 @@ import pandas as pd
 
 from trishul_ray.report.frame import rounds_frame
 from trishul_ray.report.outcomes import SEED, CellOutcome, FigureLayout, SweepOutcome
-from trishul_ray.report.references import of_figure
+from trishul_ray.report.references import reference_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -85,7 +85,7 @@ class FigureRuns:
         if not key or not metric or not cells or not self.sweep.is_comparable(self.cells):
             return math.nan
         shared = dict(set.intersection(*(set(cell.labels.items()) for cell in cells)))
-        value = of_figure(key).figure_value(key, metric, shared)
+        value = reference_of(key).figure_value(key, metric, shared)
         return math.nan if value is None else value
 
     def note(self, remarks: Sequence[str]) -> list[str]:
