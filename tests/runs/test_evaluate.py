@@ -286,8 +286,8 @@ def test_choices_and_references_that_are_none_are_refused(tmp_path):
     file = tmp_path / "rows.jsonl"
     config = DataConfig(name="table", path=str(file))
     for wrong, said in (
-        ({"choice": 2}, r"line 2: choices=.* right one 2; allowed: a list"),
-        ({"references": [" "]}, r"line 2: references=.*; allowed: a list of texts"),
+        ({"choice": 2}, r"row 1: choices=.* right one 2; allowed: a list"),
+        ({"references": [" "]}, r"row 1: references=.*; allowed: a list of texts"),
     ):
         file.write_text("\n".join(map(json.dumps, [row | {"references": ["z"]}, row | wrong])))
         with pytest.raises(CorruptFileError, match=said):

@@ -104,72 +104,56 @@ def computing(bench: ModelBench, trained: Trained) -> Iterator[None]:
 def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dict[str, Column]:
     """Return the columns of a dataset's rows that a model reads, or raise an InputError.
 
-    ``names`` are ``data.columns``; ``rows`` texts or images alone, or rows with columns.
+    ``names`` are ``data.columns``. A row of instructions may have no input, its columns may have
+    the names of any layout, and a dash stands for the answer.
     """
-    wanted = info.fields or {"image": ("image",), "qa": _QUESTIONS}.get(info.kind, ())
+    fields = info.fields or {"image": ("image",), "qa": _QUESTIONS}.get(info.kind, ())
+    table = rows
     if isinstance(rows, torch.Tensor) or (isinstance(rows, np.ndarray) and info.kind == "image"):
-        rows = _batch(rows, info)
+        table = rows = _batch(rows, info)
     if isinstance(rows, str | bytes | Path) or is_image(rows):
         raise InputError("predict: pass a list of rows, even of one")
-    alone = not isinstance(rows, Mapping | pa.Table) and not hasattr(rows, "columns")
-    if alone and not hasattr(rows, "features"):
-        rows = list(rows)
-        if not rows:
-            raise InputError("predict: there are no rows")
-        if not isinstance(rows[0], Mapping):
-            if info.kind == "image":
-                return {"pixels": _read_images(rows, info)}
-            if info.fields == ("messages",):
-                rows = [[{"role": "user", "content": text}] for text in rows]
-            rows = {wanted[0]: rows}
     if isinstance(rows, Mapping):
-        rows = {name: list(values) for name, values in rows.items()}
-    table = to_table(rows)
-    if info.kind == "instruction":
-        return _instructions(table, info, names)
-    found = {c: names.get(c, c) for c in wanted}
-    found = {c: name if name in table.column_names else c for c, name in found.items()}
-    missing = [c for c in found.values() if c not in table.column_names]
-    if missing:
+        table = {name: list(values) for name, values in rows.items()}
+    elif not (isinstance(rows, pa.Table) or hasattr(rows, "columns") or hasattr(rows, "features")):
+        table = list(rows)
+        if not table:
+            raise InputError("predict: there are no rows")
+        if not isinstance(table[0], Mapping):
+            if info.kind == "image":
+                return {"pixels": _read_images(table, info)}
+            chats = [[{"role": "user", "content": text}] for text in table]
+            table = {fields[0]: chats if fields == ("messages",) else table}
+    table = to_table(table)
+    layouts = LAYOUTS if info.kind == "instruction" else ()
+
+    def column(field: str) -> str | None:
+        known = (names.get(field), field, *(layout.get(field) for layout in layouts))
+        return next((found for found in known if found in table.column_names), None)
+
+    found = {field: name for field in fields if (name := column(field)) is not None}
+    optional = {"input", "output"} if info.kind == "instruction" else set()
+    if {*fields} - optional - found.keys():
         raise InputError(
-            f"predict: rows of dataset {info.name} have the columns {', '.join(wanted)}; these "
+            f"predict: rows of dataset {info.name} have the columns {', '.join(fields)}; these "
             f"have {', '.join(table.column_names)}"
         )
     if info.kind == "image":
         values = get_column(table, found["image"], "predict").to_pylist()
         return {"pixels": _read_images(values, info)}
-    return {c: read_texts(table, name, "predict") for c, name in found.items()}
-
-
-def _instructions(
-    table: pa.Table, info: DatasetInfo, names: Mapping[str, str]
-) -> dict[str, Column]:
-    """Return rows to answer as a dataset has them, with a dash for the answer.
-
-    A row needs an instruction; its input may be missing. A conversation ends with the user. Columns
-    may have the names of any layout.
-    """
-
-    def column(name: str) -> str | None:
-        known = (names.get(name), name, *(layout.get(name) for layout in LAYOUTS))
-        return next((found for found in known if found in table.column_names), None)
-
-    first = column(info.fields[0])
-    if first is None:
-        raise InputError(
-            f"predict: rows of dataset {info.name} have the columns {', '.join(info.fields)}; "
-            f"these have {', '.join(table.column_names)}"
-        )
-    if info.fields == ("messages",):
-        asked = [_with_dash(row) for row in table.column(first).to_pylist()]
+    if fields == ("messages",):
+        asked = [_with_dash(row) for row in table.column(found["messages"]).to_pylist()]
         where = [f"predict, row {row}" for row in range(len(asked))]
-        return {"messages": plain_messages(asked, where, first)}
-    found: dict[str, Column] = {"instruction": read_texts(table, first, "predict")}
-    if "input" in info.fields:
-        name = column("input")
-        blank = pa.array([""] * len(table), pa.large_string())
-        found["input"] = blank if name is None else read_texts(table, name, "predict")
-    return found | {"output": pa.array(["-"] * len(table), pa.large_string())}
+        return {"messages": plain_messages(asked, where, found["messages"])}
+    read: dict[str, Column] = {
+        field: read_texts(table, name, "predict")
+        for field, name in found.items()
+        if field != "output" or not optional
+    }
+    for field, text in (("input", ""), ("output", "-")):
+        if field in optional & {*fields, "output"} - read.keys():
+            read[field] = pa.array([text] * len(table), pa.large_string())
+    return read
 
 
 def _with_dash(messages: Any) -> Any:
@@ -181,44 +165,36 @@ def _with_dash(messages: Any) -> Any:
 
 
 def _batch(images: Any, info: DatasetInfo) -> list[np.ndarray]:
-    """Return a batch of images as a list of arrays uint8 [H, W] or [H, W, C].
-
-    One image, or anything but images of bytes, is an InputError.
-    """
+    """Return a batch of images as a list of arrays uint8 [H, W] or [H, W, C]."""
     array = np.asarray(images.detach().cpu() if isinstance(images, torch.Tensor) else images)
     shape = f"{array.dtype} {list(array.shape)}"
-    expected = "it must be uint8 [N, H, W], [N, H, W, C] or [N, C, H, W], with values of 0 to 255"
     if info.kind != "image":
         raise InputError(f"predict: an array {shape}, but dataset {info.name} does not hold images")
     if array.dtype == object:
         return list(array)
     if array.ndim == 4 and array.shape[-1] not in (1, 3) and array.shape[1] in (1, 3):
         array = array.transpose(0, 2, 3, 1)
-    one_in_color = array.ndim == 3 and array.shape[-1] == 3
-    if array.ndim == 2 or one_in_color:
+    if array.ndim == 2 or (array.ndim == 3 and array.shape[-1] == 3):
         raise InputError(f"predict: one image {shape}: pass a list of rows, even of one")
     if array.dtype != np.uint8 or array.ndim not in (3, 4):
-        raise InputError(f"predict: an array {shape}; {expected}")
+        expected = "uint8 [N, H, W], [N, H, W, C] or [N, C, H, W], with values of 0 to 255"
+        raise InputError(f"predict: an array {shape}; it must be {expected}")
     return list(array)
 
 
 def _read_images(values: Sequence[Any], info: DatasetInfo) -> np.ndarray:
     """Return images of any form as the dataset has them, uint8 [N, C, H, W]."""
-    images = [_encoded_image(value, f"predict, row {row}") for row, value in enumerate(values)]
+    images: list[NamedImage] = []
+    for row, value in enumerate(values):
+        where, content = f"predict, row {row}", value["bytes"] if isinstance(value, dict) else value
+        if isinstance(content, str | Path):
+            images.append((Path(content).expanduser(), str(content)))
+            continue
+        content = encode_image(content) if is_image(content) else content
+        if not isinstance(content, bytes):
+            raise InputError(f"{where}: a {type(content).__name__} is no image")
+        images.append((content, where))
     return resize_images(images, info.image_shape)
-
-
-def _encoded_image(value: Any, where: str) -> NamedImage:
-    """Return an image as bytes or as the path of its file, and its name in messages."""
-    if isinstance(value, Mapping):
-        value = value["bytes"]
-    if isinstance(value, str | Path):
-        return Path(value).expanduser(), str(value)
-    if is_image(value):
-        value = encode_image(value)
-    if not isinstance(value, bytes):
-        raise InputError(f"{where}: a {type(value).__name__} is no image")
-    return value, where
 
 
 def _encoded(run: TrainedRun, columns: Mapping[str, Column]) -> dict[str, np.ndarray]:
