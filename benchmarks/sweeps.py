@@ -51,9 +51,9 @@ class Timed(SweepProgress):
         super().round(id, round_, metrics, headline)
         self.rounds.setdefault(id, []).append(time.perf_counter())
 
-    def end(self, id: str, *, failure: str | None = None, stopped: str | None = None) -> None:
+    def end(self, id: str, *, failure: str | None = None) -> None:
         """Note the end of a cell."""
-        super().end(id, failure=failure, stopped=stopped)
+        super().end(id, failure=failure)
         assert failure is None, failure
         self.ends.append(time.perf_counter())
 

@@ -69,10 +69,10 @@ class Followed(SweepProgress):
         super().retry(id, why, attempt, attempts)
         self.retries.append((id, why))
 
-    def end(self, id, *, failure=None, stopped=None):
-        super().end(id, failure=failure, stopped=stopped)
+    def end(self, id, *, failure=None):
+        super().end(id, failure=failure)
         assert id not in self.ended
-        self.ended[id] = failure or stopped
+        self.ended[id] = failure
 
 
 def trials():

@@ -18,7 +18,7 @@ from mlflow.tracking import MlflowClient
 from trishul_ray.errors import InputError
 from trishul_ray.tracking.mlflow import MlflowRun, dataset_input, is_outage, replace_run
 from trishul_ray.tracking.store import open_client, opened, sqlite_file, tracking_uri, ui_command
-from trishul_ray.tracking.sweep import CellLog, SweepRun
+from trishul_ray.tracking.sweep import SweepRun
 
 
 @pytest.fixture
@@ -352,21 +352,20 @@ def test_every_run_ends_as_its_cell(uri, monkeypatch):
     monkeypatch.setattr("tenacity.nap.time", SimpleNamespace(sleep=lambda seconds: None))
     parent = open_parent(uri, "first")
     assert open_parent(uri, "first").run_id == parent.run_id
-    for id in ("done", "open", "failed", "running", "stopped"):
+    for id in ("done", "open", "failed", "running"):
         open_cell(uri, id, "first", parent.run_id).round(0, {"accuracy": 0.1})
     open_cell(uri, "interrupted", "first", parent.run_id).end("FAILED")
     done, single = open_cell(uri, "done", "first", parent.run_id), open_cell(uri, "single", None)
     for each in (done, single):
         each.end("FINISHED")
     cells = {
-        "done": CellLog("FINISHED"),
-        "open": CellLog("FINISHED"),
-        "failed": CellLog("FAILED"),
-        "stopped": CellLog("KILLED", stopped="stopped early after round 1"),
-        "running": CellLog("KILLED"),
-        "interrupted": CellLog("KILLED"),
-        "single": CellLog("FINISHED"),
-        "elsewhere": CellLog("FINISHED"),  # logged to another store
+        "done": "FINISHED",
+        "open": "FINISHED",
+        "failed": "FAILED",
+        "running": "KILLED",
+        "interrupted": "KILLED",
+        "single": "FINISHED",
+        "elsewhere": "FINISHED",  # logged to another store
     }
     counts = {"finished": 3, "failed": 1, "missing": 1}
     parent.client, parent.patience = FailsOnce(parent.client), 60.0
@@ -376,13 +375,12 @@ def test_every_run_ends_as_its_cell(uri, monkeypatch):
     client = MlflowClient(uri)
     found = client.search_runs([parent.experiment_id])
     runs = {run.data.tags.get("trishul.id"): run for run in found}
-    ended = {"failed": "FAILED", "running": "KILLED", "stopped": "KILLED", "interrupted": "KILLED"}
+    ended = {"failed": "FAILED", "running": "KILLED", "interrupted": "KILLED"}
     ended |= dict.fromkeys(("done", "open", "single"), "FINISHED")
     assert {id: run.info.status for id, run in runs.items()} == {None: "FAILED", **ended}
     assert runs[None].info.run_name == "first-smoke seed"
     tags = {f"cells.{name}": str(number) for name, number in counts.items()}
     assert runs[None].data.tags.items() >= tags.items()
-    assert runs["stopped"].data.tags["trishul.stopped"] == "stopped early after round 1"
     # A run of another call keeps that it has no parent.
     assert runs["single"].data.tags["sweep.first"] == "smoke"
     assert "mlflow.parentRunId" not in runs["single"].data.tags

@@ -147,10 +147,10 @@ def test_cells_that_a_search_will_name_are_counted_from_the_start(clock):
             for round_ in range(3):
                 progress.round(name, round_, {"accuracy": 0.5})
                 clock.now += 5
-            progress.end(name, stopped=f"stopped {name}" if name == "b" else None)
+            progress.end(name, failure=f"failed {name}" if name == "b" else None)
     lines = console.file.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["1/3", "1/2", "2/2"]
-    assert lines[0].endswith("about 30.0 s left") and lines[-1] == "2/2  b: stopped b"
+    assert lines[0].endswith("about 30.0 s left") and lines[-1] == "2/2  b: failed b"
 
 
 def test_repeated_notes_are_counted(clock):

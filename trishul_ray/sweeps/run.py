@@ -25,7 +25,7 @@ from trishul_ray.sweeps.status import CellState, collect, examine
 from trishul_ray.tracking.mlflow import Status
 from trishul_ray.tracking.progress import SweepProgress
 from trishul_ray.tracking.store import tracking_uri, ui_command
-from trishul_ray.tracking.sweep import AXIS_TAG, CELL_TAG, SWEEP_TAG, CellLog, SweepRun
+from trishul_ray.tracking.sweep import AXIS_TAG, CELL_TAG, SWEEP_TAG, SweepRun
 
 
 @dataclass(frozen=True)
@@ -184,15 +184,15 @@ class _Work:
         for part in self.parts:
             if part.tracking is None:
                 continue
-            logs, rejected = {}, list[str]()
+            logs, rejected = dict[str, Status](), list[str]()
             for id, cell in part.cells.items():
                 state, experiment = self.states[id], part.with_parent(cell.experiment)
-                logs[id] = CellLog("FAILED" if state.failure else "KILLED")
+                logs[id] = "FAILED" if state.failure else "KILLED"
                 if state.summary is not None:
                     home, tags = RunFolder.of(experiment).home, cell_tags(part.sweep, cell)
                     logged, refused = log_reused(experiment, state.summary, home, tags)
                     self.states[id] = replace(state, summary=logged)
-                    logs[id], rejected = CellLog("FINISHED"), rejected + refused
+                    logs[id], rejected = "FINISHED", rejected + refused
             found = Counter(self.states[id].status for id in part.cells)
             counts = {name: found[name] for name in ("finished", "failed")}
             counts["missing"] = len(part.cells) - sum(counts.values())

@@ -236,15 +236,15 @@ class SweepProgress(RunProgress):
         """Print that a cell continues elsewhere, which is not a failure."""
         self._print(f"{self._cells[id].name}: {why}; it continues elsewhere")
 
-    def end(self, id: str, *, failure: str | None = None, stopped: str | None = None) -> None:
-        """Print that a cell has finished, or why it has not: a failure, or early stopping."""
+    def end(self, id: str, *, failure: str | None = None) -> None:
+        """Print that a cell has finished, or why it failed."""
         cell, now = self._cells[id], time.monotonic()
         cell.ended = "failed" if failure else "done"
         if cell.task is not None:
             self._bar.remove_task(cell.task)
             cell.task = None
         seconds = format_duration(now - (cell.began or now))
-        result = failure or stopped or f"{self._figures(cell.metrics)}  {seconds}"
+        result = failure or f"{self._figures(cell.metrics)}  {seconds}"
         left = f"  {self._eta()}" if self._eta() and not self._live else ""
         done = sum(bool(each.ended) for each in self._cells.values())
         total = len(self._cells) + len(self._expected)

@@ -7,7 +7,6 @@ another sweep or a single call has logged keeps its parent and gets the tag too:
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from trishul_ray.tracking.mlflow import ID_TAG, PARENT_TAG, MlflowRun, Status
 
@@ -16,21 +15,6 @@ from trishul_ray.tracking.mlflow import ID_TAG, PARENT_TAG, MlflowRun, Status
 SWEEP_TAG, AXIS_TAG = "sweep.", "axis."
 #: Tag of a cell's run: its name.
 CELL_TAG = "cell"
-#: Tag of a run that early stopping ended: the round and the score.
-STOPPED_TAG = "trishul.stopped"
-
-
-@dataclass(frozen=True)
-class CellLog:
-    """A cell as its sweep logs it at the end.
-
-    Attributes:
-        status: ``FINISHED`` if it has a result, ``FAILED`` if it has failed, otherwise ``KILLED``.
-        stopped: The reason of early stopping, or an empty string.
-    """
-
-    status: Status
-    stopped: str = ""
 
 
 class SweepRun(MlflowRun):
@@ -57,7 +41,7 @@ class SweepRun(MlflowRun):
         super().__init__(uri, experiment, f"sweep-{key}", name, params=params, tags=tags)
 
     def close(
-        self, cells: Mapping[str, CellLog], counts: Mapping[str, int], status: Status
+        self, cells: Mapping[str, Status], counts: Mapping[str, int], status: Status
     ) -> list[str]:
         """End the open runs of cells, by id, tag runs that other sweeps logged, and end the run.
 
@@ -72,7 +56,7 @@ class SweepRun(MlflowRun):
         tags = {f"cells.{name}": count for name, count in counts.items()}
         return self.end(status, tags=tags)
 
-    def _settle(self, cells: Mapping[str, CellLog]) -> None:
+    def _settle(self, cells: Mapping[str, Status]) -> None:
         client, tag = self.client, f"{SWEEP_TAG}{self._sweep}"
         wanted = f"tags.`{tag}` = '{self._profile}'"
         found = client.search_runs([self.experiment_id], wanted, max_results=50_000)
@@ -81,12 +65,10 @@ class SweepRun(MlflowRun):
             cell, was = cells.get(id), run.info.status
             if cell is None and run.data.tags.get(PARENT_TAG) != self._id:
                 continue  # of another sweep of this name, which may go on
-            ended: Status = "KILLED" if cell is None else cell.status
+            ended: Status = "KILLED" if cell is None else cell
             # An interrupted run may see its actors end first, and take that for a failure.
             if was == "RUNNING" or (was == "FAILED" and cell is not None and ended != was):
                 client.set_terminated(run.info.run_id, ended)
-            if cell is not None and cell.stopped:
-                client.set_tag(run.info.run_id, STOPPED_TAG, cell.stopped)
         for id in cells.keys() - tagged.keys():  # logged by another sweep or a single call
             wanted = f"tags.`{ID_TAG}` = '{id}'"
             for run in client.search_runs([self.experiment_id], wanted):
