@@ -11,7 +11,6 @@ from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS, VIT_DIGITS
 from trishul_ray.models.pretraining import (
     ensure_pretrained,
-    get_builtin,
     image_batches,
     new_backbone,
     pretrain,
@@ -101,15 +100,14 @@ def test_random_backbones_need_no_pretraining(tmp_path):
     ensure_pretrained(backbone)
     ensure_pretrained(Backbone(ModelConfig(name="owner/model"), places))
     assert not list(tmp_path.iterdir())
-    model = backbone.load("image-classification", 10, seed=VIT_DIGITS.recipe.seed)
+    model = backbone.load("image-classification", 10, seed=0)
     assert weights(model) == weights(new_backbone(VIT_DIGITS))
 
 
-def test_unknown_built_ins_are_refused():
-    with pytest.raises(InputError, match=r"'vit-huge' is not a built-in.*vit-digits"):
-        get_builtin("vit-huge")
-    with pytest.raises(InputError, match="vit-digits is pretrained on digits alone, not mrqa"):
-        get_builtin("vit-digits", "mrqa")
+def test_text_model_has_no_pretrained_weights(tmp_path):
+    backbone = Backbone(ModelConfig(name="bert-tiny"), Places(tmp_path, None))
+    with pytest.raises(InputError, match=r"'bert-tiny' has no pretrained weights; set model.init"):
+        ensure_pretrained(backbone, on_ray=False)
 
 
 @pytest.mark.slow

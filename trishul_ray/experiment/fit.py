@@ -16,16 +16,14 @@ from trishul_ray.adapters.base import LayerSpec
 from trishul_ray.adapters.check import check_kinds
 from trishul_ray.adapters.quantized import check_library, squared_norm
 from trishul_ray.adapters.targets import block_of, find_layers, scored_layers
-from trishul_ray.config.places import Places
 from trishul_ray.data.dataset import DatasetInfo
-from trishul_ray.data.hub import ON_HUB
-from trishul_ray.data.prepare import find_source, prepare
+from trishul_ray.data.prepare import prepare
 from trishul_ray.data.user_data import USER_DATA
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.methods.base import build_method
 from trishul_ray.methods.messages import Site
-from trishul_ray.models.builtin import BUILTINS, Builtin
+from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.storage.durable import write_file
 from trishul_ray.version import __version__
 
@@ -45,13 +43,12 @@ def with_builtin_defaults(experiment: Experiment, *, budget: bool, weights: bool
     Args:
         experiment: an experiment; others than these are returned as they are.
         budget: whether to replace a budget that does not fit by the largest power of two that does.
-        weights: whether to draw the weights from the seed where they are not pretrained yet, and
-            what they are pretrained on is not on this machine.
+        weights: whether to draw the weights from the seed if the backbone has none.
     """
     builtin = BUILTINS.get(experiment.model.name)
     if builtin is None or experiment.data.name not in USER_DATA:
         return experiment
-    if weights and not _can_pretrain(builtin, experiment.storage.places):
+    if weights and builtin.recipe is None:
         model = experiment.model.model_copy(update={"init": "random"})
         experiment = experiment.model_copy(update={"model": model})
     choices = [
@@ -67,14 +64,10 @@ def with_builtin_defaults(experiment: Experiment, *, budget: bool, weights: bool
 
 def random_weights_line(experiment: Experiment) -> str | None:
     """Return a remark on a built-in backbone with random weights for own data; otherwise None."""
-    builtin = BUILTINS.get(experiment.model.name)
-    random = experiment.model.init == "random" and experiment.data.name in USER_DATA
-    if builtin is None or not random:
+    name, random = experiment.model.name, experiment.model.init == "random"
+    if name not in BUILTINS or not random or experiment.data.name not in USER_DATA:
         return None
-    return (
-        f"warning: the weights of {builtin.name} are random (model.init=random); "
-        f"model.init=pretrained trains them on dataset {builtin.recipe.dataset} first"
-    )
+    return f"warning: the weights of {name} are random (model.init=random)"
 
 
 def image_size_line(backbone: "Backbone", info: DatasetInfo) -> str | None:
@@ -233,13 +226,3 @@ def build_site(
             known[layer.name] = 0.0 if square.is_meta else float(square)
         norms[layer.name] = known[layer.name]
     return Site(layers, norms, experiment.lora_rank, experiment.adapter, scored=scored)
-
-
-def _can_pretrain(builtin: Builtin, places: Places) -> bool:
-    """Return whether a built-in is pretrained, or can be from what is on this machine."""
-    if builtin.folder(places.cache).is_dir():
-        return True
-    try:
-        return not find_source(builtin.recipe.dataset).key(places.hub).startswith(ON_HUB)
-    except InputError:
-        return False

@@ -1,4 +1,4 @@
-"""The built-in backbones: tiny models, their training recipes, and their vocabulary of bytes.
+"""The built-in backbones: tiny models, recipes of the image models, and a vocabulary of bytes.
 
 Their tokenizer makes one token of each byte of UTF-8. Ids 0 to 6 are special
 tokens, 7 to 262 the bytes, and those from 263 on the sentinels of T5.
@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,10 +35,6 @@ VOCABULARY = FIRST_SENTINEL + SENTINELS
 #: Raise it when :mod:`trishul_ray.models.pretraining` changes what it computes.
 RECIPE_VERSION = 2
 
-#: Pretraining objective of a text model: fill in masked bytes (BERT), continue a text (LLaMA), or
-#: restore removed spans (T5).
-Objective = Literal["masked", "causal", "denoise"]
-
 #: ``model_type`` of a built-in's architecture in transformers.
 ModelType = Literal["vit", "bert", "t5", "llama"]
 
@@ -56,28 +52,16 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class TextRecipe(Recipe):
-    """Pretraining of a built-in text model: Adam, with linear warm-up and decay of the rate.
-
-    Attributes:
-        objective: Pretraining objective.
-        length: Tokens of a row.
-        steps: Batches of an epoch, drawn at random positions of the text.
-    """
-
-    objective: Objective = "causal"
-    length: int = 128
-    steps: int = 50
-
-
-@dataclass(frozen=True)
 class Builtin:
-    """A built-in backbone: its architecture and how it is pretrained."""
+    """A built-in backbone: its architecture and how it is pretrained.
+
+    Text models have no recipe: their weights are random.
+    """
 
     name: str
     description: str
-    recipe: Recipe
-    architecture: Mapping[str, Any] = field(default_factory=dict)
+    architecture: Mapping[str, Any]
+    recipe: Recipe | None = None
     model_type: ModelType = "vit"
 
     def config(self) -> "PretrainedConfig":
@@ -90,7 +74,8 @@ class Builtin:
     @property
     def hash(self) -> str:
         """Eight hex digits of everything that determines the weights."""
-        key = [RECIPE_VERSION, dict(self.architecture), dataclasses.asdict(self.recipe)]
+        recipe = None if self.recipe is None else dataclasses.asdict(self.recipe)
+        key = [RECIPE_VERSION, dict(self.architecture), recipe]
         if self.model_type != "vit":
             key.append(self.model_type)
         return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
@@ -100,15 +85,6 @@ class Builtin:
         folder = cache / "models" / f"{self.name}-{self.hash}"
         discard_damaged(folder)
         return folder
-
-    def trained_on(self, dataset: str) -> "Builtin":
-        """Return the same model with the training split of another dataset in its recipe."""
-        recipe = dataclasses.replace(self.recipe, dataset=dataset, split="train")
-        return dataclasses.replace(self, recipe=recipe)
-
-
-def _text_recipe(objective: Objective, lr: float = 2e-3) -> TextRecipe:
-    return TextRecipe("20newsgroups", "train", epochs=12, batch_size=16, lr=lr, objective=objective)
 
 
 # fmt: off
@@ -136,9 +112,7 @@ VIT_TINY = Builtin(
 
 BERT_TINY = Builtin(
     name="bert-tiny",
-    description="BERT on bytes: 128 wide, 2 blocks, pretrained to fill in masked bytes",
-    # At 2e-3 it learns nothing but the frequencies of bytes (loss 3.5, against 3.0 at 1e-3).
-    recipe=_text_recipe("masked", lr=1e-3),
+    description="BERT on bytes: 128 wide, 2 blocks, random weights",
     model_type="bert",
     architecture={
         "vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2,
@@ -149,8 +123,7 @@ BERT_TINY = Builtin(
 
 T5_TINY = Builtin(
     name="t5-tiny",
-    description="T5 on bytes: 128 wide, 2 + 2 blocks, pretrained to restore removed spans",
-    recipe=_text_recipe("denoise"),
+    description="T5 on bytes: 128 wide, 2 + 2 blocks, random weights",
     model_type="t5",
     architecture={
         "vocab_size": VOCABULARY, "d_model": 128, "d_kv": 32, "num_heads": 4, "num_layers": 2,
@@ -161,8 +134,7 @@ T5_TINY = Builtin(
 
 LLAMA_TINY = Builtin(
     name="llama-tiny",
-    description="LLaMA on bytes: 128 wide, 2 blocks, grouped queries, pretrained to continue text",
-    recipe=_text_recipe("causal"),
+    description="LLaMA on bytes: 128 wide, 2 blocks, grouped queries, random weights",
     model_type="llama",
     architecture={
         "vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2,
