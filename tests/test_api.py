@@ -388,7 +388,9 @@ def test_predict_takes_a_batch(tiny):
         with pytest.raises(trishul_ray.InputError, match=message):
             result.predict(rows)
     for row, kind in [(None, "NoneType"), (batch[0].tolist(), "list")]:
-        with pytest.raises(trishul_ray.InputError, match=f"predict, row 0: a {kind} is no image"):
+        with pytest.raises(
+            trishul_ray.InputError, match=f"predict, row 0: a {kind} is not an image"
+        ):
             result.predict([row])
     for predict in (result.predict, result.predict_probabilities):
         for size in (0, -1):

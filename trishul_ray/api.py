@@ -1,4 +1,4 @@
-"""The Python interface: :func:`run` an experiment or a :func:`sweep`, :func:`load` what has run.
+"""The Python interface: :func:`run` an experiment or a :func:`sweep`, :func:`load` a finished run.
 
 Runs have the same ids, files and recovery as with the commands ``trishul run`` and ``trishul
 sweep``: either continues, or reads, what the other began.
@@ -153,7 +153,7 @@ def sweep(
     progress: Progress = "rich",
     **fields: Any,
 ) -> pd.DataFrame:
-    """Run what is missing of a grid or a search of whole runs, as ``trishul sweep`` does.
+    """Run the missing runs of a grid or a search, as ``trishul sweep`` does.
 
     Args:
         file: A sweep file, or its content as a dictionary.
@@ -256,7 +256,7 @@ def _pass_module(module: Any, tokenizer: PreTrainedTokenizerBase | None) -> RawF
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Refuse a second experiment or sweep of this process while one is being run."""
+    """Reject a second experiment or sweep of this process while one runs."""
     if not _running.acquire(blocking=False):
         raise InputError(
             "this process is running an experiment already: wait for it, use another process, or "

@@ -87,7 +87,7 @@ class Result:
 
     @cached_property
     def history(self) -> pd.DataFrame:
-        """One row per round: metrics, traffic, seconds; what was not measured is NaN.
+        """One row per round: metrics, traffic, seconds; a missing measurement is NaN.
 
         Round 0 is the backbone before the first round.
         """
@@ -174,7 +174,7 @@ class Result:
         """Return the class of every row, by name, or the answer to a question.
 
         Args:
-            rows: Texts alone, or images alone (paths, Pillow images, arrays uint8 [H, W] or
+            rows: Only texts, or only images (paths, Pillow images, arrays uint8 [H, W] or
                 [H, W, 3]; or a batch of them, an array or tensor uint8 [N, H, W], [N, H, W, C] or
                 [N, C, H, W]), or rows with the columns of the run's dataset, in any form that
                 :func:`trishul_ray.run` takes.
@@ -182,7 +182,7 @@ class Result:
             client: Client whose own model predicts; None is the global one. See :meth:`model`.
 
         Raises:
-            InputError: These are no rows of the run's dataset, or the client has no own model.
+            InputError: The rows do not fit the run's dataset, or the client has no own model.
             RunError: The last checkpoint is missing, or the backbone has changed.
         """
         return prediction.predict(self._trained_by(client), rows, batch_size=batch_size)

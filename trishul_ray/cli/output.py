@@ -14,7 +14,14 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from trishul_ray.errors import FailsAgainError, InputError, RunError, at_loss, describe_os_error
+from trishul_ray.errors import (
+    BusyError,
+    FailsAgainError,
+    InputError,
+    RunError,
+    at_loss,
+    describe_os_error,
+)
 from trishul_ray.plugins.loading import load_plugin
 from trishul_ray.storage.redaction import redact
 
@@ -104,7 +111,7 @@ def show_progress(rounds: int = 1) -> "RunProgress":
 
 @contextmanager
 def resumable(progress: "RunProgress", how: Callable[[bool], str]) -> Iterator[None]:
-    """Show progress; if what runs fails, is stopped or loses Ray, say how to continue it.
+    """Show progress; if the run fails, is stopped or loses Ray, print how to continue.
 
     ``how`` is told whether the same command would fail again.
     """
@@ -120,6 +127,8 @@ def resumable(progress: "RunProgress", how: Callable[[bool], str]) -> Iterator[N
     with progress, at_loss(print_last):
         try:
             yield
+        except BusyError:  # another process runs it: nothing is to be repeated
+            raise
         except (RunError, OSError) as error:
             cause = str(error) if isinstance(error, RunError) else describe_os_error(error)
             raise RunError(f"{cause}. {how(isinstance(error, FailsAgainError))}") from error
@@ -149,7 +158,7 @@ def as_typed(command: str) -> str:
     """Return a command ``trishul ...`` as it works when it is pasted where this one was typed.
 
     ``trishul`` becomes the path that was typed if the shell does not find this one by its name.
-    Anything else, such as the address of a server, is returned as it is.
+    Anything else, such as the address of a server, is returned unchanged.
     """
     if not command.startswith("trishul "):
         return command

@@ -84,7 +84,7 @@ def run(
     if fields:
         print_line(field_list(experiment, out.width))
         return
-    # Refuse what needs no data to see before anything imports torch.
+    # Reject wrong input that needs no data before anything imports torch.
     check_found(experiment)
     if show:
         if experiment.data.name in USER_DATA:
@@ -206,10 +206,10 @@ def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun"
 def _workers_for(
     experiment: "Experiment", fresh: bool, progress: "RunProgress"
 ) -> Iterator["Workers | None"]:
-    """Start Ray, and then the run's actors, while a thread imports what this process needs.
+    """Start Ray, and then the run's actors, while a thread imports the modules of this process.
 
-    What is refused without torch and Ray is refused before, while the parent of the actors, another
-    process, imports.
+    Input that can be rejected without torch and Ray is rejected first, while the parent process of
+    the actors imports.
     """
     import ray
 
@@ -223,7 +223,7 @@ def _workers_for(
     resources, finished = experiment.resources, False
     with suppress(OSError):  # reported by the run itself, with what is kept
         finished = not fresh and RunFolder.of(experiment).home.exists("result.json")
-    # A run that asks for a GPU may be refused first, where there is neither one nor a cluster.
+    # A run on a GPU may be rejected first, if there is neither a GPU nor a cluster.
     early = resources.backend == "ray" and resources.device != "cuda" and not finished
     if not early or joins_cluster():
         yield None
@@ -264,7 +264,7 @@ def _how_to_continue(experiment: "Experiment", earlier: str, fails_again: bool) 
     if earlier and _local_attempt(experiment) == earlier:
         return f"The earlier run is still there; to start over: {typed()}"
     home = RunFolder.of(experiment).home
-    # A remote storage may be what has failed: do not ask it.
+    # A remote storage may have failed: do not read it.
     any_kept = not home.is_local or home.child("checkpoints").names() != []
     if any_kept:
         kept = f"Finished rounds are kept in {home.place('checkpoints')}"

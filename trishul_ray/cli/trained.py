@@ -41,8 +41,8 @@ def export(
     """Write a run's PEFT adapter, or the model with the update merged in.
 
     Reads the newest checkpoint, so that a run in progress can be exported too, and needs no data.
-    Beside it are a model card, the class names, and the image processor or the tokenizer. Full
-    fine-tuning has no adapter: its model is written.
+    The folder also has a model card, the class names, and the image processor or the tokenizer.
+    Full fine-tuning has no adapter: its model is written.
     """
     from trishul_ray.runs.export import export_run
 
@@ -75,7 +75,8 @@ def evaluate(
     ] = None,
     shots: Annotated[int, typer.Option(min=0, help="--tasks: examples in each prompt.")] = 0,
     task_files: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="--tasks: a folder of your own tasks' files.")
+        Path | None,
+        typer.Option(metavar="DIR", help="--tasks: a folder with files of custom tasks."),
     ] = None,
     runs: Runs = "runs",
     plugin: Plugins = None,
@@ -83,7 +84,7 @@ def evaluate(
     """Score what a run of instruction tuning generates for test rows.
 
     Greedy, with the run's own template, precision and limits. Writes `eval.json` and, with each
-    answer, `answers.jsonl` beside `result.json`; repeat the command to show them. Tables show a
+    answer, `answers.jsonl` next to `result.json`; repeat the command to show them. Tables show a
     score with `eval: {score: rouge_l}`.
     """
     from trishul_ray.runs.evaluate import evaluate_run

@@ -20,7 +20,7 @@ def add_model(experiment: Experiment, summary: RunSummary, home: Store, folder: 
         The new result, which is written.
 
     Raises:
-        ArtifactsError: The model cannot be made or stored; the result stays as it was.
+        ArtifactsError: The model cannot be made or stored; the result does not change.
     """
     target = folder
     try:

@@ -1,10 +1,10 @@
-"""Evaluate a finished run on answers that it generates: ``eval.json`` beside its result.
+"""Evaluate a finished run on answers that it generates: ``eval.json`` next to its result.
 
 Nothing is generated in a round: 500 answers of 256 tokens cost more than the round. Scores of an
 answer are means over rows: ``exact_match`` by SQuAD's normalisation and ``rouge_l`` without
 stemming (Lin 2004), each the best over a row's right answers, ``ended``, whether an end token
-stopped it, ``answer_tokens``, its length, and ``repeated``, how much of it repeats itself. Beside
-them are those of the reference under the model, as in a round: ``loss``, its exponential
+stopped it, ``answer_tokens``, its length, and ``repeated``, how much of it repeats itself. Next to
+them are the scores of the reference under the model, as in a round: ``loss``, its exponential
 ``perplexity``, ``bits_per_byte``, which compares models of different tokenizers, and
 ``token_accuracy``; and for rows with choices ``acc`` and ``acc_norm``.
 
@@ -71,7 +71,7 @@ def evaluate_run(
         runs: Folder or URI of runs.
         rows: Most rows: the same rows for every seed, method and backbone.
         batch_size: Rows answered at once.
-        untuned: Whether to evaluate the backbone before training, too.
+        untuned: Whether to also evaluate the backbone before training.
         split: The rows to answer.
         new_tokens: Most tokens of an answer; the default is ``task.target_length``.
         progress: Called with a stage and the share of it that is done.
@@ -152,7 +152,7 @@ def evaluate_run(
 
 
 def _log(experiment: Experiment, run: str, about: Json) -> None:
-    """Log the scores of all rows beside the run's own metrics: ``eval/rouge_l``."""
+    """Log the scores of all rows with the run's own metrics: ``eval/rouge_l``."""
     from trishul_ray.tracking.mlflow import points_of
     from trishul_ray.tracking.store import opened, tracking_uri
 
@@ -181,7 +181,7 @@ def _read(home: Store, about: Json) -> Json:
 def draw_rows(split: Split, count: int) -> np.ndarray:
     """Return at most ``count`` rows of a split, ascending, in equal shares of every group, [N].
 
-    They are drawn by the groups alone, the same for every seed, method and backbone.
+    The sample only depends on the groups: it is the same for every seed, method and backbone.
     """
     groups = split.column("group") if "group" in split.columns else np.zeros(len(split), int)
     drawn = numpy_rng(0, "eval").permutation(len(split))
@@ -351,7 +351,7 @@ def _scores(columns: dict[str, np.ndarray]) -> Json:
     loss = sums["loss"] / sums["terms"]
     means = {name: values for name, values in columns.items() if name not in sums}
     found: Json = {"rows": len(columns["loss"]), "loss": loss}
-    if loss < 700:  # else it is no number
+    if loss < 700:  # otherwise it overflows
         found["perplexity"] = math.exp(loss)
     if sums["bytes"]:
         found["bits_per_byte"] = sums["loss"] / math.log(2) / sums["bytes"]

@@ -139,7 +139,7 @@ def load_trained(experiment: Experiment, client: int | str | None = None) -> Tra
         client: Client whose own model to return, by number or name; None is the global model.
 
     Raises:
-        InputError: The backbone is not on this machine, or the client has no model of its own.
+        InputError: The backbone is not on this machine, or the client has no personalized model.
         RunError: The run has no usable checkpoint, or its backbone has changed.
     """
     checkpoints = open_checkpoints(experiment)
@@ -226,7 +226,7 @@ def write_model(
     run: TrainedRun, directory: Path, *, merged: bool, notes: dict[str, str],
     place: str | None = None,
 ) -> Export:  # fmt: skip
-    """Write a trained model with all that others need to use it, into an empty folder.
+    """Write a trained model with the files that others need to use it, into an empty folder.
 
     ``notes`` are further lines of the model card, by title; ``place`` is the final path of the
     folder, if it is copied later.
@@ -317,7 +317,7 @@ def _write_files(
     if backbone is not None and backbone.copied:
         (folder / COPY).mkdir()
         save_module(merge_trained(bench.model, Trained(bench.initial)), folder / COPY)
-        # A pipeline of transformers looks for them beside the backbone.
+        # A pipeline of transformers looks for them in the folder of the backbone.
         _write_preparation(task, folder / COPY)
     elif backbone is not None and isinstance(config, PretrainedConfig):
         config.save_pretrained(str(folder / CONFIG))

@@ -1,4 +1,4 @@
-"""Refuse a run before Ray starts, as far as that can be known by then."""
+"""Checks that reject a run before Ray starts."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from trishul_ray.tracking.store import tracking_uri
 def check_first(experiment: Experiment, progress: ProgressCallback | None = None) -> None:
     """Check plug-ins, the folder of runs, the tracking store's address, files of stages and rows.
 
-    Last, whether adapters fit the layers of the backbone, which alone imports torch.
+    The last check, whether adapters fit the layers of the backbone, imports torch.
 
     Raises:
         InputError: One of them is missing, has changed or is malformed.

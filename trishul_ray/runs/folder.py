@@ -51,7 +51,7 @@ class RunFolder:
 
     @contextmanager
     def accessible(self) -> Iterator[None]:
-        """Raise what the storage refuses inside as an InputError."""
+        """Raise a permanent error of the storage as an InputError."""
         try:
             yield
         except StorageRefusedError as error:

@@ -1,4 +1,4 @@
-"""Score a finished run with lm-evaluation-harness: ``harness.json`` beside its result."""
+"""Score a finished run with lm-evaluation-harness: ``harness.json`` next to its result."""
 
 import copy
 import json
@@ -22,12 +22,12 @@ def run_harness(
 ) -> Json:
     """Return what lm-evaluation-harness measures of a run's model on its tasks, by task.
 
-    It is written into ``harness.json`` beside the run's result, over what is there.
+    The scores replace ``harness.json`` next to the run's result.
 
     Args:
         run: Id of a finished run, the beginning of one, or its folder.
         tasks: Names of its tasks, whose data come from the hub unless their files say otherwise.
-        folder: A folder with files of tasks of your own.
+        folder: A folder with files of custom tasks.
         runs: Folder or URI of runs.
         **how: Further arguments of its ``simple_evaluate``, such as ``limit`` and ``num_fewshot``.
 

@@ -106,10 +106,10 @@ def open_run(
 
 
 def run_name(experiment: Experiment) -> str:
-    """Return a name that tells runs apart: method, λ, α or partition, budget, rate, seed, label.
+    """Return a name that distinguishes runs: method, λ, α or partition, budget, rate, seed, label.
 
-    The rate is named if it was set, such as by a search. Without a label of their own, runs on own
-    data are named after it.
+    The rate is named if it was set, such as by a search. Runs on user data without a label are
+    named after the data.
     """
     parts = [experiment.method.name]
     if strength := experiment.method.in_short:
@@ -152,7 +152,7 @@ def _grouped(name: str) -> str:
 
 
 def close_run(run: Tracker, summary: RunSummary, folder: Path | None = None) -> list[str]:
-    """End the MLflow run of a finished run with its totals; return what the store refused."""
+    """End the MLflow run of a finished run with its totals; return what MLflow rejected."""
     headline, hardware, sources = summary.headline, summary.hardware, summary.sources
     chosen = f"best_on_{summary.best['chosen_on']}"
     metrics = {
@@ -198,7 +198,7 @@ def log_reused(
     completed where it was logged; result.json then says so.
 
     Returns:
-        The summary as it is in result.json, and what the store did not accept.
+        The summary in result.json, and the rejected parts.
     """
     options = experiment.tracking
     if not options.mlflow:
@@ -223,7 +223,7 @@ def log_reused(
 def _log_finished(
     experiment: Experiment, summary: RunSummary, home: Store, tags: Mapping[str, str]
 ) -> list[str]:
-    """Log all that the MLflow run of a finished run lacks, and end it."""
+    """Complete the MLflow run of a finished run, and end it."""
     records, unread = read_metrics(home), summary.unread_fields
     run = open_run(experiment, summary.attempt, summary.data, summary.sources, tags, unread)
     for record in records:
@@ -241,7 +241,7 @@ def mark_replaced(experiment: Experiment, attempt: str, *, by: str) -> list[str]
     """Delete the MLflow run of an attempt that another attempt replaces; a tag names the new one.
 
     Returns:
-        What the store did not accept.
+        The rejected parts.
     """
     if not (experiment.tracking.mlflow and attempt):
         return []

@@ -37,7 +37,7 @@ _Read = TypeVar("_Read")
 def predict(run: TrainedRun, rows: Any, *, batch_size: int = 64) -> list[str]:
     """Return the class of every row, by name; of a question the answer.
 
-    ``rows`` are texts or images alone, or rows with columns, as a dataset would be passed.
+    ``rows`` are only texts or only images, or rows with columns, as a dataset would be passed.
     """
     task, classes = run.bench.task, run.bench.info.classes
     parts = _predict(
@@ -50,7 +50,7 @@ def predict_probabilities(run: TrainedRun, rows: Any, *, batch_size: int = 64) -
     """Return the probability of every class, float32 [N, K], in the order of the run's classes.
 
     Raises:
-        InputError: These are no rows of the run's dataset, or the task writes texts.
+        InputError: The rows do not fit the run's dataset, or the task writes texts.
     """
     task = run.bench.task
     if not isinstance(task, Classification):
@@ -157,7 +157,7 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
 
 
 def _with_dash(messages: Any) -> Any:
-    """Return a list of messages, or its JSON text, with a dash for the answer; others as it is."""
+    """Return a list of messages, or its JSON text, with a dash for the answer; others unchanged."""
     with suppress(ValueError):
         messages = json.loads(messages) if isinstance(messages, str) else messages
     answer = {"role": "assistant", "content": "-"}
@@ -192,7 +192,7 @@ def _read_images(values: Sequence[Any], info: DatasetInfo) -> np.ndarray:
             continue
         content = encode_image(content) if is_image(content) else content
         if not isinstance(content, bytes):
-            raise InputError(f"{where}: a {type(content).__name__} is no image")
+            raise InputError(f"{where}: a {type(content).__name__} is not an image")
         images.append((content, where))
     return resize_images(images, info.image_shape)
 

@@ -1,4 +1,4 @@
-"""Write what a finished run leaves, besides its artifacts: result.json, and its tables.
+"""Write result.json and the tables of a finished run.
 
 The tables are config.yaml, metrics.parquet, diagnostics.npz and test_rows.npz.
 """
@@ -62,7 +62,7 @@ def processor() -> str:
 
 
 def kernels() -> Json:
-    """Describe what determines the kernels of this process, besides the processor."""
+    """Describe libraries and settings that determine the kernels of this process."""
     built = torch.__config__.show()
     blas = re.search(r"BLAS_INFO=(\w+)", built)
     description: Json = {
@@ -84,7 +84,7 @@ def summarize(
     experiment: Experiment, result: RunResult, coverage: Coverage, wall_seconds: float,
     run_id: str | None,
 ) -> RunSummary:  # fmt: skip
-    """Return the summary of a result, without what is known once its files are written."""
+    """Return the summary of a result, without the fields that depend on its files."""
     records, blueprint = result.checkpoint.records, result.blueprint
     headline = blueprint.metrics.headline
     rows = [record.row() for record in records]

@@ -235,7 +235,7 @@ class _Run:
 
     @contextmanager
     def tracked(self, tracker: Tracker) -> Iterator[None]:
-        """End the tracking run if what is done inside fails or is stopped."""
+        """End the tracking run if the block fails or is stopped."""
         try:
             yield
         except ArtifactsError:  # the run has finished, and its tracking run has ended

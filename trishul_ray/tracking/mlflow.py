@@ -34,7 +34,7 @@ REPLACED_TAG = "trishul.replaced_by"
 ROUND_METRIC = "round"
 #: Seconds to wait for a server that has answered before. A server takes a minute to start.
 OUTAGE_SECONDS = 300.0
-#: Rounds that end within so many seconds are sent together: a request to SQLite takes 20 ms.
+#: Rounds that end within this number of seconds are sent together: a request to SQLite takes 20 ms.
 ROUNDS_SECONDS = 1.0
 
 
@@ -51,7 +51,7 @@ class Tracker:
         tags: Mapping[str, Scalar] | None = None, inputs: "Sequence[DatasetInput]" = (),
         folder: Path | None = None,
     ) -> list[str]:  # fmt: skip
-        """End the run with its totals; return what the store did not accept."""
+        """End the run with its totals; return the rejected parts."""
         return []
 
 
@@ -145,7 +145,7 @@ class MlflowRun(Tracker):
         tags: Mapping[str, Scalar] | None = None, inputs: "Sequence[DatasetInput]" = (),
         folder: Path | None = None,
     ) -> list[str]:  # fmt: skip
-        """End the run; return what the store did not accept.
+        """End the run; return the rejected parts.
 
         A stopped run (``KILLED``) does not wait for a server. A run that had finished before keeps
         the time of its end.

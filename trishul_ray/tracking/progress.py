@@ -87,7 +87,7 @@ class RunProgress:
                 self._print(f"{text} ({times} times in all)")
 
     def phase(self, text: str) -> None:
-        """Show what the run does before its first round or after its last."""
+        """Show a phase before the first round or after the last round."""
         if self._live:
             self._bar.update(self._task, description=text)
         else:

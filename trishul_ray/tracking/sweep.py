@@ -1,7 +1,7 @@
 """The MLflow run of a sweep, the parent of the runs of its cells.
 
 Every run of a cell has the tag ``sweep.<name>`` with the sweep's profile as value. A run that
-another sweep or a single call has logged keeps its parent and gets the tag too: the filter
+another sweep or a single call has logged keeps its parent and also gets the tag: the filter
 ``tags.`sweep.<name>` = '<profile>'`` finds all runs of a sweep.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from trishul_ray.tracking.mlflow import ID_TAG, PARENT_TAG, MlflowRun, Status
 
 #: Beginnings of the tags of a cell's run: the sweeps that need it, and its labels by axis. Labels
-#: are parameters, too: MLflow compares runs by the first parameters that differ.
+#: are also parameters: MLflow compares runs by the first parameters that differ.
 SWEEP_TAG, AXIS_TAG = "sweep.", "axis."
 #: Tag of a cell's run: its name.
 CELL_TAG = "cell"
@@ -25,8 +25,8 @@ class SweepRun(MlflowRun):
         experiment: Name of the MLflow experiment.
         tags: ``sweep``, its name, ``profile``, and further tags.
         params: Labels of its axes.
-        keys: What tells sweeps of one name apart: the folder of runs, and the ids of its cells if
-            the sweep has no name of its own.
+        keys: What distinguishes sweeps of one name: the folder of runs, and the ids of its cells if
+            the sweep has no file.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SweepRun(MlflowRun):
         A run that ended as ``FAILED`` although its cell did not fail gets the status of the cell.
 
         Returns:
-            What the store did not accept.
+            The rejected parts.
         """
         if status == "KILLED":
             self.patience = 0.0
