@@ -310,7 +310,9 @@ def measured_steps(place: Place, experiment: Experiment, prepared: Prepared) -> 
     """Measure the limit, steps of one and of three clients, and a chunk of test rows."""
     precision, rows, uploads, goals = experiment.model.precision, [], [], []
     count = place.times(4)
-    jobs = [TrainJob(round=1, client=client, steps=count) for client in range(3)]
+    federation = experiment.federation.model_copy(update={"local_steps": count})
+    experiment = experiment.model_copy(update={"federation": federation})
+    jobs = [TrainJob(round=1, client=client) for client in range(3)]
     for graphs in (False, True):
         way = "as CUDA graphs" if graphs else "eager"
         bench = build_workbench(with_graphs(experiment, graphs), prepared)

@@ -91,7 +91,7 @@ def round_of(labels, number, with_cores):
     row["client_seconds"] = 9.0 if number == 1 else pace * (0.8 + 0.1 * number)
     row["seconds"] = row["client_seconds"] + 5.0  # with evaluation
     row |= {"uploaded_bytes": 1e6 * (1 + int(labels["seed"])), "downloaded_bytes": 2e6}
-    row |= {"simulated_seconds": 1800.0 * number, "joules": 500.0}
+    row |= {"simulated_seconds": 1800.0 * number}
     if not with_cores:
         return row
     near, seed = similarity(labels, number), int(labels["seed"])

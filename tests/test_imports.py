@@ -44,13 +44,13 @@ MAY_IMPORT = {
 }
 #: Content of the lab and of the folder of the paper, as other parts would name it.
 EXTENSIONS = (
-    *("paper.json", "kilojoules"),
+    "paper.json",
     *("private_heads", "private_core", "fedplora", "Fed-PLoRA"),
     *("fedsa", "fedsvd", "fedrot", "frlora", "rolora", "FedSA", "FedSVD"),
     *("FedRot", "FRLoRA", "RoLoRA", "florist", "FLoRIST"),
     *("trishul-private", "ravan-"),
     *("poisson", "canary", "PrivacyConfig", "DevicesConfig", "CohortConfig", "ServerConfig"),
-    *("UploadsConfig", "privacy_clip", "joules", "error_feedback"),
+    *("UploadsConfig", "privacy_clip", "error_feedback"),
 )
 #: The Python interface, which everything else leaves alone.
 INTERFACE = {"api", "result"}

@@ -54,7 +54,7 @@ VICTIMS = ("driver", *TITLES, "tracking server", "object store")
 #: Exit codes of a command whose victim ends it.
 ENDED = {"driver": -9, "raylet": 1, "GCS": 1}
 #: Configurations of stages alone, which go with those of many methods.
-STAGES = ("", "", "codecs", "topk", "clock", "clock, partial", "privacy", "attacked")
+STAGES = ("", "", "codecs", "topk", "clock", "clock, selected", "privacy", "attacked")
 #: Kinds of findings, as in the last table.
 KINDS = ("different", "lost", "left", "silent")
 #: Seconds in which a run says something, a run that has lost its Ray ends, and any run ends.

@@ -88,8 +88,8 @@ CONFIGURATIONS = {
     "server sgd": "server.optimizer=sgd",
     "adam": "server.optimizer=adam uploads.codec=int8",
     "clock": "devices.kind=lognormal cohort.extra=1.3",
-    "clock, partial": "devices.kind=lognormal cohort.deadline=600 cohort.late=partial "
-    "cohort.select=oort cohort.dropout=0.1 devices.availability=diurnal",
+    "clock, selected": "devices.kind=lognormal cohort.deadline=600 cohort.dropout=0.1 "
+    "cohort.select=power_of_choice",
     "privacy": "privacy.noise=0.3 privacy.adaptive=true privacy.bit_noise=1 uploads.codec=int8",
     "privacy, survey": "method=fedsb privacy.noise=0.3 privacy.sampling=fixed",
     "privacy, private": "method=trishul-private method.private_heads=2 privacy.noise=1 "

@@ -32,7 +32,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore
 from trishul_ray.federation.records import RoundRecord
-from trishul_ray.lab.clock.devices import read_devices, read_windows
+from trishul_ray.lab.clock.devices import read_devices
 from trishul_ray.methods.messages import State
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.plugins import loading as plugins
@@ -203,9 +203,9 @@ def models(folder):
 
 
 def devices(folder):
-    """Changed files of devices and windows."""
+    """Changed files of devices."""
     numbers = {"client": [0, 1, 2, 3], "speed": [1.0, 2.0, 3.0, 4.0]}
-    sound = numbers | {"up": [1.0] * 4, "down": [1.0] * 4, "start": [0.0] * 4, "end": [9.0] * 4}
+    sound = numbers | {"up": [1.0] * 4, "down": [1.0] * 4}
     file = folder / "devices.parquet"
     pq.write_table(pa.table(sound), file)
     content = file.read_bytes()
@@ -225,8 +225,7 @@ def devices(folder):
             except (pa.ArrowException, OverflowError):
                 raise InputError("no table") from None
             pq.write_table(table, file)
-        read_devices(str(file), 4, 1.0)
-        read_windows(str(file), 4)
+        read_devices(str(file), 4)
 
     return read
 

@@ -78,7 +78,7 @@ def train_client(
 def train_together(
     bench: Workbench, broadcast: ArrayState, jobs: Sequence[TrainJob]
 ) -> list[tuple[Upload, TrainReport]]:
-    """Run the rounds of clients of equally many steps in one forward and backward pass a step.
+    """Run the rounds of several clients in one forward and backward pass per step.
 
     A single one is :func:`train_client`. Otherwise each result is what the client alone would give,
     up to the last bits; its seconds are its share of those of all.
@@ -190,7 +190,6 @@ def _answer(
         client=job.client,
         state={name: to_array(value) for name, value in state.items()},
         loss=float(losses.mean()),
-        squared_loss=float(losses.square().mean()),
         seconds=seconds,
         uploaded=uploaded_parameters(run, upload, bench.method),
         unsent=run.unsent,
@@ -242,8 +241,7 @@ class LocalSteps:
     latter never waits for the device, and its kernels, shapes and addresses do not depend on
     values, so that the host prepares the next batches in the meantime, and CUDA graphs can hold its
     forward and backward pass and the prox (``resources.cuda_graphs``). ``run`` is a new run of the
-    client, which the steps change; ``last`` is S, the number of the last step. A client that makes
-    fewer steps than the round has makes the first ones, with their batches and rates.
+    client, which the steps change; ``last`` is S, the number of the last step.
     """
 
     losses = ()  # the shape of what :meth:`compute` returns
@@ -254,7 +252,7 @@ class LocalSteps:
         rng = numpy_rng(settings.seed, "batches", job.round, job.client)
         rows = bench.shards.shard(job.client)
         self._order = batch_order(rows, fed.local_steps, fed.batch_size, rng)  # [steps, b]
-        self.last = run.steps = job.steps or fed.local_steps
+        self.last = run.steps = fed.local_steps
         self._trained = Trained(run.vector, run.broadcast.base, run.broadcast.constants)
         run.gradient = self._gradient
         method.start(run, bench.initial)
@@ -320,7 +318,7 @@ class SharedSteps:
 
     Args:
         bench: The workbench.
-        each: The clients' own steps, of equal number.
+        each: The clients' own steps.
         vectors: [k, P], whose rows are the clients' vectors.
         grads: [k, P], whose rows are their gradients.
     """

@@ -3,7 +3,6 @@
 Legend of shapes: P trainables of a client, W entries of the shared upload, U units of aggregation.
 """
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +49,6 @@ class TrainJob:
     state: Arrays = field(default_factory=dict)  # the client's persistent state
     kept: Arrays = field(default_factory=dict)  # what stages left with the client
     instructions: Mapping[str, float] = field(default_factory=dict)  # of stages, by name
-    steps: int | None = None  # local steps, the first of the round's; None means all
 
 
 @dataclass(frozen=True)
@@ -75,21 +73,15 @@ Job = TrainJob | EvalJob
 
 
 def units_of_work(jobs: Sequence[Job], stacked: int) -> list[list[int]]:
-    """Group jobs, by their numbers: up to ``stacked`` clients train together, all else is alone.
-
-    Clients of equally many steps are taken in the order of their jobs, so that the groups follow
-    from the cohort alone.
-    """
-    alike: dict[int | None, list[int]] = {}
+    """Group jobs by their numbers: up to ``stacked`` clients train together, in the jobs' order."""
     units: list[list[int]] = []
+    group: list[int] = []
     for index, job in enumerate(jobs):
         if isinstance(job, EvalJob) or job.round == 0 or stacked == 1:
             units.append([index])
             continue
-        group = alike.setdefault(job.steps, [])
         if len(group) % stacked == 0:
-            group = alike[job.steps] = []
-            units.append(group)
+            units.append(group := [])
         group.append(index)
     return units
 
@@ -125,7 +117,6 @@ class TrainReport:
     uploaded_bytes: int | None = None  # of an encoding; None: four for each number
     kept: Arrays = field(default_factory=dict)  # what stages leave with the client
     stages: dict[str, float] = field(default_factory=dict)  # numbers of theirs, by name
-    squared_loss: float = math.nan  # mean of the squared losses of the local steps
     memory: PeakMemory | None = None  # of its worker so far
 
 

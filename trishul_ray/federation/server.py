@@ -240,7 +240,7 @@ class Server:
         evaluated is the state as it is, which is the one that a run ends with. If clients read
         another one, both cannot run together: evaluation waits for training.
         """
-        train = [self._job(number, client, cohort.steps.get(client)) for client in cohort.clients]
+        train = [self._job(number, client) for client in cohort.clients]
         evaluation = self.scoring.jobs(self.checkpoint)
         every = self.method.needs_uploads or self.stages.read_changes
         every |= self.experiment.evaluation.diagnostics_cohort == "all"
@@ -276,11 +276,11 @@ class Server:
         drawn = Cohort(self.draw(number), traffic=traffic)
         return self.stages.cohort(number, drawn)
 
-    def _job(self, number: int, client: int, steps: int | None = None) -> TrainJob:
+    def _job(self, number: int, client: int) -> TrainJob:
         """Return the job of a client in a round, with what it has kept."""
         state = self.checkpoint.client_states.get(client, {})
         kept = self.checkpoint.kept.get(client, {})
-        return TrainJob(number, client, state, kept, self.stages.instruct(number), steps)
+        return TrainJob(number, client, state, kept, self.stages.instruct(number))
 
     def broadcast(self) -> ArrayState:
         """Return the broadcast of the next round."""

@@ -77,7 +77,7 @@ class Transfers:
             once = 0 if r.client in cohort.repeated else setups[r.client]
             down = 4 * numbers if size is None else size
             up = 4 * r.uploaded if r.uploaded_bytes is None else r.uploaded_bytes
-            clients.append(ClientRound(r.client, down + 4 * once, up, r.loss, r.squared_loss))
+            clients.append(ClientRound(r.client, down + 4 * once, up, r.loss))
         if cohort.wasted:
             downs.append(cohort.wasted * self._download(tensors, 0, last))
         setup, received = sum(setups.values()), len(reports) + cohort.wasted

@@ -114,7 +114,6 @@ class Cohort:
 
     Attributes:
         clients: The clients that train, ascending.
-        steps: Local steps of those that do not make all.
         missing: Why a client that was asked does not train, by client, ascending.
         wasted: Broadcasts that clients receive without training.
         repeated: Clients that have received what is downloaded once in a failed attempt.
@@ -123,7 +122,6 @@ class Cohort:
     """
 
     clients: list[int]
-    steps: Mapping[int, int] = field(default_factory=dict)
     missing: Mapping[int, str] = field(default_factory=dict)
     wasted: int = 0
     repeated: frozenset[int] = frozenset()
@@ -137,8 +135,7 @@ class ClientRound(NamedTuple):
     client: int
     down_bytes: float  # received in it
     up_bytes: float
-    loss: float  # means over the local steps
-    squared_loss: float
+    loss: float  # mean over the local steps
 
 
 @dataclass

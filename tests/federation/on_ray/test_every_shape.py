@@ -38,8 +38,7 @@ PRIVATE = (
 CLOCK = (
     "uploads.codec=int4 uploads.error_feedback=true "
     "downloads.codec=topk server.optimizer=yogi devices.kind=lognormal "
-    "devices.availability=diurnal cohort.select=oort cohort.deadline=600 cohort.late=partial "
-    "cohort.dropout=0.1"
+    "cohort.select=power_of_choice cohort.deadline=600 cohort.dropout=0.1"
 )
 SHAPES = {
     "plain": "method=fedit",

@@ -25,10 +25,8 @@ STRATEGIES = {
     "survey": ["method.allocation=gradient"],
     "poisson": ["privacy.noise=0.1", "privacy.sampling=poisson"],
     "fixed": ["privacy.noise=0.1", "privacy.sampling=fixed"],
-    "clock": [*CLOCK, "cohort.dropout=0.2", "devices.availability=diurnal"],
+    "clock": [*CLOCK, "cohort.dropout=0.2"],
     "power_of_choice": [*CLOCK, "cohort.select=power_of_choice"],
-    "oort": [*CLOCK, "cohort.select=oort"],
-    "energy": [*CLOCK, "cohort.select=energy", "devices.battery=1e5"],
 }
 
 
@@ -132,7 +130,10 @@ def test_the_promise_is_for_those_who_may_take_part(small):
             "held_out=0.3 leaves 2 of federation.clients=4, fewer than "
             "federation.clients_per_round=3",
         ),
-        ([*ON, "devices.kind=lognormal", "cohort.extra=3"], "cohort.extra=3 asks 9 .*held_out=0.3"),
+        (
+            [*ON, "devices.kind=lognormal", "cohort.extra=3"],
+            "cohort.extra=3 selects 9 .*held_out=0.3",
+        ),
     ],
 )
 def test_what_is_refused(small, words, message):

@@ -369,7 +369,7 @@ def test_result_page_and_tracking_say_what_is_promised_and_what_lies_outside(sma
         outside = text.partition("outside the guarantee: ")[2]
         for name in (
             *("train_loss", "per_client", "norms", "coding errors", "ranks", "clipped", "entries"),
-            *("refused uploads", "simulated seconds", "joules"),
+            *("refused uploads", "simulated seconds"),
         ):
             assert name in outside
     assert grouped_metrics({"privacy_epsilon": 1.0}) == {"privacy/epsilon": 1.0}

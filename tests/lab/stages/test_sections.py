@@ -32,7 +32,7 @@ TOGETHER = {
     ],
     "on a clock": [
         *("server.optimizer=sgd", "downloads.codec=topk"),
-        *("devices.kind=lognormal", "cohort.deadline=600", "cohort.late=partial"),
+        *("devices.kind=lognormal", "cohort.deadline=600"),
     ],
 }
 

@@ -1,120 +1,270 @@
-"""The stage ``devices``: cohorts on a simulated clock. The section ``cohort`` is a part of it."""
+"""The stage ``devices``: rounds on a simulated clock. The section ``cohort`` is a part of it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
+from pydantic import Field, model_validator
 
-from trishul_ray.config.fields import FederationConfig
 from trishul_ray.config.section import Section
-from trishul_ray.lab.clock import NUMBERS
-from trishul_ray.lab.clock.availability import source_of
-from trishul_ray.lab.clock.cohorts import COHORTS, CohortConfig, strategy_class
-from trishul_ray.lab.clock.devices import Devices, DevicesConfig
-from trishul_ray.lab.clock.fleet import Asked, ClockState, Fleet, asked_clients
+from trishul_ray.data.sampling import participants
+from trishul_ray.errors import FailsAgainError
+from trishul_ray.lab.clock.attempt import Attempt, plan
+from trishul_ray.lab.clock.devices import ClientClock, Devices, DevicesConfig
 from trishul_ray.methods.base import Method
+from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import (
     ArrayState,
     ClientRound,
     Cohort,
     Stage,
     StageSettings,
+    Traffic,
     register_stage,
 )
+
+#: Attempts of a round if too few clients finish in time.
+MOST_ATTEMPTS = 100
+
+
+class CohortConfig(Section):
+    """Clients that are selected for a round, and those that count."""
+
+    select: Literal["uniform", "power_of_choice"] = Field(
+        "uniform",
+        description="uniform; power_of_choice: sample candidates in proportion to their rows, and "
+        "select those with the highest last loss",
+    )
+    candidates: float = Field(
+        2.0, ge=1, description="power_of_choice: candidates per selected client"
+    )
+    extra: float = Field(
+        1.0,
+        ge=1,
+        le=10,
+        description="selected clients per client that the round needs; only the first to finish "
+        "count",
+    )
+    deadline: float | None = Field(
+        None,
+        gt=0,
+        description="seconds of the clock after which a round ends; later clients are dropped; "
+        "default: none",
+    )
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="probability that a selected client disappears: half of them after the "
+        "download, half before the upload",
+    )
+
+    @model_validator(mode="after")
+    def _check_fields_are_read(self) -> "CohortConfig":
+        if self.select == "uniform":
+            self.reject_unused(["candidates"], "with select='uniform'")
+        return self
+
+    @property
+    def policies(self) -> list[str]:
+        """The fields that make a cohort depend on the clock, with their values."""
+        found = {
+            f"cohort.extra={self.extra:g}": self.extra > 1,
+            f"cohort.deadline={self.deadline}": self.deadline is not None,
+            f"cohort.dropout={self.dropout:g}": self.dropout > 0,
+        }
+        return [text for text, is_set in found.items() if is_set]
 
 
 @register_stage("devices")
 class Clock(Stage):
-    """Clients are asked, come in time or late, and spend energy, on a simulated clock."""
+    """Clients are selected, and finish in time or late, on a simulated clock.
+
+    Its memory: ``seconds``, the clock; ``asked`` [N] bool, the clients that were selected before;
+    ``loss`` float64 [N], the mean training loss of a client's last round, NaN before.
+    """
 
     Config: ClassVar[type[Section]] = DevicesConfig
-    example: ClassVar = {"kind": "lognormal", "network_jitter": 0.3}
+    example: ClassVar = {"kind": "lognormal", "speed_spread": 0.5}
     wire = 1
-    numbers = NUMBERS
+    numbers = frozenset({"simulated_seconds", "asked", "came", "late", "lost", "abandoned"})
 
     def __init__(self, config: Section, settings: StageSettings) -> None:
         super().__init__(config, settings)
         self.devices = settings.section(DevicesConfig)
         self.options = settings.section(CohortConfig)
-        self._fleet: Fleet | None = None
-        self._asked = Asked([])
+        self.clock: ClientClock | None = None
+        self._attempts: list[Attempt] = []  # of the round; the last one counts
 
     @property
     def acts_on_changes(self) -> bool:
-        """It decides who takes part, whatever they send."""
+        """It decides which clients take part, whatever they send."""
         return False
 
     def check(self, method: Method) -> None:
-        """Refuse sections that do not go together."""
-        private = self.settings.is_set("privacy")
-        check_fleet(self.devices, self.options, self.settings.federation, private=private)
+        """Reject sections that do not go together."""
+        policies, select = self.options.policies, self.options.select
+        if self.settings.is_set("privacy"):
+            policies += [f"cohort.select={select}"] * (select != "uniform")
+            if policies:
+                raise ValueError(
+                    f"{policies[0]} is not supported with privacy, whose accounting only covers "
+                    "how clients are sampled (privacy.sampling); set only one"
+                )
+        if policies and not self.devices.on:
+            raise ValueError(f"{policies[0]} needs a clock: set devices.kind=lognormal or file")
+        fed = self.settings.federation
+        if self.size > fed.participants:
+            raise ValueError(
+                f"cohort.extra={self.options.extra:g} selects {self.size} of "
+                f"federation.clients={fed.clients} "
+                + f"(less federation.held_out={fed.held_out:g}) " * (fed.held_out > 0)
+                + "clients; it must select at most all"
+            )
+
+    @property
+    def size(self) -> int:
+        """The clients that a round selects, ``ceil(extra m)``."""
+        wanted = self.settings.federation.clients_per_round
+        return math.ceil(exact_share(wanted, self.options.extra))
 
     @property
     def files(self) -> dict[str, str]:
-        """The files of devices and windows."""
-        return self.devices.files
+        """The file of devices."""
+        return {} if self.devices.path is None else {"path": self.devices.path}
 
     def prepare(self) -> Sequence[str]:
-        """Read the files, and name the defaults that a run's seconds and joules rest on."""
+        """Read the file, and name the defaults that the seconds of a run depend on."""
         if not self.devices.on:
             return ()
-        Devices.of(self.devices, self.settings.seed, self.settings.federation.clients)
-        source_of(self.devices, self.settings.seed, self.settings.federation.clients)
-        line = clock_line(self.devices)
-        return () if line is None else (line,)
+        self._read_devices()
+        line = "simulated seconds depend on our own defaults, not on measured devices: devices."
+        return (f"{line}{{{self.devices.defaults}}}",) if self.devices.defaults else ()
+
+    def _read_devices(self) -> Devices:
+        return Devices.of(self.devices, self.settings.seed, self.settings.federation.clients)
 
     @property
     def needs(self) -> frozenset[str]:
-        """FLOPs for the length of a step, and the sizes of shards for a strategy."""
+        """FLOPs for the seconds of a step, and the sizes of shards for power-of-choice."""
         found = {"flops": self.devices.on, "shard_sizes": self.options.select != "uniform"}
         return frozenset(name for name, needed in found.items() if needed)
 
     def begin(self) -> Sequence[str]:
-        """Set up the clients, and start the clock unless a checkpoint holds it."""
-        if not self.needs:
-            return ()
-        plan, sizes = self.plan, self.plan.shard_sizes
-        self._fleet = Fleet(
-            self.devices,
-            self.options,
-            self.settings.federation,
-            self.settings.seed,
-            rows=np.zeros(0, dtype=np.int64) if sizes is None else sizes,
-            capacity=plan.capacities,
-            flops=plan.flops,
-            least=plan.quorum,
-        )
-        if not self.memory:
-            self.memory.update(self._fleet.start().to_memory())
+        """Compute the seconds of all clients, and start the clock unless a checkpoint has it."""
+        fed, flops = self.settings.federation, self.plan.flops
+        if self.devices.on:
+            assert flops is not None
+            devices = self._read_devices()
+            step = (flops.backbone + self.plan.capacities * flops.adapter) / devices.speed
+            self.clock = ClientClock(devices, fed.local_steps * step, self.devices.latency)
+        if self.needs and not self.memory:
+            asked, loss = np.zeros(fed.clients, dtype=bool), np.full(fed.clients, math.nan)
+            self.memory.update(seconds=0.0, asked=asked, loss=loss)
         return ()
 
     def cohort(self, number: int, cohort: Cohort) -> Cohort:
-        """Ask clients until enough of them come in time."""
-        if self._fleet is None or number == 0:
+        """Select clients until enough of them finish in time.
+
+        Raises:
+            FailsAgainError: Too few clients finish in time in every attempt.
+        """
+        if not self.needs or number == 0:
             return cohort
-        chosen = cohort.clients if cohort.fixed else None
-        state = ClockState.of(self.memory)
-        self._asked = asked = self._fleet.ask(number, state, cohort.traffic(), chosen)
-        earlier = {client for each in asked.plans[:-1] for client in each.clients.tolist()}
+        if self.clock is None:
+            return replace(cohort, clients=self._sample((number,)).tolist())
+        chosen = np.array(cohort.clients, dtype=np.int64)
+        fed, wanted, self._attempts = self.settings.federation, len(chosen), []
+        while len(self._attempts) < MOST_ATTEMPTS:
+            path = (number, len(self._attempts)) if self._attempts else (number,)
+            clients = chosen if cohort.fixed else self._sample(path)
+            self._attempts.append(last := self._plan(path, clients, wanted, cohort.traffic()))
+            needed = max(math.ceil(exact_share(wanted, fed.quorum)), self.plan.quorum)
+            if cohort.fixed or last.kept.sum() >= needed:
+                return self._selected(cohort)
+            self._advance(last, last.moments.uploaded[last.kept])
+        raise FailsAgainError(
+            f"round {number}: in {MOST_ATTEMPTS} attempts fewer than {needed} of {wanted} clients "
+            f"finished in time (federation.quorum={fed.quorum}, "
+            f"{', '.join(self.options.policies)}; the fastest client of the last attempt takes "
+            f"{last.moments.uploaded.min():.3g} s): set a longer deadline or a lower quorum"
+        )
+
+    def _selected(self, cohort: Cohort) -> Cohort:
+        """Return the clients of the last attempt that count, and what became of the others."""
+        pairs = [(a.clients.tolist(), a.fates) for a in self._attempts]
+        fates = {c: fate for asked, each in pairs for c, fate in zip(asked, each, strict=True)}
+        last = self._attempts[-1]
+        clients = last.clients[last.kept].tolist()
+        missing = {c: fates[c] for c in sorted(fates.keys() - set(clients))}
         return replace(
             cohort,
-            clients=asked.clients,
-            steps=asked.steps,
-            missing=asked.missing,
-            wasted=asked.wasted,
-            repeated=frozenset(earlier),
+            clients=clients,
+            missing={c: "abandoned" if fate == "kept" else fate for c, fate in missing.items()},
+            wasted=sum(len(asked) for asked, _ in pairs) - len(clients),
+            repeated=frozenset(c for asked, _ in pairs[:-1] for c in asked),
         )
+
+    def _sample(self, path: tuple[int, ...]) -> np.ndarray:
+        """Return the selected clients of an attempt, ascending int64."""
+        members = participants(self.settings.federation, self.settings.seed)
+        rng, size = numpy_rng(self.settings.seed, "cohort", *path), self.size
+        if self.options.select == "uniform":
+            return np.sort(members[rng.choice(len(members), size, replace=False)])
+        assert self.plan.shard_sizes is not None
+        rows, loss = self.plan.shard_sizes[members], self.memory["loss"][members]
+        return np.sort(members[power_of_choice(rows, loss, self.options.candidates, size, rng)])
+
+    def _plan(
+        self, path: tuple[int, ...], clients: np.ndarray, wanted: int, traffic: Traffic
+    ) -> Attempt:
+        assert self.clock is not None
+        number, *attempt = path
+        lost = None
+        if self.options.dropout:
+            streams = (
+                numpy_rng(self.settings.seed, "dropout-client", number, client, *attempt)
+                for client in clients.tolist()
+            )
+            sampled, half = np.array([s.random() for s in streams]), self.options.dropout / 2
+            lost = np.where(sampled < half, 1, np.where(sampled < 2 * half, 2, 0))
+        down = traffic.down + traffic.first * ~self.memory["asked"][clients]
+        moments = self.clock.moments(clients, down, traffic.up)
+        return plan(clients, moments, wanted=wanted, deadline=self.options.deadline, lost=lost)
+
+    def _advance(self, attempt: Attempt, finished: np.ndarray) -> None:
+        """Move the clock to the end of an attempt whose clients took ``finished`` seconds."""
+        self.memory["seconds"] += attempt.seconds(finished)
+        asked = self.memory["asked"].copy()
+        asked[attempt.clients] = True
+        self.memory["asked"] = asked
 
     def end(
         self, number: int, state: ArrayState, clients: Sequence[ClientRound]
     ) -> dict[str, float]:
-        """Move the clock to the end of the round."""
-        if self._fleet is None:
+        """Move the clock to the end of the round, with the bytes that were transferred."""
+        if not self.needs:
             return {}
-        after, numbers = self._fleet.close(self._asked, number, clients)
-        self.memory.update(after.to_memory())
-        return numbers
+        done = np.array([each.client for each in clients], dtype=np.int64)
+        loss = self.memory["loss"].copy()
+        loss[done] = [each.loss for each in clients]
+        self.memory["loss"] = loss
+        if self.clock is None:
+            return {}
+        down, up = (np.array([getattr(c, n) for c in clients]) for n in ("down_bytes", "up_bytes"))
+        self._advance(self._attempts[-1], self.clock.moments(done, down, up).uploaded)
+        fates = [fate for attempt in self._attempts for fate in attempt.fates]
+        return {
+            "simulated_seconds": self.memory["seconds"],
+            "asked": len(fates),
+            "came": fates.count("kept") + fates.count("surplus"),
+            "late": fates.count("late"),
+            "lost": fates.count("lost"),
+            "abandoned": len(self._attempts) - 1,
+        }
 
 
 @register_stage("cohort")
@@ -123,7 +273,6 @@ class Cohorts(Clock):
 
     Config = CohortConfig
     example: ClassVar = {"select": "power_of_choice"}
-    registries: ClassVar = {"select": COHORTS}
 
     @classmethod
     def parts(cls, config: Section, settings: StageSettings) -> Sequence[Stage]:
@@ -131,56 +280,23 @@ class Cohorts(Clock):
         return [] if settings.is_set("devices") else [Clock(DevicesConfig(), settings)]
 
 
-def check_fleet(
-    devices: DevicesConfig,
-    cohort: CohortConfig,
-    federation: FederationConfig,
-    *,
-    private: bool = False,
-) -> None:
-    """Check that the sections go together, and with privacy.
+def power_of_choice(
+    rows: np.ndarray, loss: np.ndarray, candidates: float, size: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Sample candidates in proportion to their rows; return those with the highest last loss.
 
-    Raises:
-        ValueError: They do not; one line.
+    Cho, Wang and Joshi: AISTATS 2022, arXiv 2010.01243, the variant without polling: a client
+    without a loss comes before all others.
+
+    Args:
+        rows: int64 [n], training rows of the clients that may take part.
+        loss: float64 [n], last losses; NaN for clients without.
+        candidates: Candidates per selected client.
+        size: Number of clients to select.
+        rng: The random stream.
     """
-    if private:
-        select, there = cohort.select, devices.availability
-        found = [f"cohort.select={select}"] * (select != "uniform") + cohort.policies
-        found += [f"devices.availability={there}"] * (there != "always")
-        found += ["devices.battery"] * (devices.battery is not None)
-        if found:
-            raise ValueError(
-                f"{found[0]} has no guarantee with privacy, whose accounting knows only how "
-                "clients are drawn (privacy.sampling); set only one"
-            )
-    needs = strategy_class(cohort.select).needs
-    on_clock = cohort.policies + [f"cohort.select={cohort.select}"] * (needs != "nothing")
-    if on_clock and not devices.on:
-        raise ValueError(f"{on_clock[0]} needs a clock: set devices.kind=lognormal or file")
-    if needs == "batteries" and devices.battery is None:
-        raise ValueError(f"cohort.select={cohort.select} needs devices.battery, in joules")
-    if (asks := asked_clients(cohort, federation)) > federation.participants:
-        raise ValueError(
-            f"cohort.extra={cohort.extra:g} asks {asks} of federation.clients={federation.clients} "
-            + f"(less federation.held_out={federation.held_out:g}) " * (federation.held_out > 0)
-            + "clients; it must ask at most all"
-        )
-
-
-def clock_line(devices: DevicesConfig) -> str | None:
-    """Return a remark on defaults of our own that a run's seconds and joules rest on, or None."""
-    if not devices.on:
-        return None
-    names = ["latency", "power", "radio"]
-    if devices.kind == "lognormal":
-        names = ["speed", "speed_spread", "down", "up", "network_spread", *names]
-    fields = DevicesConfig.model_fields
-    ours = [f"{n}={fields[n].default:g}" for n in names if getattr(devices, n) == fields[n].default]
-    if devices.availability == "diurnal":
-        ours.append("availability=diurnal")
-    if not ours:
-        return None
-    return (
-        "simulated seconds and joules rest on defaults of this program, not on measured devices: "
-        f"devices.{{{', '.join(ours)}}}"
-    )
+    count = min(math.ceil(candidates * size), len(rows))
+    sampled = rng.choice(len(rows), count, replace=False, p=rows / rows.sum())
+    highest = np.argsort(-np.nan_to_num(loss[sampled], nan=math.inf), kind="stable")
+    found: np.ndarray = sampled[highest[:size]]
+    return found

@@ -36,7 +36,7 @@ OUTSIDE = (
     "train_loss", "scores on validation rows and clients' own test rows", "per_client", "personal",
     "the spectra and other diagnostics of clients", "norms, coding errors and ranks of uploads",
     "how many of them and of their entries were clipped", "refused uploads", "cohorts", "traffic",
-    "simulated seconds and joules",
+    "simulated seconds",
 )  # fmt: skip
 #: Clip norm of answers to a survey: far below the norm of any gradient, so that directions alone
 #: count, and no data are needed to choose it.
