@@ -90,7 +90,7 @@ CONFIGURATIONS = {
     "clock": "devices.kind=lognormal cohort.extra=1.3",
     "clock, selected": "devices.kind=lognormal cohort.deadline=600 cohort.dropout=0.1 "
     "cohort.select=power_of_choice",
-    "privacy": "privacy.noise=0.3 privacy.adaptive=true privacy.bit_noise=1 uploads.codec=int8",
+    "privacy": "privacy.noise=0.3 uploads.codec=int8",
     "privacy, survey": "method=fedsb privacy.noise=0.3 privacy.sampling=fixed",
     "privacy, private": "method=trishul-private method.private_heads=2 privacy.noise=1 "
     f"privacy.sampling=fixed {OWN}",

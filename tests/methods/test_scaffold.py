@@ -37,7 +37,7 @@ def test_scaffold_server_variate_is_the_mean_over_all_clients(executor, tmp_path
         ["uploads.codec=int8"],
         ["uploads.codec=topk", "uploads.density=0.05"],
         ["uploads.codec=topk", "uploads.density=0.05", "uploads.error_feedback=true"],
-        ["privacy.noise=0", "privacy.clip=0.01", "privacy.sampling=none"],
+        ["privacy.noise=0", "privacy.clip=0.01", "privacy.sampling=fixed"],
     ],
 )
 def test_variates_of_clients_follow_what_is_left_of_their_changes(executor, tmp_path, words):

@@ -38,7 +38,7 @@ class Aggregator:
         does not change.
         """
         stages = self.stages
-        mean = stages.average(number, total, {r.client: r.stages for r in outcome.reports})
+        mean = stages.average(number, total)
         if mean is None:
             if stages.act_on_changes:
                 state = replace(state, shared=np.zeros_like(state.shared))

@@ -215,13 +215,15 @@ def send_change(
     if upload.active is not None:
         moved[np.repeat(~upload.active, [unit.size for unit in units])] = 0
     weight = configured_weight(settings.federation.weighting, upload)
-    change, read = bench.stages.send(
+    change = bench.stages.send(
         Change(moved, upload.arrays.extra),
         Sender(
             settings.seed, job.round, job.client, weight, units, upload.active, job.kept,
-            job.instructions, broadcast.shared,
+            job.instructions,
         ),
     )  # fmt: skip
+    # Client and server must continue with the same numbers (see `Method.mirrored`).
+    read = {} if change.extra is upload.arrays.extra else change.extra
     corrected = {n: job.state.get(n, 0.0) + read[n] for n in method.mirrored if n in read}
     arrays = replace(upload.arrays, shared=change.shared, extra=change.extra)
     report = replace(
@@ -231,7 +233,7 @@ def send_change(
         kept=change.kept,
         stages=change.metrics,
     )
-    return replace(upload, arrays=arrays, weighted=change.weighted), report
+    return replace(upload, arrays=arrays), report
 
 
 class LocalSteps:

@@ -98,7 +98,6 @@ class Upload:
     rows: int  # size of the client's shard, n_c
     arrays: ArrayState
     active: np.ndarray | None = None  # [U] bool, units that the client trained; None means all
-    weighted: bool = False  # whether it is times its weight already
     tokens: int = 0  # labels in the shard, T_c; counted only for federation.weighting=tokens
 
 

@@ -70,8 +70,6 @@ class Reducer:
 
     def term(self, upload: Upload, weight: float, unit_weight: np.ndarray | float) -> ArrayState:
         """Return what of an upload is summed: its contribution times its weights, in float64."""
-        if upload.weighted:
-            return upload.arrays.map(np.copy)  # sums are added in place
 
         def scaled(array: np.ndarray, by: np.ndarray | float) -> np.ndarray:
             product: np.ndarray = array.astype(np.float64) * by
@@ -117,8 +115,6 @@ def rejection_reason(upload: Upload, expected: Expected | None) -> str | None:
             return f"{key} has shape {tuple(array.shape)}, expected ({lengths[key]},)"
         if not np.isfinite(array).all():
             return f"{key} holds {int((~np.isfinite(array)).sum())} non-finite values"
-        if array.dtype == np.int64:  # in fixed point
-            continue
         largest = float(np.abs(array).max(initial=0.0))
         if largest > LARGEST_ENTRY:
             return f"{key} holds a value of {largest:.3g}, above {LARGEST_ENTRY:.0e}"

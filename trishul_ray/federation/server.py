@@ -126,7 +126,7 @@ class Server:
         self.checkpoint.sources = self.blueprint.sources
         self.checkpoint.info = self.blueprint.info
         fed, layout = experiment.federation, self.blueprint.layout
-        self.uploads = UploadReader(executor, self.stages, fed.weighting)
+        self.uploads = UploadReader(executor, self.stages)
         self.reducer = Reducer(self.method, layout, fed.weighting, self.blueprint.expected)
         self.aggregator = Aggregator(self.reducer, self.stages, self.uploads, fed)
         self.transfers = Transfers(self.method, self.blueprint, self.checkpoint.records)
@@ -315,7 +315,7 @@ class Server:
     ) -> RoundRecord:
         """Aggregate the uploads of a round into the next state and return the round's record."""
         now = self.checkpoint
-        total = self.stages.total(self._sum(number, outcome, self.reducer))
+        total = self._sum(number, outcome, self.reducer)
         mean = self.aggregator.mean(number, now.state, total, outcome)
         # Before the state changes: fetching may fail if a node is lost.
         compared = comparison.result(outcome.uploads[:MOST_CLIENTS]) if comparison.is_due else None
@@ -328,7 +328,7 @@ class Server:
             number, sent, cohort, outcome.reports, total, now.records[-1]
         )
         record.stages = over_clients(outcome.reports, {n for s in self.stages for n in s.summed})
-        record.stages |= {**total.metrics, **mean.metrics}
+        record.stages |= mean.metrics
         record.stages |= self.stages.end(number, now.state, clients)
         if compared is not None:
             self._diagnose(record, compared, reports, facts, comparison)

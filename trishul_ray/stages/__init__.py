@@ -18,14 +18,14 @@ stage. A stage may encode what is sent, add noise to the mean or move it, or cho
             return mean.with_shared(self.memory["momentum"])
 
 A user then writes ``fedavgm.momentum=0.9``. All that a client sends passes :meth:`Stage.send` on
-its worker, by ascending ``wire``; what the server makes of it passes :meth:`Stage.total` and
-:meth:`Stage.mean` the other way. All of them act on changes of the shared part since the broadcast:
-while a stage acts on changes, clients send these in place of values.
+its worker, by ascending ``wire``; the mean of a round passes :meth:`Stage.mean` on the server in
+descending order. Both act on changes of the shared part since the broadcast: while a stage acts on
+changes, clients send changes instead of values.
 
 The hooks of a round, in order: :meth:`Stage.broadcast`, :meth:`Stage.cohort`,
-:meth:`Stage.instruct`, :meth:`Stage.send`, :meth:`Stage.total`, :meth:`Stage.average`,
-:meth:`Stage.aggregate`, :meth:`Stage.mean`, :meth:`Stage.end`. A method's survey is round 0:
-:meth:`Stage.cohort`, :meth:`Stage.instruct`, :meth:`Stage.answer`, :meth:`Stage.survey`.
+:meth:`Stage.instruct`, :meth:`Stage.send`, :meth:`Stage.average`, :meth:`Stage.aggregate`,
+:meth:`Stage.mean`, :meth:`Stage.end`. A method's survey is round 0: :meth:`Stage.cohort`,
+:meth:`Stage.instruct`, :meth:`Stage.answer`, :meth:`Stage.survey`.
 
 Legend: W entries of the shared part, U units of aggregation, N clients.
 """

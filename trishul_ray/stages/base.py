@@ -203,19 +203,12 @@ class Stage:
         """Return the mean answers, given their sums; None: the sums over the clients (default)."""
         return None
 
-    def total(self, total: Partial) -> Partial:
-        """Return the sum of a round's uploads, decoded if :meth:`send` has encoded them."""
-        return total
-
-    def average(
-        self, number: int, total: Partial, reported: Mapping[int, Mapping[str, float]]
-    ) -> MeanChange | None:
+    def average(self, number: int, total: Partial) -> MeanChange | None:
         """Return the mean change of a round (from 1); None: the weighted mean (default).
 
         Args:
             number: The round.
             total: The sum of the valid uploads.
-            reported: Metrics of each client's change, by client.
         """
         return None
 
@@ -258,15 +251,6 @@ class Stage:
     def remark(cls, reports: Sequence[Json]) -> str:
         """Return what a reader of tables must know of runs with these reports (default: none)."""
         return ""
-
-    def restore(self, shared: np.ndarray, weight: float) -> np.ndarray:
-        """Return a client's change [W] as it was before :meth:`send` encoded it, for diagnostics.
-
-        Args:
-            shared: [W], as it was sent.
-            weight: The client's weight by ``federation.weighting``.
-        """
-        return shared
 
 
 STAGES = Registry[type[Stage]]("stage", "section")

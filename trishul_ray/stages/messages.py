@@ -31,7 +31,6 @@ class Change:
         shared: [W], the trained minus the broadcast value of the shared part, float32; zero in
             units that the client did not train.
         extra: What the method adds, by name.
-        weighted: Whether a stage has multiplied all of it by the client's weight.
         uploaded_bytes: Bytes of the encoding; None while they are four for each number.
         kept: What stages leave with the client for its next round, by name.
         metrics: Numbers for the round's record, by name; see :attr:`Stage.summed`.
@@ -42,7 +41,6 @@ class Change:
     uploaded_bytes: int | None = None
     kept: dict[str, np.ndarray] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    weighted: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,6 @@ class Sender:
         active: [U] bool, the units that it trained; None means all.
         kept: What stages left with it in its last round; empty before its first.
         instructions: Numbers that stages sent with the broadcast, by name.
-        broadcast: [W] float32, the shared part that it was sent, which its change is relative to.
     """
 
     seed: int
@@ -66,7 +63,6 @@ class Sender:
     active: np.ndarray | None = None
     kept: dict[str, np.ndarray] = field(default_factory=dict)
     instructions: Mapping[str, float] = field(default_factory=dict)
-    broadcast: np.ndarray | None = None
 
     def rng(self, purpose: str) -> np.random.Generator:
         """Return the random stream of this client and round for a purpose."""
@@ -143,13 +139,12 @@ class Partial:
     """The sum of a group of uploads.
 
     Attributes:
-        sums: float64, or as a stage has encoded it; None without a valid upload.
+        sums: float64; None without a valid upload.
         weight: Sum of w_c.
         unit_weight: [U] float64, sum of w_c m_cu.
         unit_clients: [U] int64, sum of m_cu.
         clients: The clients whose uploads are in it.
         refused: Why an upload was left out, by client.
-        metrics: Numbers of stages for the round's record, by name.
     """
 
     sums: ArrayState | None
@@ -158,7 +153,6 @@ class Partial:
     unit_clients: np.ndarray
     clients: list[int] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -111,31 +111,15 @@ class Stages:
         found = (stage.survey(sums) for stage in reversed(self._stages))
         return next((each for each in found if each is not None), None)
 
-    def send(self, change: Change, sender: Sender) -> tuple[Change, dict[str, np.ndarray]]:
-        """Pass a client's change through the stages, on its worker.
-
-        Returns:
-            What is sent; and by name what the server reads of ``extra`` where it is not what the
-            method has sent: both sides must go on with the same numbers (see ``Method.mirrored``).
-        """
-        given = read = change.extra
+    def send(self, change: Change, sender: Sender) -> Change:
+        """Pass a client's change through the stages, on its worker."""
         for stage in self:
             change = stage.send(change, sender)
-            if not change.weighted:
-                read = change.extra
-        return change, {} if read is given else read
+        return change
 
-    def total(self, total: Partial) -> Partial:
-        """Return the sum of a round's uploads, decoded."""
-        for stage in reversed(self._stages):
-            total = stage.total(total)
-        return total
-
-    def average(
-        self, number: int, total: Partial, reported: Mapping[int, Mapping[str, float]]
-    ) -> MeanChange | None:
+    def average(self, number: int, total: Partial) -> MeanChange | None:
         """Return the mean change of a round by the first stage that has its own."""
-        found = (stage.average(number, total, reported) for stage in reversed(self._stages))
+        found = (stage.average(number, total) for stage in reversed(self._stages))
         return next((each for each in found if each is not None), None)
 
     def aggregate(
@@ -171,12 +155,6 @@ class Stages:
             stage.memory = memories.get(stage.name, {})
         found = {stage.name: stage.report(last) for stage in self}
         return {name: each for name, each in found.items() if each is not None}
-
-    def restore(self, shared: np.ndarray, weight: float) -> np.ndarray:
-        """Return a client's change [W] as it was before it was encoded."""
-        for stage in reversed(self._stages):
-            shared = stage.restore(shared, weight)
-        return shared
 
 
 def noted_hashes(stage: Stage) -> dict[str, str]:

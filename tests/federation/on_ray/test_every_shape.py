@@ -33,7 +33,7 @@ A_CLIENT_DIES = {
 #: Privacy draws its own cohorts, so the policies of the clock are apart.
 PRIVATE = (
     "uploads.codec=int8 uploads.error_feedback=true downloads.codec=int8 privacy.noise=0.3 "
-    "privacy.adaptive=true privacy.bit_noise=1 devices.kind=lognormal server.optimizer=adam"
+    "devices.kind=lognormal server.optimizer=adam"
 )
 CLOCK = (
     "uploads.codec=int4 uploads.error_feedback=true "

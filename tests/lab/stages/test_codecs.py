@@ -46,7 +46,7 @@ def codec_of(name, **fields):
 
 def one_unit(size):
     """The units of a vector that is one tensor."""
-    return Units(np.array([size]), np.array([0]))
+    return Units(np.array([size]))
 
 
 def stream(seed=0):
@@ -55,16 +55,10 @@ def stream(seed=0):
 
 @st.composite
 def messages(draw):
-    """Units, a change of them, and what is known: some units zero, cores of any rank and scale."""
-    ranks = draw(st.lists(st.integers(0, 7), max_size=6))
-    rng = stream(draw(st.integers(0, 2**20)))
-    sizes, change, known = [], [], []
-    for rank in ranks:
-        size = rank * rank or draw(st.integers(0, 150))
+    """Units and a change of them: some units zero, sparse or equal, of any scale."""
+    rng, changes = stream(draw(st.integers(0, 2**20))), []
+    for size in draw(st.lists(st.integers(0, 150), max_size=6)):
         values = rng.standard_normal(size)
-        if rank:
-            k = rng.integers(0, rank + 1)
-            values = (rng.standard_normal((rank, k)) @ rng.standard_normal((k, rank))).ravel()
         kind = draw(st.sampled_from(["as it is", "zero", "sparse", "equal"]))
         if kind == "zero":
             values = np.zeros(size)
@@ -72,15 +66,10 @@ def messages(draw):
             values = values * (rng.random(size) < 0.1)
         elif kind == "equal":
             values = np.sign(values)
-        scale = draw(st.sampled_from([1.0, 1e-30, 1e-6, 1e9]))
-        sizes.append(size)
-        change.append(values * scale)
-        known.append(rng.standard_normal(size) * scale * draw(st.sampled_from([0.0, 1.0, 30.0])))
-    units = Units(np.array(sizes, dtype=np.int64), np.array(ranks, dtype=np.int64))
-    found = [np.concatenate([np.zeros(0), *parts]).astype(np.float32) for parts in (change, known)]
-    for array in found:
-        array.flags.writeable = False  # as it comes from the object store
-    return units, *found
+        changes.append(values * draw(st.sampled_from([1.0, 1e-30, 1e-6, 1e9])))
+    change = np.concatenate([np.zeros(0), *changes]).astype(np.float32)
+    change.flags.writeable = False  # as it comes from the object store
+    return Units(np.array([len(each) for each in changes], dtype=np.int64)), change
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -94,15 +83,15 @@ def test_every_variant_keeps_a_promise_of_the_contract(name, check, message):
 @pytest.mark.parametrize("name", CODECS)
 @given(message=messages())
 def test_a_unit_without_a_change_costs_one_bit(name, message):
-    units, change, known = message
+    units, change = message
     codec, zero = codec_of(name), np.zeros_like(change)
-    assert len(codec.encode(zero, units, stream(), known)) == -(-len(units.sizes) // 8)
+    assert len(codec.encode(zero, units, stream())) == -(-len(units.sizes) // 8)
     sends_no_unchanged_unit(codec, message)
 
 
 @pytest.mark.parametrize("name", CODECS)
 def test_an_unbiased_codec_is_right_on_average(name):
-    units = Units(np.array([16, 70, 5]), np.array([4, 0, 0]))
+    units = Units(np.array([16, 70, 5]))
     change = stream(1).standard_normal(units.length).astype(np.float32)
     times, chance = 4000, 1e-9
     for codec in variants(name):
@@ -111,7 +100,7 @@ def test_an_unbiased_codec_is_right_on_average(name):
         rng = stream(2)
         read = [codec.decode(codec.encode(change, units, rng), units) for _ in range(times)]
         assert len({one.tobytes() for one in read}) > times / 2
-        bound = codec.bound(change, units, np.zeros_like(change))
+        bound = codec.bound(change, units)
         # Hoeffding: the mean of numbers in [x - b, x + b] leaves this interval by chance alone.
         width = bound * math.sqrt(2 * math.log(2 * len(change) / chance) / times)
         assert (np.abs(np.mean(read, axis=0, dtype=np.float64) - change) <= width).all()
@@ -125,7 +114,7 @@ def test_there_are_unbiased_ones():
 # Integers.
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [4, 8])
 @given(seed=st.integers(0, 1000), count=st.integers(0, 40))
 def test_integers_survive_packing(bits, seed, count):
     limit = largest(bits)
@@ -140,14 +129,14 @@ def test_integers_survive_packing(bits, seed, count):
 def test_integers_cost_and_err_as_written(name, bits, block, way):
     """Evenly spread remainders have a mean square of 1/12 steps; rounded at random, 1/6."""
     sizes = np.array([110 * 110, 1000])
-    units = Units(sizes, np.array([110, 0]))
+    units = Units(sizes)
     change = stream(0).standard_normal(units.length).astype(np.float32)
     codec = codec_of(name, rounding=way)
     payload = codec.encode(change, units, stream(1))
     scales = sum(-(-int(size) // block) for size in sizes)
     assert len(payload) == 1 + 4 * scales + units.length * bits // 8
     error = codec.decode(payload, units).astype(np.float64) - change
-    steps = codec.bound(change, units, change) * (2 if way == "nearest" else 1)
+    steps = codec.bound(change, units) * (2 if way == "nearest" else 1)
     assert np.mean((error / steps) ** 2) == pytest.approx(
         1 / 12 if way == "nearest" else 1 / 6, rel=0.05
     )
@@ -169,7 +158,7 @@ def test_numbers_on_the_grid_are_read_as_they_are(name):
 
 @given(message=messages(), density=st.floats(0.01, 1))
 def test_topk_sends_the_largest_as_they_are(message, density):
-    units, change, _ = message
+    units, change = message
     codec = codec_of("topk", density=density)
     payload = codec.encode(change, units, stream())
     read = codec.decode(payload, units)

@@ -31,7 +31,7 @@ def example(monkeypatch):
 
 def test_it_is_short_and_sends_a_bit_an_entry(example):
     assert len(example.splitlines()) < 45
-    units = Units(np.array([9, 7]), np.array([3, 0]))
+    units = Units(np.array([9, 7]))
     change = np.random.default_rng(0).standard_normal(16).astype(np.float32)
     codec = build_codec(CodecFields(codec="signs"))
     payload = codec.encode(change, units, np.random.default_rng(0))

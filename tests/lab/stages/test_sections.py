@@ -14,7 +14,7 @@ ON = {
     ],
     "downloads": ["codec=int8"],
     "privacy": [
-        *("epsilon=2", "epsilon=8", "noise=1", "noise=1 privacy.adaptive=true"),
+        *("epsilon=2", "epsilon=8", "noise=1"),
         "noise=1 privacy.sampling=fixed",
     ],
     "devices": ["kind=lognormal"],
@@ -27,7 +27,7 @@ OFF = ["uploads.codec=none", "downloads.codec=none", "server.optimizer=none", "d
 TOGETHER = {
     "encoded and private": [
         *("uploads.codec=int8", "uploads.error_feedback=true", "downloads.codec=int8"),
-        *("privacy.noise=0.3", "privacy.adaptive=true", "privacy.bit_noise=1"),
+        *("privacy.noise=0.3",),
         *("devices.kind=lognormal", "server.optimizer=adam"),
     ],
     "on a clock": [

@@ -20,7 +20,7 @@ from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.lab.codecs.base import Units, codec_class, codec_names
 from trishul_ray.lab.codecs.stage import DownloadsConfig, UploadCodec, UploadsConfig, coded_state
-from trishul_ray.lab.privacy.clipping import clip_change
+from trishul_ray.lab.privacy.stage import clip
 from trishul_ray.methods.messages import State
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import Change, Sender, norm_of, stage_names
@@ -226,8 +226,9 @@ def test_bytes_of_a_run_are_those_of_the_format(edge_run):
 def test_what_is_clipped_after_decoding_is_within_the_norm(name, seed, bound):
     change = change_of(np.random.default_rng(seed))
     change = replace(change, extra={"control": change.shared})
-    sent = clip_change(UploadCodec(UploadsConfig(codec=name))(change, sender()), bound)
-    assert norm_of([sent.shared, *sent.extra.values()]) <= bound
+    sent = UploadCodec(UploadsConfig(codec=name))(change, sender())
+    shared, extra, _ = clip(sent.shared, sent.extra, bound)
+    assert norm_of([shared, *extra.values()]) <= bound
     assert sent.uploaded_bytes is not None and "codec_error" in sent.metrics
 
 

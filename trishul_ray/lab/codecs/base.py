@@ -71,18 +71,14 @@ class Units:
 
     Attributes:
         sizes: int64 [U], their entries.
-        ranks: int64 [U], r of core heads [r, r]; 0 of other tensors.
     """
 
     sizes: np.ndarray
-    ranks: np.ndarray
 
     @classmethod
     def of(cls, units: Iterable[Unit]) -> Units:
         """Return the units of a layout (see :meth:`Layout.units`)."""
-        pairs = [(unit.size, unit.rank or 0) for unit in units]
-        sizes, ranks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-        return cls(sizes, ranks)
+        return cls(np.array([unit.size for unit in units], dtype=np.int64))
 
     @cached_property
     def length(self) -> int:
@@ -97,7 +93,7 @@ class Units:
 
     def some(self, chosen: np.ndarray) -> Units:
         """Return the units of a mask [U]."""
-        return Units(self.sizes[chosen], self.ranks[chosen])
+        return Units(self.sizes[chosen])
 
     def entries(self, chosen: np.ndarray) -> np.ndarray:
         """Return the entries of the units of a mask [U], bool [W]."""
@@ -111,24 +107,14 @@ class Units:
         found[filled] = np.logical_or.reduceat(change != 0, self.starts[filled])
         return found
 
-    def blocks(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first positions and the lengths of blocks of ``size`` that divide each unit.
-
-        The last block of a unit may be shorter. No unit may be empty.
-        """
-        counts = -(-self.sizes // size)
-        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts = np.repeat(self.starts, counts) + size * number
-        return starts, np.diff(starts, append=self.length)
-
 
 class Codec:
     """Base class of codecs: override :meth:`pack`, :meth:`unpack`, :meth:`bound`.
 
-    An instance holds its fields alone: one object serves every client.
+    An instance only has its fields: one object serves every client.
     """
 
-    #: The fields of :class:`CodecFields` that it reads, beside ``codec`` and ``deflate``.
+    #: The fields of :class:`CodecFields` that it reads, besides ``codec`` and ``deflate``.
     fields_read: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, fields: CodecFields) -> None:
@@ -139,65 +125,43 @@ class Codec:
         """Whether the mean of many encodings with independent streams tends to the change."""
         return False
 
-    def pack(
-        self, values: np.ndarray, units: Units, known: np.ndarray, rng: np.random.Generator
-    ) -> bytes:
+    def pack(self, values: np.ndarray, units: Units, rng: np.random.Generator) -> bytes:
         """Return ``values`` as bytes.
 
         Args:
             values: float32 [n], finite, one unit after the other; no unit is zero throughout.
             units: These units.
-            known: float32 [n], what sender and receiver both have of these units, such as the
-                broadcast that ``values`` are a change of; zeros if they have nothing.
             rng: For random rounding.
         """
         raise NotImplementedError(f"{type(self).__name__} must define pack()")
 
-    def unpack(self, body: bytes, units: Units, known: np.ndarray) -> np.ndarray:
+    def unpack(self, body: bytes, units: Units) -> np.ndarray:
         """Return what the receiver reads, float32 [n], from the result of :meth:`pack`."""
         raise NotImplementedError(f"{type(self).__name__} must define unpack()")
 
-    def bound(self, values: np.ndarray, units: Units, known: np.ndarray) -> np.ndarray:
+    def bound(self, values: np.ndarray, units: Units) -> np.ndarray:
         """Return the largest error of each entry, up to rounding in float32: float [n].
 
         The arguments are those of :meth:`pack`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define bound()")
 
-    def encode(
-        self,
-        change: np.ndarray,
-        units: Units,
-        rng: np.random.Generator,
-        known: np.ndarray | None = None,
-    ) -> bytes:
+    def encode(self, change: np.ndarray, units: Units, rng: np.random.Generator) -> bytes:
         """Return the payload of a change: float32 [W], finite."""
         chosen = units.changed(change)
-        entries = units.entries(chosen)
-        before = np.zeros_like(change) if known is None else known
-        body = self.pack(change[entries], units.some(chosen), before[entries], rng)
+        body = self.pack(change[units.entries(chosen)], units.some(chosen), rng)
         payload = np.packbits(chosen).tobytes() + body
         return zlib.compress(payload, _ZLIB_LEVEL) if self.fields.deflate else payload
 
-    def decode(self, payload: bytes, units: Units, known: np.ndarray | None = None) -> np.ndarray:
+    def decode(self, payload: bytes, units: Units) -> np.ndarray:
         """Return what the receiver reads of a payload, float32 [W]."""
-        chosen, body = self.opened(payload, units)
-        entries = units.entries(chosen)
-        found = np.zeros(units.length, dtype=np.float32)
-        before = found if known is None else known
-        found[entries] = self.unpack(body, units.some(chosen), before[entries])
-        return found
-
-    def metrics(self, payload: bytes, units: Units) -> dict[str, float]:
-        """Return what is recorded of a payload beside its length, by name (default: nothing)."""
-        return {}
-
-    def opened(self, payload: bytes, units: Units) -> tuple[np.ndarray, bytes]:
-        """Return the mask [U] of the units that a payload has, and the rest."""
         content = zlib.decompress(payload) if self.fields.deflate else payload
         count = len(units.sizes)
         flags = np.frombuffer(content, dtype=np.uint8, count=-(-count // 8))
-        return np.unpackbits(flags, count=count).astype(bool), content[len(flags) :]
+        chosen = np.unpackbits(flags, count=count).astype(bool)
+        found = np.zeros(units.length, dtype=np.float32)
+        found[units.entries(chosen)] = self.unpack(content[len(flags) :], units.some(chosen))
+        return found
 
 
 CODECS = Registry[type[Codec]]("codec", "codec", "trishul_ray.lab.codecs", taken=[NONE])

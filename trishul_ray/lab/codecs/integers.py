@@ -28,9 +28,7 @@ class Int8(Codec):
         """Stochastic rounding is."""
         return self.fields.rounding == "stochastic"
 
-    def pack(
-        self, values: np.ndarray, units: Units, known: np.ndarray, rng: np.random.Generator
-    ) -> bytes:
+    def pack(self, values: np.ndarray, units: Units, rng: np.random.Generator) -> bytes:
         """Return the scales, float32, and the steps in ``bits`` bits each."""
         scales, lengths = self._scales(values, units)
         # A block of zeros has no scale; any other number divides zeros as well.
@@ -42,7 +40,7 @@ class Int8(Codec):
             np.rint(steps, out=steps)
         return scales.tobytes() + pack_integers(steps, self.bits)
 
-    def unpack(self, body: bytes, units: Units, known: np.ndarray) -> np.ndarray:
+    def unpack(self, body: bytes, units: Units) -> np.ndarray:
         """Return steps times scales."""
         _, lengths = self._blocks(units)
         scales = np.frombuffer(body, dtype="<f4", count=len(lengths))
@@ -50,13 +48,19 @@ class Int8(Codec):
         found: np.ndarray = steps * np.repeat(scales, lengths)
         return found
 
-    def bound(self, values: np.ndarray, units: Units, known: np.ndarray) -> np.ndarray:
+    def bound(self, values: np.ndarray, units: Units) -> np.ndarray:
         """Return half a step, or a whole one of stochastic rounding."""
         scales, lengths = self._scales(values, units)
         return np.repeat(scales if self.unbiased else scales / 2, lengths)
 
     def _blocks(self, units: Units) -> tuple[np.ndarray, np.ndarray]:
-        return units.blocks(self.block) if self.block else (units.starts, units.sizes)
+        """Return the first positions and the lengths of blocks that divide each unit."""
+        if self.block is None:
+            return units.starts, units.sizes
+        counts = -(-units.sizes // self.block)
+        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts = np.repeat(units.starts, counts) + self.block * number
+        return starts, np.diff(starts, append=units.length)
 
     def _scales(self, values: np.ndarray, units: Units) -> tuple[np.ndarray, np.ndarray]:
         """Return the scale of every block, float32, and the lengths of blocks."""
@@ -74,33 +78,25 @@ class Int4(Int8):
 
 
 def largest(bits: int) -> int:
-    """Return the largest integer of so many bits, of which the negative exists as well."""
+    """Return the largest integer with so many bits whose negative exists."""
     return int(2 ** (bits - 1) - 1)
 
 
 def pack_integers(steps: np.ndarray, bits: int) -> bytes:
-    """Return whole numbers [n] as integers of 8, 4 or 2 bits, several to a byte; clip them."""
+    """Return whole numbers [n] as clipped integers of 8 bits, or of 4 bits, two per byte."""
     limit = largest(bits)
     integers = np.clip(steps, -limit, limit).astype(np.int8)
     if bits == 8:
         return bytes(integers.tobytes())
-    share = 8 // bits
-    padded = np.zeros(-(-len(integers) // share) * share, dtype=np.uint8)
-    padded[: len(integers)] = integers + (limit + 1)  # from 1 to 2^bits - 1
-    packed = np.zeros(len(padded) // share, dtype=np.uint8)
-    for position in range(share):
-        packed |= padded[position::share] << (bits * position)
-    return bytes(packed.tobytes())
+    padded = np.zeros(-(-len(integers) // 2) * 2, dtype=np.uint8)
+    padded[: len(integers)] = integers + (limit + 1)  # from 1 to 15
+    return bytes((padded[::2] | (padded[1::2] << 4)).tobytes())
 
 
 def unpack_integers(body: bytes, bits: int, count: int) -> np.ndarray:
-    """Return the numbers that :meth:`pack_integers` has packed, float32 [count]."""
+    """Return the numbers that :func:`pack_integers` has packed, float32 [count]."""
     if bits == 8:
         return np.frombuffer(body, dtype=np.int8, count=count).astype(np.float32)
-    share = 8 // bits
-    packed = np.frombuffer(body, dtype=np.uint8, count=-(-count // share))
-    found = np.empty(len(packed) * share, dtype=np.float32)
-    for position in range(share):
-        found[position::share] = (packed >> (bits * position)) & (2**bits - 1)
-    found -= largest(bits) + 1
-    return found[:count]
+    packed = np.frombuffer(body, dtype=np.uint8, count=-(-count // 2))
+    found = np.stack([packed & 15, packed >> 4], axis=1).ravel()[:count].astype(np.float32)
+    return found - (largest(bits) + 1)

@@ -122,13 +122,11 @@ class UploadCodec:
             target = vector if left is None else vector + left
             if active is not None:
                 target = target * units.entries(active)
-            known = sender.broadcast if shared else None
-            payload = self.codec.encode(target, units, rng, known)
-            read[name] = self.codec.decode(payload, units, known)
+            payload = self.codec.encode(target, units, rng)
+            read[name] = self.codec.decode(payload, units)
             size += len(payload)
             error = target - read[name]
             if shared:
-                metrics |= self.codec.metrics(payload, units)
                 metrics["codec_error"] = norm_of([error]) / (norm_of([target]) or 1.0)
             if left is not None:
                 now = np.full_like(since, sender.round)

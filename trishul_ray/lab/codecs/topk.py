@@ -20,9 +20,7 @@ class TopK(Codec):
 
     fields_read = frozenset({"density"})
 
-    def pack(
-        self, values: np.ndarray, units: Units, known: np.ndarray, rng: np.random.Generator
-    ) -> bytes:
+    def pack(self, values: np.ndarray, units: Units, rng: np.random.Generator) -> bytes:
         """Return the places of the entries that are sent, then their values."""
         limit, count = self._limit(values)
         magnitudes = np.abs(values)
@@ -35,7 +33,7 @@ class TopK(Codec):
         where = places.tobytes() if places.nbytes <= len(bitmap) else bitmap
         return bytes(where + values[places].astype("<f4").tobytes())
 
-    def unpack(self, body: bytes, units: Units, known: np.ndarray) -> np.ndarray:
+    def unpack(self, body: bytes, units: Units) -> np.ndarray:
         """Return zeros, and the entries that were sent in their places."""
         size = -(-units.length // 8)  # of a bitmap; with places, both parts have at most so much
         listed = len(body) <= 2 * size
@@ -49,7 +47,7 @@ class TopK(Codec):
         found[places] = np.frombuffer(body[cut:], dtype="<f4")
         return found
 
-    def bound(self, values: np.ndarray, units: Units, known: np.ndarray) -> np.ndarray:
+    def bound(self, values: np.ndarray, units: Units) -> np.ndarray:
         """Return the smallest magnitude that is sent, which no other exceeds."""
         return np.full(len(values), self._limit(values)[0])
 

@@ -9,16 +9,16 @@ from trishul_ray.lab.codecs.base import Codec, register_codec
 class Half(Codec):
     """Two bytes an entry, relative to the largest of its unit."""
 
-    def pack(self, values, units, known, rng):
+    def pack(self, values, units, rng):
         scales = self._scales(values, units)
         return scales.tobytes() + (values / np.repeat(scales, units.sizes)).astype("<f2").tobytes()
 
-    def unpack(self, body, units, known):
+    def unpack(self, body, units):
         scales = np.frombuffer(body, dtype="<f4", count=len(units.sizes))
         values = np.frombuffer(body[scales.nbytes :], dtype="<f2").astype(np.float32)
         return values * np.repeat(scales, units.sizes)
 
-    def bound(self, values, units, known):
+    def bound(self, values, units):
         # Half the distance of neighbours: 2^-11 of an entry, and 2^-25 below the smallest normal.
         scales = np.repeat(self._scales(values, units), units.sizes)
         return 2.0**-11 * np.abs(values) + 2.0**-25 * scales
