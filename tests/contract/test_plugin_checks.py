@@ -64,11 +64,11 @@ from trishul_ray.lab.codecs.base import Codec, register_codec
 
 @register_codec("lossy")
 class Lossy(Codec):
-    def pack(self, values, units, known, rng):
+    def pack(self, values, units, rng):
         return (values * 0.5).astype("<f4").tobytes()
-    def unpack(self, body, units, known):
+    def unpack(self, body, units):
         return np.frombuffer(body, dtype="<f4")
-    def bound(self, values, units, known):
+    def bound(self, values, units):
         return np.zeros(len(values))
 """
 

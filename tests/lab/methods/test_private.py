@@ -167,7 +167,7 @@ def test_privacy_covers_what_is_sent_and_leaves_private_heads_alone(executor, tm
     noisy = server_of(executor(*words), tmp_path)
     plain = server_of(executor(*TWO), tmp_path)
     (privacy,) = noisy.stages
-    assert privacy.mechanism.numbers == noisy.blueprint.expected.lengths["shared"]
+    assert privacy.length == noisy.blueprint.expected.lengths["shared"]
     noisy.step()
     plain.step()
     kept = plain.checkpoint.client_states

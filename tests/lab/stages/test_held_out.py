@@ -116,7 +116,7 @@ def test_the_promise_is_for_those_who_may_take_part(small):
     """Seven of ten clients: a round's three are drawn from these."""
     noise = "privacy.noise=1"
     one, other = promised(small(*ON, noise)), promised(small("federation.clients=7", noise))
-    assert (one.population, one.epsilon()) == (7, other.epsilon())
+    assert (one.clients, one.epsilon()) == (7, other.epsilon())
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,7 @@ SIZES = np.array([unit.size for unit in UNITS])
 
 
 def sender(round_number=1, active=None, kept=None):
-    zeros = np.zeros(50, dtype=np.float32)
-    return Sender(0, round_number, 7, 1.0, UNITS, active, kept or {}, None, zeros)
+    return Sender(0, round_number, 7, 1.0, UNITS, active, kept or {})
 
 
 def change_of(rng, active=None, scale=1.0):
@@ -57,7 +56,7 @@ def test_bytes_are_those_of_the_encoding_and_untrained_units_are_not_sent(name):
     entries = np.repeat(active, SIZES)
     assert not sent.shared[~entries].any() and sent.shared[entries].any()
     codec, units = each.codec, Units.of(UNITS)
-    payload = codec.encode(change.shared, units, sender().rng("codec"), np.zeros(50, np.float32))
+    payload = codec.encode(change.shared, units, sender().rng("codec"))
     assert sent.uploaded_bytes == len(payload) + 1  # and which units were trained
     np.testing.assert_array_equal(sent.shared, codec.decode(payload, units))
     error = np.linalg.norm(sent.shared - change.shared) / np.linalg.norm(change.shared)
