@@ -1,4 +1,4 @@
-"""A cache that cannot lie: what can change a number is never a hit, all else always is."""
+"""A stored result is used for the same content of data and weights, and for no other content."""
 
 import contextlib
 import io
@@ -16,69 +16,10 @@ from rich.console import Console
 from tiny_files import TINY_TEXT, save_bert
 from transformers import ViTConfig, ViTForImageClassification
 
-from trishul_ray.errors import InputError
-from trishul_ray.experiment.loading import field_names, load_experiment
-from trishul_ray.methods.base import build_method
+from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.runs.runner import run_steps
-from trishul_ray.stages import STAGES, stage_names
 from trishul_ray.sweeps.status import examine
 from trishul_ray.tracking.progress import RunProgress
-
-#: Fields that cannot change a number, written down here once more.
-WITHOUT_EFFECT = {
-    "name": ["other", "x y"],
-    "resources.backend": ["ray"],
-    "resources.device": ["cpu", "cuda"],
-    "resources.actors": [1, 7],
-    "resources.cpus_per_actor": [0.5, 2],
-    "resources.gpus_per_actor": [0.25],
-    "resources.max_restarts": [0, 9],
-    "resources.cuda_graphs": [True],
-    "tracking.mlflow": [True],
-    "tracking.uri": ["sqlite:///x.db"],
-    "tracking.experiment": ["mine"],
-    "tracking.parent_run": ["abc"],
-    "storage.keep_checkpoints": [5],
-    "storage.retry_seconds": [0],
-    "federation.clients_per_actor": [1],
-    "optimizer.lr_source": ["a guess"],
-    "task.answer_pattern": ["[0-9]+"],  # of `trishul eval`
-    "optimizer.rates": [None],
-    "evaluation.every": [0, 7],  # the only round of these runs is the last, which is scored
-    "data.content": ["sha256:0 elsewhere"],
-    "model.content": ["sha256:0 elsewhere"],
-}
-#: Other values of fields that can, where no rule below gives a valid one.
-OTHERS = {
-    "budget": [3, 5, "lower"],
-    "task.kind": ["verbalizer"],
-    "task.template": ["{text}!"],
-    "task.verbalizers": [["a", "b"], ["b", "a"]],
-    "model.image_size": [8, 12],
-    "model.quantize": ["nf4", "int8"],
-    "federation.held_out": [0.25, 0.5],
-    "adapter.targets": [["query"], ["value"]],
-    "federation.compute": ["full"],  # a limited client needs another method
-    "federation.compute_shares": [],
-    "data.columns": [{"text": "label", "label": "text"}],
-    "data.name": ["digits"],
-    "data.test_groups": [["a"], ["a", "b"]],
-    "data.path": ["elsewhere"],
-    "model.name": ["vit-digits", "bert-tiny"],
-    "method.name": ["fedex", "trishul"],
-    "federation.clients_per_round": [1],
-    "optimizer.momentum": [0.5],
-    "optimizer.warmup": [1, 2, 0.1],
-    "optimizer.weight_decay": [0.01],
-}
-#: Fields that have no other valid value in any of these worlds: their method takes no limits.
-WITHOUT_ANOTHER_VALUE = {
-    "task.loss",
-    "task.turns",
-    "federation.compute",
-    "federation.compute_shares",
-    "plugins",
-}
 
 
 class World:
@@ -185,69 +126,6 @@ def worlds(tmp_path_factory, cache):
     return made
 
 
-def fields_with_effect(world):
-    read = build_method(world.load().method).fields_read
-    names = [n for n in field_names("fedit") if n not in WITHOUT_EFFECT]
-    names = [n for n in names if not n.startswith("adapter.") or n.rpartition(".")[2] in read]
-    return [n for n in names if not n.startswith("storage.")]
-
-
-def other_values(name, value):
-    if name in OTHERS or isinstance(value, bool):
-        return OTHERS.get(name, [not value])
-    if isinstance(value, int):
-        return [value + 1, value * 2 or 3]
-    if isinstance(value, float):
-        return [value * 0.9 or 0.2]
-    if value is None:
-        return [1, 2, 0.5]
-    choices = {
-        "iid": "dirichlet", "dirichlet": "iid", "auto": "classification", "per-client": "per-label",
-        "pretrained": "random", "fp32": "bf16", "matched": "published", "adam": "sgd",
-        "constant": "cosine", "run": "round", "round": "all", "uniform": "size",
-    }  # fmt: skip
-    other = {"partition.by": "label", "adapter.path": "merged"}.get(name, choices.get(value))
-    return [] if other is None else [other]
-
-
-def other_ids(world, name):
-    """The ids of the runs in which a field has another value that is valid in this world."""
-    section, _, field = name.rpartition(".")
-    found = experiment = world.load()
-    if section:
-        found = getattr(experiment, section, None) or experiment.stages.get(section)
-    value = getattr(found or STAGES[section].Config(), field)
-    ids = set()
-    for other in other_values(name, value):
-        with contextlib.suppress(InputError):
-            if other != value:
-                ids.add(world.load(f"{name}={json.dumps(other)}").id)
-    return ids
-
-
-@pytest.mark.slow
-def test_every_field_that_can_change_a_number_is_in_the_id(worlds):
-    left = []
-    for world in worlds:
-        ids = {name: other_ids(world, name) for name in fields_with_effect(world)}
-        own = world.load().id
-        assert [name for name, others in ids.items() if own in others] == []
-        # Fields of a section that is off have no other value while its switch is off.
-        unchanged = {name for name, others in ids.items() if not others}
-        left.append({n for n in unchanged if n.split(".")[0] not in stage_names()})
-    assert set.intersection(*left) == WITHOUT_ANOTHER_VALUE
-
-
-@pytest.mark.slow
-def test_every_field_that_cannot_change_a_number_is_a_hit(worlds):
-    for world in worlds:
-        for name, values in WITHOUT_EFFECT.items():
-            for value in values:
-                override = f"{name}={json.dumps(value)}"
-                state = world.status(override)
-                assert state.status == "finished", (world.place.name, override)
-
-
 def other_contents(file, rng):
     """What a file may hold instead, each of which changes a number."""
     content = bytearray(file.read_bytes())
@@ -348,17 +226,9 @@ def same_content(world, rng):
 
 
 def other_yaml(world, rng):
-    def shuffled(fields):
-        items = rng.sample(list(fields.items()), len(fields))
-        return {k: shuffled(v) if isinstance(v, dict) else v for k, v in items}
-
-    text = yaml.safe_dump(shuffled(world.config), sort_keys=False, indent=rng.randrange(2, 8))
-    lines = [f"{line}  # {rng.random()}" for line in text.splitlines()]
-    world.file.write_text("\n".join(["# a comment", *lines, "", "# the end"]))
-
-
-def yaml_in_one_line(world, rng):
-    world.file.write_text(yaml.safe_dump(world.config, default_flow_style=True, width=1000))
+    items = rng.sample(list(world.config.items()), len(world.config))
+    text = yaml.safe_dump(dict(items), sort_keys=False, indent=rng.randrange(2, 8))
+    world.file.write_text("# a comment\n" + text.replace("\n", "  # why\n"))
 
 
 def other_spelling(world, rng):
@@ -392,9 +262,7 @@ def moved(world, rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change", [other_times, same_content, other_yaml, yaml_in_one_line, other_spelling, moved]
-)
+@pytest.mark.parametrize("change", [other_times, same_content, other_yaml, other_spelling, moved])
 def test_what_changes_no_number_is_a_hit(worlds, change):
     rng = random.Random(0)
     for world in worlds:

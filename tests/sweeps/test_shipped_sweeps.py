@@ -1,13 +1,11 @@
 """The sweeps of the paper's tables and figures, in each profile."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from shipped import shipped
 
-from trishul_ray.methods.base import method_class
 from trishul_ray.paper.numbers import PAPER, records
 from trishul_ray.sweeps.cells import distinct
 from trishul_ray.sweeps.loading import find_sweeps
@@ -129,34 +127,12 @@ def test_tables_figures_and_counts(profile):
     assert {*tables, "fig:overhead"} == {*PAPER.tables()}
 
 
-#: Datasets that titles name, by how their names begin.
-NAMED = {
-    "CIFAR-100": "cifar100", "SVHN": "svhn", "GLUE": "glue/", "20 Newsgroups": "20newsgroups",
-    "MRQA": "mrqa",
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("profile", PROFILES)
-def test_titles_name_what_is_shown(profile):
-    files = Path(__file__).parents[2].glob(f"sweeps/{profile}/[!_]*.yaml")
-    beyond = {file.stem for file in files} - set(shipped(profile))
-    for sweep in [*sweeps(profile), *find_sweeps(sorted(beyond), profile)]:
-        used = {cell.experiment.data.name for cell in sweep.cells}
-        read_by = {cell.metric or "accuracy" for cell in sweep.cells}
-        for title in (sweep.title, *(each.title for each in (*sweep.tables, *sweep.figures))):
-            if "ccuracy" in title:
-                assert not any("loss" in metric for metric in read_by), (sweep.name, title)
-            for name, dataset in NAMED.items():
-                there = any(each.startswith(dataset) for each in used)
-                assert name not in title or there or "stand-ins" in title, (sweep.name, title)
-
-
-@pytest.mark.parametrize("profile", PROFILES)
-def test_the_head_says_what_is_reproduced_and_leaves_the_cost_to_the_plan(profile):
-    for sweep in sweeps(profile):
-        text = sweep.description
-        assert text.index("Reproduces:") < text.index("Expected:")
-        assert not re.search(r"cost|hours|\d\s+runs", text, re.IGNORECASE), sweep.name
+def test_every_file_of_a_profile_loads(profile):
+    files = sorted(Path(__file__).parents[2].glob(f"sweeps/{profile}/[!_]*.yaml"))
+    assert len(files) > len(NAMES)
+    for sweep in find_sweeps([file.stem for file in files], profile):
+        assert sweep.cells and sweep.description, sweep.name
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -264,24 +240,6 @@ def check_meaning(record, cells):
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_newer_methods_share_the_runs_of_clients_who_differ(profile):
-    newer, personal = find_sweeps(["newer_methods", "personal"], profile)
-    names = {cell.experiment.method.name for cell in newer.cells}
-    new = {"rolora", "fedsvd", "fedrot", "frlora", "fedplora", "florist"}
-    new |= {"fedsa", "local"}
-    assert names == new | {"fedit", "ravan", "trishul"}
-    assert len(distinct([newer])) == 14 * SEEDS[profile]
-    shared = [run for id, run in distinct([newer]).items() if id in distinct([personal])]
-    both = {"fedit", "ravan", "trishul", "fedsa", "local"}
-    assert {run.method.name for run in shared} == (set() if profile == "smoke" else both)
-    assert newer.name not in NAMES
-    for cell in newer.cells:
-        method = method_class(cell.experiment.method.name)
-        assert cell.metric != "personal_mean" or method.personal
-        assert cell.experiment.federation.compute == "full" or method.takes_limits
-
-
-@pytest.mark.parametrize("profile", PROFILES)
 def test_quantized_backbones_differ_by_their_weights_alone(profile):
     (quantized,) = find_sweeps(["quantized"], profile)
     runs = distinct([quantized]).values()
@@ -295,17 +253,6 @@ def test_quantized_backbones_differ_by_their_weights_alone(profile):
 
 def runs_model(run):
     return run.model.model_copy(update={"precision": "fp32", "quantize": "none"})
-
-
-@pytest.mark.parametrize("profile", ["small", "smoke"])
-def test_other_profiles_have_labels_of_the_paper(profile):
-    for sweep in sweeps(profile):
-        for table in sweep.tables:
-            for labels in positions(sweep, table) if table.paper else ():
-                assert PAPER.table_value(table.paper, dict(labels)) is not None, (
-                    sweep.name,
-                    labels,
-                )
 
 
 def test_smoke_needs_nothing_but_the_package():
@@ -327,31 +274,3 @@ def test_messages_name_a_sample_with_four_digits():
     (sweep,) = find_sweeps(["lambda"], "smoke")
     cell = replace(sweep.cells[0], labels={"sample": "optimizer.lr=0.006431172050131994, seed=1"})
     assert sweep.cell_name(cell) == "lambda: optimizer.lr=0.006431, seed=1"
-
-
-def test_messages_name_what_stands_in_for_a_dataset():
-    (sweep,) = find_sweeps(["initialization"], "smoke", [])
-    names = {sweep.cell_name(cell) for cell in sweep.cells}
-    assert "initialization: Random Normal, digits (for CIFAR-100), seed=0" in names
-
-
-@pytest.mark.slow
-def test_smokes_language_cells_train_and_differ(inline_result, cache, tmp_path):
-    """After a few steps no answer is right; the loss tells cells apart."""
-    places = [f"storage.cache={cache}", f"storage.runs={tmp_path}", "tracking.mlflow=false"]
-    words = [*places, "resources.backend=inline", "evaluation.limit=16"]
-    (sweep,) = find_sweeps(["language"], "smoke", words)
-    place = {"budget": "lower", "clients": "20", "partition": "iid", "seed": "0"}
-    losses = {}
-    for cell in sweep.cells:
-        labels = cell.labels
-        method, dataset = labels["method"], labels["dataset"]
-        here = all(labels[axis] == label for axis, label in place.items())
-        if here and method in ("Full-FT", "FedIT", "Fed-SB", "RAVAN"):
-            records = inline_result(cell.experiment).checkpoint.records
-            assert (
-                cell.metric == "loss"
-                and records[-1].scores["loss"] < records[0].scores["loss"] - 0.5
-            )
-            losses[method, dataset] = round(records[-1].scores["loss"], 3)
-    assert len(losses) == len(set(losses.values())) == 8

@@ -215,8 +215,7 @@ MISTAKES = [
     ("base: {dataset: digts}\n", "base -> data.name", "did you mean 'digits'?"),
     (
         "base: {federation.clients: 2}\n",
-        "base -> federation.clients",
-        "clients_per_round=4 exceeds",
+        "base -> federation.clients", "clients_per_round=4 exceeds",
     ),
     # Axes.
     ("axes: {seed: []}\n", "axes", "axis 'seed' is empty"),
@@ -229,23 +228,19 @@ MISTAKES = [
     ("axes: {seed: null}\n", "axes -> seed", "is null, but no extended file has this axis"),
     (
         "axes: {partition.alpha: [0.3, -1], seed: [5]}\n",
-        "axes -> partition.alpha -> -1 -> partition.alpha",
-        "input should be greater than 0",
+        "axes -> partition.alpha -> -1 -> partition.alpha", "input should be greater than 0",
     ),
     (
         "axes: {method: [fedit, trishul], method.lam: [0]}\n",
-        "axes -> method.lam -> 0 -> method.lam",
-        "unknown field 'method.lam'",
+        "axes -> method.lam -> 0 -> method.lam", "unknown field 'method.lam'",
     ),
     (
         "axes: {a: {x: {seed: 1}}, seed: [1, 2]}\n",
-        "axes -> seed -> 2 -> seed",
-        "2, but another axis sets 1",
+        "axes -> seed -> 2 -> seed", "2, but another axis sets 1",
     ),
     (
         "axes: {a: {x: {metric: loss}}, b: {y: {metric: accuracy}}}\n",
-        "axes -> b -> y",
-        "'accuracy', but another axis sets 'loss'",
+        "axes -> b -> y", "'accuracy', but another axis sets 'loss'",
     ),
     ("axes: {a: {x: {metric: acuracy}}}\n", "axes -> a -> x -> metric", "did you mean 'accuracy'?"),
     # Exceptions and adjustments.
@@ -255,13 +250,11 @@ MISTAKES = [
     (SEED + "adjust: [{where: {seed: 0}}]\n", "adjust -> 0 -> fields", "field required"),
     (
         SEED + "adjust: [{where: {seed: 0}, fields: {budgt: 8}}]\n",
-        "adjust -> 0 -> fields -> budgt",
-        "unknown field 'budgt'",
+        "adjust -> 0 -> fields -> budgt", "unknown field 'budgt'",
     ),
     (
         "axes: {seed: [0, 1]}\nexcept: [{seed: 1}]\nadjust: [{where: {seed: 1}, fields: {}}]\n",
-        "adjust -> 0",
-        "no cell has these labels",
+        "adjust -> 0", "no cell has these labels",
     ),
     # Tables and figures.
     (SEED + "tables: [{rows: [seed]}]\n", "tables -> 0 -> name", "field required"),
@@ -272,8 +265,7 @@ MISTAKES = [
     (ROWS + ", where: {seed: 1}}]\n", "tables -> 0 -> where -> seed", "no label '1'; known: 0"),
     (
         TWO + "tables: [{name: a, rows: [seed], where: {budget: 8, rounds: 1}}]\n",
-        "tables -> 0 -> where",
-        "selects no cell",
+        "tables -> 0 -> where", "selects no cell",
     ),
     (TWO + "tables: [{name: a, rows: [budget]}]\n", "tables -> 0", "different labels of rounds"),
     (ROWS + "}, {name: a, rows: [seed]}]\n", "tables -> 1 -> name", "'a' appears twice"),
@@ -285,35 +277,30 @@ MISTAKES = [
     # Search.
     (
         "search: {kind: grid, space: {seed: {int: [1, 2]}}}\n",
-        "search -> kind",
-        "'random' or 'optuna'",
+        "search -> kind", "'random' or 'optuna'",
     ),
     ("search: {kind: random}\n", "search -> space", "field required"),
     (
         SPACED + "{optimizer.rl: {log: [1, 2]}}}\n",
-        "search -> space -> optimizer.rl",
-        "'optimizer.lr'?",
+        "search -> space -> optimizer.rl", "'optimizer.lr'?",
     ),
     (SPACED + "{seed: {int: [1, 2], log: [1, 2]}}}\n", "search -> space -> seed", "needs one of"),
     (SPACED + "{seed: {int: [1.5, 2]}}}\n", "search -> space -> seed -> int -> 0", "valid integer"),
     (SPACED + "{optimizer.lr: {log: [0, 1]}}}\n", "search -> space -> optimizer.lr", "above 0"),
     (
         SPACED + "{optimizer.lr: {uniform: [2, 1]}}}\n",
-        "search -> space -> optimizer.lr",
-        "needs [low",
+        "search -> space -> optimizer.lr", "needs [low",
     ),
     (SPACED + "{adapter.heads: {int: [0, 8]}}}\n", "search -> space -> adapter.heads", "greater"),
     (
         SEED + SPACED + "{seed: {int: [1, 2]}}}\n",
-        "search -> space -> seed",
-        "an axis, `adjust` or an override also sets this field",
+        "search -> space -> seed", "an axis, `adjust` or an override also sets this field",
     ),
     (
         "search: {kind: random, space: {seed: {int: [1, 2]}}}\n",
-        "search",
-        "set data.validation_share",
+        "search", "set data.validation_share",
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "place", "fault"), MISTAKES)
@@ -329,16 +316,6 @@ def test_a_mistake_in_an_extended_file_names_that_file(write):
         write("extends: base.yaml\naxes: {budget: [4]}\n"),
         "s.yaml: except -> 0 -> seed: axis 'seed'",
     )
-
-
-def test_the_name_of_a_file_can_be_that_of_a_folder(write):
-    reject(write("base: {}", "my sweep.yaml"), "my sweep.yaml: name: 'my sweep' must be letters")
-    assert load_sweep(write("name: other", "my sweep.yaml")).name == "other"
-
-
-def test_files_that_extend_each_other(write):
-    write("extends: s.yaml\n", "other.yaml")
-    reject(write("extends: other.yaml\n"), "other.yaml: extends: s.yaml extends this file, too")
 
 
 def test_a_file_that_is_missing_or_no_text(write):
