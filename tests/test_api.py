@@ -133,7 +133,7 @@ def test_the_model_predicts_as_the_exported_adapter_does(tiny):
     assert result.classes == tuple("0123456789") and result.model_path is None
 
 
-def test_a_tuned_decoder_answers_and_what_was_cut_is_said(tiny, tmp_path):
+def test_tuned_decoder_answers_and_reports_truncation(tiny, tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": a}]}
         for n, a in enumerate(["yes", "no", "so it is and so it will be"] * 6)
@@ -169,15 +169,6 @@ def test_a_stopped_run_is_continued(tiny, tmp_path, cache, capsys):
     assert tiny(fresh=True).summary["state_sha256"] == result.summary["state_sha256"]
 
 
-def test_a_wrong_type_is_one_line():
-    with pytest.raises(trishul_ray.InputError, match=r"axes=\[1\]: give \{field: values\}"):
-        trishul_ray.sweep(axes=[1])
-    with pytest.raises(trishul_ray.InputError, match=r"axes=\{\}: give \{field: values\}"):
-        trishul_ray.sweep(axes={})
-    with pytest.raises(trishul_ray.InputError, match="plug-in of type int: name a Python file"):
-        trishul_ray.load_plugin(3)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -204,7 +195,7 @@ def test_wrong_input_is_one_line(fields, message, tiny, tmp_path):
         trishul_ray.load("0" * 12, runs=str(tmp_path))
 
 
-def test_a_configuration_may_be_a_file_or_a_dictionary(tiny, tmp_path):
+def test_configuration_is_a_file_or_a_dictionary(tiny, tmp_path):
     content = {"method": "ffalora", "federation": {"clients": 4}}
     file = tmp_path / "mine.yaml"
     file.write_text(json.dumps(content))
@@ -316,7 +307,7 @@ def test_any_module_is_a_model(tiny, tmp_path):
         ([nn.Linear(64, 10), nn.LSTM(10, 10)], r"returns tuple; it must return logits"),
     ],
 )  # fmt: skip
-def test_a_module_that_does_not_fit_is_named_before_the_run(tiny, tmp_path, layers, message):
+def test_unfit_module_is_rejected_before_the_run(tiny, tmp_path, layers, message):
     with pytest.raises(trishul_ray.InputError, match=message) as caught:
         tiny(model=nn.Sequential(nn.Flatten(), *layers), method="fedit", budget=1)
     assert "\n" not in str(caught.value) and not list((tmp_path / "runs").glob("*"))
@@ -326,7 +317,7 @@ def test_a_module_that_does_not_fit_is_named_before_the_run(tiny, tmp_path, laye
         tiny(model=nn.Linear(2, 2), tokenizer="bert")
 
 
-def test_rounds_are_reported_and_an_error_of_the_callback_is_the_callers_own(tiny):
+def test_callback_gets_rounds_and_raises_its_own_errors(tiny):
     seen = []
 
     def stop(record):
@@ -342,7 +333,7 @@ def test_rounds_are_reported_and_an_error_of_the_callback_is_the_callers_own(tin
     assert tiny(on_round=seen.append).repeated and len(seen) == 3
 
 
-def test_a_second_run_at_the_same_time_is_refused(tiny):
+def test_second_run_in_a_process_is_rejected(tiny):
     errors = []
 
     def second(record):
@@ -398,7 +389,7 @@ def test_predict_takes_a_batch(tiny):
                 predict(batch, batch_size=size)
 
 
-def test_finished_runs_are_listed_and_loaded_by_the_beginning_of_their_ids(tiny, tmp_path):
+def test_runs_are_listed_and_loaded_by_prefix(tiny, tmp_path):
     store = str(tmp_path / "runs")
     assert trishul_ray.list_runs(store).empty
     results = [tiny(rounds=1, method="fedit", seed=seed) for seed in range(2)]
@@ -421,11 +412,6 @@ def test_finished_runs_are_listed_and_loaded_by_the_beginning_of_their_ids(tiny,
     (tmp_path / "runs" / twin).mkdir()
     with pytest.raises(trishul_ray.InputError, match=f"several begin so: .*{results[0].id}"):
         trishul_ray.load(results[0].id[:6], runs=store)
-
-
-def test_a_notebook_shows_a_table_of_a_result(tiny):
-    page = tiny(rounds=1, name="<b>")._repr_html_()
-    assert page.startswith("<table>") and "accuracy" in page and "<b>" not in page
 
 
 @pytest.mark.slow
@@ -479,7 +465,7 @@ def test_a_module_reads_texts_with_its_tokenizer(tiny):
 
 
 @pytest.mark.slow
-def test_a_module_and_rows_go_to_the_workers_of_a_cluster(tiny, tmp_path):
+def test_module_and_rows_reach_ray_workers(tiny, tmp_path):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
     images, labels = digits(60)

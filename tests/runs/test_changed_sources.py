@@ -56,7 +56,7 @@ def result_of(place):
     return json.loads(file.read_text())
 
 
-def test_a_finished_run_is_read_while_its_data_are_unchanged(trishul, place):
+def test_changed_data_of_a_finished_run_are_named(trishul, place):
     code, stderr = trishul("run", *WORDS)
     assert code == 0, stderr
     first = result_of(place)
@@ -88,7 +88,7 @@ def test_a_finished_run_is_read_while_its_data_are_unchanged(trishul, place):
     assert code == 0 and "not compared with this finished run: the data (" in stderr
 
 
-def test_a_file_rewritten_with_the_same_rows_is_no_change(trishul, place):
+def test_same_rows_in_a_new_file_change_nothing(trishul, place):
     assert trishul("run", *WORDS)[0] == 0
     first = result_of(place)
     change_notes(place, "left")
@@ -120,7 +120,7 @@ def test_changed_files_of_ones_own_are_another_run(trishul, place):
     }
 
 
-def test_files_that_change_between_loading_and_running_are_named(place):
+def test_files_changed_after_loading_are_named(place):
     experiment = load_experiment(None, [*WORDS, *OWN])
     change_notes(place)
     with pytest.raises(InputError, match=r"^data.path='hub/me/notes/train.csv' has changed: this"):
@@ -132,7 +132,7 @@ def test_files_that_change_between_loading_and_running_are_named(place):
     [(change_notes, "data"), (change_bert, "weights of the backbone")],
     ids=["data", "weights"],
 )
-def test_an_unfinished_run_does_not_continue_with_changed_sources(trishul, place, change, named):
+def test_unfinished_run_rejects_changed_sources(trishul, place, change, named):
     experiment = load_experiment(None, WORDS)
     driver = InlineDriver(experiment, prepare_run(experiment), "first")
     driver.begin()
@@ -159,7 +159,7 @@ def test_an_export_requires_the_backbone_of_the_training(trishul, place):
     assert not (place / "other").exists()
 
 
-def test_a_node_with_other_data_than_the_driver_is_named(place):
+def test_node_with_other_data_is_named(place):
     """An actor that cannot read the driver's cache prepares the data from its own files."""
     experiment = load_experiment(None, WORDS)
     prepared = prepare_run(experiment)

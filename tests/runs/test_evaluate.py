@@ -70,7 +70,7 @@ def answers_of(result):
     return [json.loads(line) for line in (Path(result.path) / ANSWERS).read_text().splitlines()]
 
 
-def test_answers_are_the_same_in_any_batch_and_their_scores_are_read_by_tables(tuned):
+def test_answers_and_scores_do_not_depend_on_batches(tuned):
     first = evaluate_run(tuned.path, rows=40, batch_size=1)
     single = answers_of(tuned)
     (Path(tuned.path) / "eval.json").unlink()
@@ -158,7 +158,7 @@ def test_rows_are_drawn_in_equal_shares_of_groups(cache):
     assert len(draw_rows(test, 10**6)) == len(test)
 
 
-def test_repetition_is_the_share_of_runs_of_tokens_that_were_there_before():
+def test_repetition_is_the_share_of_repeated_tokens():
     assert repeated_share([7] * 10) == pytest.approx(6 / 7)  # one of seven runs is new
     assert repeated_share([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
     assert repeated_share(range(50)) == repeated_share([1, 1, 1]) == repeated_share([]) == 0
@@ -168,9 +168,7 @@ def test_repetition_is_the_share_of_runs_of_tokens_that_were_there_before():
     ("ended", "repeated", "said"),
     [(0.6, 0.9, ""), (0.4, 0.1, "hardly learned to stop"), (0.4, 0.6, "60% of their text repeats")],
 )
-def test_answers_that_do_not_end_are_warned_of_with_the_likely_reason(
-    capsys, ended, repeated, said
-):
+def test_endless_answers_are_reported_with_the_reason(capsys, ended, repeated, said):
     scores = {"rows": 80, "ended": ended, "repeated": repeated}
     _print_scores({"rows": 80, "of": 80, "split": "test", "tuned": scores})
     warned = capsys.readouterr().err
@@ -258,7 +256,7 @@ def test_choices_are_scored_by_their_log_likelihoods(chosen):
         assert scores[name] == pytest.approx(count / len(own))
 
 
-def test_a_choice_may_be_longer_than_an_answer_to_generate(chosen):
+def test_choice_may_exceed_the_answer_limit(chosen):
     run, row = chosen._trained, Row.of("say it", "", "-")
     task, model = run.bench.task, run.bench.model
     choices = ["x" * task.target_length + end for end in ("", "a", "ab")]
@@ -332,7 +330,7 @@ def test_the_harness_chooses_as_our_scores_do(chosen, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_exported_adapter_gives_the_same_answers_in_plain_peft(tuned):
+def test_exported_adapter_answers_alike_in_plain_peft(tuned):
     evaluate_run(tuned.path, rows=40)
     folder = tuned.adapter_path
     task = json.loads((Path(folder) / "task.json").read_text())

@@ -85,7 +85,7 @@ def run(cache, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_method_ends_in_what_others_load_and_score_alike(run, tmp_path):
+def test_exports_of_every_method_score_alike_elsewhere(run, tmp_path):
     methods = [{"name": name} for name in SINGLE]
     methods.append({"name": "flexlora", "truncate": False})
     results = [run(method=method, evaluation={"limit": 100}) for method in methods]
@@ -112,7 +112,7 @@ def test_every_method_ends_in_what_others_load_and_score_alike(run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_a_quantized_backbone_is_named_and_written_as_it_was_trained_with(kind, run, tmp_path):
+def test_quantized_backbone_is_exported_dequantized(kind, run, tmp_path):
     result = run(method="fedex", model={"quantize": kind}, evaluation={"limit": 100})
     adapter, test = Path(result.adapter_path), trishul_ray_rows(result)
     note = trishul_ray.runs.export.export_run(
@@ -128,7 +128,7 @@ def test_a_quantized_backbone_is_named_and_written_as_it_was_trained_with(kind, 
 
 
 @pytest.mark.parametrize("method", ["local", "fedsa", "trishul-private"])
-def test_a_clients_own_model_is_what_its_evaluation_has_scored(method, run, tmp_path):
+def test_personalized_model_scores_as_in_its_evaluation(method, run, tmp_path):
     result = run(method=method, evaluation={"limit": 100, "per_client": True, "every": 0})
     note = result.summary["export"]["note"]
     card = (Path(result.adapter_path) / "README.md").read_text()
@@ -166,7 +166,7 @@ def test_a_clients_own_model_is_what_its_evaluation_has_scored(method, run, tmp_
             result.model(client=wrong)
 
 
-def test_an_own_model_of_a_client_without_one_is_refused(run, tmp_path):
+def test_missing_personalized_model_is_rejected(run, tmp_path):
     result = run(method="fedit", evaluation={"limit": 10}, rounds=1)
     with pytest.raises(InputError, match="client=0: method=fedit leaves no part of the model with"):
         result.model(client=0)
@@ -214,7 +214,7 @@ def trishul_ray_rows(result):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
-def test_text_models_come_with_their_tokenizer_and_need_no_data(merged, run, called, tmp_path):
+def test_text_models_are_exported_with_their_tokenizer(merged, run, called, tmp_path):
     labels = np.arange(60) % 2
     rows = [
         {"text": f"{('left', 'right')[label]} {n}", "label": int(label)}
@@ -250,7 +250,7 @@ def test_text_models_come_with_their_tokenizer_and_need_no_data(merged, run, cal
         assert accuracy == pytest.approx(result.final["accuracy"], abs=0.0501), result
 
 
-def test_the_backbone_is_named_so_that_it_is_found(run, tmp_path, vit_folder):
+def test_exported_adapter_finds_its_backbone(run, tmp_path, vit_folder):
     from transformers import AutoModelForImageClassification, ViTConfig
 
     config = ViTConfig.from_pretrained(vit_folder())
@@ -278,7 +278,7 @@ def test_the_backbone_is_named_so_that_it_is_found(run, tmp_path, vit_folder):
 
 
 @pytest.mark.parametrize("method", ["fullft", "fedit"])
-def test_an_exported_decoder_stops_where_its_template_ends_answers(method, run, tmp_path):
+def test_exported_decoder_stops_at_template_ends(method, run, tmp_path):
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}

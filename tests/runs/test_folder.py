@@ -7,7 +7,7 @@ from trishul_ray.runs.folder import tidy_finished
 from trishul_ray.storage.store import Store
 
 
-def test_the_locks_that_killed_processes_left_beside_finished_runs_are_removed(tmp_path):
+def test_locks_of_killed_processes_are_removed(tmp_path):
     for id in ("finished", "held", "unfinished"):
         (tmp_path / f".{id}.lock").touch()
     with FileLock(tmp_path / ".held.lock"):
@@ -15,7 +15,7 @@ def test_the_locks_that_killed_processes_left_beside_finished_runs_are_removed(t
     assert {path.name for path in tmp_path.iterdir()} == {".held.lock", ".unfinished.lock"}
 
 
-def test_what_was_being_written_when_a_run_in_a_bucket_finished_is_removed(s3_server, s3_bucket):
+def test_unfinished_files_in_a_bucket_are_removed(s3_server, s3_bucket):
     uri = s3_bucket("runs")
     bucket = uri.split("/")[2]
     for id in ("noted", "killed", "other"):

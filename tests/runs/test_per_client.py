@@ -4,7 +4,6 @@ import pytest
 
 import trishul_ray
 from trishul_ray.data.partition import class_mix
-from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import prepare_run
 
 CITIES = ("Aarhus", "Bergen", "Cork")
@@ -21,7 +20,7 @@ def run(cache, tmp_path):
     return make
 
 
-def test_clients_are_scored_by_name_on_their_own_test_rows(run, called, tmp_path, cache):
+def test_clients_are_scored_on_their_test_rows(run, called, tmp_path, cache):
     rows = {
         split: [
             {"text": f"{n}", "label": f"{n % 2}", "client": CITIES[n % 3]} for n in range(count)
@@ -68,7 +67,7 @@ def test_own_models_are_scored_beside_the_global_one(run, tmp_path):
     assert run(rows, partition={"kind": "iid"}, **(options | {"method": "fedit"})).personal == {}
 
 
-def test_without_test_rows_of_their_own_clients_are_scored_by_their_class_mix(run):
+def test_clients_without_test_rows_use_class_mix(run):
     result = run(per_client=True, model={"init": "random"}, evaluation={"limit": 64})
     experiment = result._experiment
     prepared = prepare_run(experiment)
@@ -81,17 +80,6 @@ def test_without_test_rows_of_their_own_clients_are_scored_by_their_class_mix(ru
         ]
         want = sum(w * r for w, r in zip(weights, recall, strict=True)) / sum(weights)
         assert score == pytest.approx(want)
-
-
-def test_the_field_leaves_the_ids_of_other_runs_as_they_were(small):
-    assert "per_client" not in small().identity()["evaluation"]
-    assert (
-        small("evaluation.per_client=true").id
-        != small().id
-        == small("evaluation.per_client=false").id
-    )
-    # As NUMERICS 5 has it without the field.
-    assert load_experiment(None, []).id == "3020e8fba98e"
 
 
 def test_nothing_to_score_clients_by_is_refused(run):

@@ -8,12 +8,11 @@ from copy import deepcopy
 from dataclasses import replace
 
 import pytest
-import torch
 
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import coverage_of, prepare_run
 from trishul_ray.report.summary import attempt_of, write_attempt
-from trishul_ray.runs.results import hardware, kernels, summarize
+from trishul_ray.runs.results import summarize
 from trishul_ray.storage.store import Store
 
 
@@ -32,16 +31,9 @@ def test_the_kernels_in_use_are_recorded():
         check=True,
     )
     recorded = json.loads(done.stdout)
-    assert recorded["cpu_capability"] == "DEFAULT"
+    assert recorded["cpu_capability"] == "DEFAULT" and recorded["processor"].strip()
+    assert recorded["kernels"]["blas"] != "unknown" and recorded["kernels"]["libraries"]
     assert limits.items() <= recorded["kernels"]["environment"].items()
-
-
-def test_libraries_and_processor_are_recorded():
-    recorded, config = kernels(), torch.__config__.show()
-    assert recorded["blas"] != "unknown" and f"BLAS_INFO={recorded['blas']}" in config
-    assert recorded["libraries"] and all(line in config for line in recorded["libraries"])
-    assert ("cuda" in recorded) == torch.cuda.is_available()
-    assert hardware().processor.strip()
 
 
 def final_of(experiment):
@@ -67,7 +59,7 @@ def summary_of(small):
     return summary
 
 
-def test_the_best_round_is_chosen_on_the_validation_rows(small, summary_of):
+def test_best_round_is_chosen_on_validation_rows(small, summary_of):
     experiment = small("data.validation_share=0.2", "evaluation.per_client=true")
     result = final_of(experiment)
     assert all(
@@ -87,20 +79,16 @@ def test_the_best_round_is_chosen_on_the_validation_rows(small, summary_of):
 
 
 @pytest.mark.parametrize("accuracies", [(0.9, 0.1, 0.2, 0.1), (0.2, 0.1, 0.2, 0.2)])
-def test_the_untouched_backbone_is_never_the_best_and_the_choice_is_named(
-    small, summary_of, accuracies
-):
+def test_untuned_backbone_is_never_the_best(small, summary_of, accuracies):
     experiment = small()
     found = summary_of(experiment, final_of(experiment), accuracy=accuracies)
     assert found.best["round"] == 2 and found.best["chosen_on"] == "test"
     assert "validation_accuracy" not in found.final and found.data.validation == 0
 
 
-def test_a_damaged_name_of_the_attempt_is_no_name(tmp_path):
+def test_damaged_attempt_is_ignored(tmp_path):
     home = Store.open(str(tmp_path))
     write_attempt(home, "0123abc")
     assert attempt_of(home) == "0123abc"
     home.write("attempt.json", home.read("attempt.json").replace(b"0123abc", b"0123abb"))
     assert attempt_of(home) == ""
-    home.write("attempt.json", b'{"attempt": "old"}')  # of an earlier version
-    assert attempt_of(home) == "old"

@@ -53,7 +53,7 @@ def numbers_alone(experiment, progress=None):
     return drain(run_steps(experiment, progress or quiet(), extras=False))[1]
 
 
-def test_steps_are_the_rounds_and_end_with_the_result(tiny):
+def test_steps_are_rounds_and_return_the_result(tiny):
     experiment, twin = tiny(), tiny(runs="twin")
     reports, finished = drain(run_steps(experiment, quiet()))
     assert [report.round for report in reports] == [0, 1, 2, 2]
@@ -70,7 +70,7 @@ def test_steps_are_the_rounds_and_end_with_the_result(tiny):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("mlflow_store")
-def test_a_run_closed_early_is_unlocked_killed_in_mlflow_and_can_be_continued(tiny, monkeypatch):
+def test_run_closed_early_is_continued(tiny, monkeypatch):
     from mlflow.tracking import MlflowClient
 
     experiment = tiny("tracking.mlflow=true")
@@ -98,7 +98,7 @@ def test_a_run_closed_early_is_unlocked_killed_in_mlflow_and_can_be_continued(ti
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("mlflow_store")
-def test_a_finished_run_is_logged_once_where_it_is_asked_for(tiny, tmp_path):
+def test_finished_run_is_logged_once_per_store(tiny, tmp_path):
     from mlflow.tracking import MlflowClient
 
     first = run_experiment(tiny("tracking.mlflow=true"), quiet())
@@ -145,7 +145,7 @@ def test_a_finished_run_is_logged_once_where_it_is_asked_for(tiny, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("mlflow_store")
-def test_files_added_to_a_finished_run_are_in_its_mlflow_run(tiny):
+def test_model_exported_later_is_in_mlflow(tiny):
     from mlflow.tracking import MlflowClient
 
     experiment = tiny("tracking.mlflow=true")
@@ -165,7 +165,7 @@ def test_files_added_to_a_finished_run_are_in_its_mlflow_run(tiny):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("mlflow_store")
-def test_a_run_that_starts_over_is_in_mlflow_once(tiny):
+def test_run_that_starts_over_is_logged_once(tiny):
     from mlflow.entities import ViewType
     from mlflow.tracking import MlflowClient
 
@@ -197,7 +197,7 @@ def numbers(finished):
         (1, ["evaluation.diagnostics_every=2"], [0, 1, 2, 3, 3]),  # as the last, it has some
     ],
 )
-def test_a_run_with_more_rounds_extends_a_shorter_one(tiny, shorter, more, expected):
+def test_longer_run_extends_a_shorter_run(tiny, shorter, more, expected):
     numbers_alone(tiny(*more, f"federation.rounds={shorter}"))
     longer = [*more, "federation.rounds=3"]
     console = Console(file=io.StringIO(), width=300)
@@ -210,7 +210,7 @@ def test_a_run_with_more_rounds_extends_a_shorter_one(tiny, shorter, more, expec
     assert numbers(extended) == numbers(whole)
 
 
-def test_the_numbers_of_a_run_do_not_depend_on_which_rounds_are_scored(tiny):
+def test_numbers_do_not_depend_on_scored_rounds(tiny):
     runs = {
         every: numbers_alone(
             tiny("federation.rounds=3", f"evaluation.every={every}", runs=str(every))
@@ -228,7 +228,7 @@ def test_the_numbers_of_a_run_do_not_depend_on_which_rounds_are_scored(tiny):
             assert ("accuracy" in mine) == (mine["round"] in scored[every])
 
 
-def test_a_result_serves_where_fewer_rounds_are_scored_and_not_where_more_are(tiny):
+def test_result_serves_fewer_but_not_more_scores(tiny):
     few, all_ = (tiny("federation.rounds=3", f"evaluation.every={every}") for every in (0, 1))
     first = numbers_alone(few)
     console = Console(file=io.StringIO(), width=200)
@@ -245,7 +245,7 @@ def test_a_result_serves_where_fewer_rounds_are_scored_and_not_where_more_are(ti
 @pytest.mark.parametrize(
     ("before", "now", "expected"), [(0, 1, [0, 1, 2, 3, 3]), (1, 0, [2, 3, 3])]
 )
-def test_a_stopped_run_goes_on_unless_its_rounds_lack_a_score(tiny, before, now, expected):
+def test_stopped_run_without_scores_starts_over(tiny, before, now, expected):
     words = ["federation.rounds=3"]
     steps = run_steps(tiny(*words, f"evaluation.every={before}"), quiet(), extras=False)
     assert [next(steps).round for _ in range(3)] == [0, 1, 2]
@@ -256,7 +256,7 @@ def test_a_stopped_run_goes_on_unless_its_rounds_lack_a_score(tiny, before, now,
     assert finished.summary.scored_rounds == ([0, 1, 2, 3] if now else [0, 1, 3])
 
 
-def test_a_store_that_fails_does_not_hide_a_finished_result(tiny, tmp_path):
+def test_failing_store_does_not_hide_a_result(tiny, tmp_path):
     run_experiment(tiny(), quiet())
     (tmp_path / "my.db").write_text("this is not a database, and long enough not to be empty" * 9)
     console = Console(file=io.StringIO(), width=300)
@@ -265,7 +265,7 @@ def test_a_store_that_fails_does_not_hide_a_finished_result(tiny, tmp_path):
     assert "not logged to MLflow: tracking.uri=" in console.file.getvalue()
 
 
-def test_traffic_and_wall_time_go_on_after_a_resume(tiny, monkeypatch):
+def test_traffic_and_time_are_counted_over_resumptions(tiny, monkeypatch):
     experiment = tiny("federation.rounds=4")
     steps = run_steps(experiment, quiet(), extras=False)
     assert [next(steps).round for _ in range(4)] == [0, 1, 2, 3]
@@ -280,7 +280,7 @@ def test_traffic_and_wall_time_go_on_after_a_resume(tiny, monkeypatch):
     assert finished.summary.wall_seconds == pytest.approx(before, abs=0.002)
 
 
-def test_a_run_without_extras_gets_them_later_without_a_round(tiny, monkeypatch):
+def test_model_is_exported_later_without_a_round(tiny, monkeypatch):
     experiment = tiny()
     plain = drain(run_steps(experiment, quiet(), extras=False))[1]
     assert plain.summary.files == sorted(TABLES)
@@ -355,7 +355,7 @@ def test_a_damaged_configuration_is_named_and_restored(tiny):
         assert home.read("config.yaml") == whole
 
 
-def test_a_file_in_the_place_of_the_folder_is_wrong_input(tiny):
+def test_file_in_place_of_the_folder_is_rejected(tiny):
     experiment = tiny()
     place = Path(experiment.storage.runs) / experiment.id
     place.parent.mkdir(parents=True)
@@ -387,7 +387,7 @@ def test_a_failing_export_costs_no_result(tiny, monkeypatch):
     assert again.summary.state_sha256 == result.state_sha256
 
 
-def test_photos_for_a_backbone_of_few_pixels_are_noted(tiny, tmp_path):
+def test_photos_for_a_small_backbone_are_reported(tiny, tmp_path):
     for name in ("a", "b"):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for number in range(4):

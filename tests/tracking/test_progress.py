@@ -54,7 +54,7 @@ def test_format_count(number, text):
     assert format_count(number) == text
 
 
-def test_plain_lines_one_a_round_with_accuracy_seconds_and_time_left(clock):
+def test_plain_line_per_round_has_time_left(clock):
     console = plain()
     with RunProgress(3, console) as progress:
         progress.phase("starting 2 actors")
@@ -71,7 +71,7 @@ def test_plain_lines_one_a_round_with_accuracy_seconds_and_time_left(clock):
     ]
 
 
-def test_round_zero_is_the_untouched_backbone_and_no_round_of_training(clock):
+def test_round_zero_is_the_untuned_backbone(clock):
     console = plain()
     with RunProgress(3, console) as progress:
         clock.now += 60  # set-up: no measure of how long a round takes
@@ -83,7 +83,7 @@ def test_round_zero_is_the_untouched_backbone_and_no_round_of_training(clock):
     ]
 
 
-def test_a_round_without_evaluation_repeats_no_old_accuracy_in_plain_lines(clock):
+def test_unscored_round_repeats_no_accuracy(clock):
     console = plain()
     with RunProgress(4, console) as progress:
         progress.advance(1, {"accuracy": 0.5, "seconds": 1})
@@ -92,7 +92,7 @@ def test_a_round_without_evaluation_repeats_no_old_accuracy_in_plain_lines(clock
     assert "accuracy" not in lines(console)[1]
 
 
-def test_time_left_follows_the_lengths_of_the_rounds_even_when_reported_all_at_once(clock):
+def test_time_left_follows_recent_rounds(clock):
     console = plain()
     with RunProgress(100, console) as progress:
         for number in range(1, 41):
@@ -100,7 +100,7 @@ def test_time_left_follows_the_lengths_of_the_rounds_even_when_reported_all_at_o
     assert lines(console)[-1] == "round 40/100  6.0 s  4 min 48 s left"  # 60 x (4x3 + 6x6)/10
 
 
-def test_a_terminal_gets_a_bar_with_the_figures_and_notes_above_it(clock):
+def test_terminal_gets_a_bar_with_notes_above(clock):
     console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None,
                       legacy_windows=False, _environ={"TERM": "xterm"})  # fmt: skip
     with RunProgress(2, console) as progress:
@@ -137,7 +137,7 @@ def test_a_terminal_shows_running_cells_and_counts(clock):
     assert len(shown) == 1 + SHOWN_CELLS
 
 
-def test_cells_that_a_search_will_name_are_counted_from_the_start(clock):
+def test_expected_cells_are_counted_from_the_start(clock):
     console = Console(file=io.StringIO(), width=100)
     with SweepProgress(console) as progress:
         progress.expect(3, 2)
