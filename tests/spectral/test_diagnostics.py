@@ -326,21 +326,6 @@ def test_no_active_cores_give_no_diagnostics():
     assert diagnose(uploads(), torch.ones(3), 2, torch.zeros(3, 4).bool()) == {}
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: diagnose(torch.zeros(2, 3, 4), torch.ones(2), 2), r"shape \(2, 3, 4\)"),
-        (lambda: diagnose(uploads(), torch.ones(2), 2), r"weights of shape \(2,\) must be \[3\]"),
-        (lambda: diagnose(uploads(), torch.tensor([1.0, -1, 1]), 2), "weights="),
-        (lambda: diagnose(uploads(), torch.ones(3), 0), "top_k=0"),
-        (lambda: diagnose(uploads() * math.inf, torch.ones(3), 2), "NaN or infinite"),
-        (
-            lambda: diagnose(uploads(), torch.ones(3), 2, torch.ones(3).bool()),
-            r"active of shape \(3,\)",
-        ),
-        (lambda: similarity(uploads(), 0), "top_k=0"),
-    ],
-)
-def test_invalid_input_raises(call, message):
-    with pytest.raises(InputError, match=message):
-        call()
+def test_cores_that_are_not_finite_are_rejected():
+    with pytest.raises(InputError, match="NaN or infinite"):
+        diagnose(uploads() * math.inf, torch.ones(3), 2)

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trishul_ray.errors import InputError
 from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.spectral.svt import (
     SvtStats,
@@ -256,23 +255,6 @@ def test_singular_values_of_a_non_finite_core_are_nan():
     values = singular_values(cores)
     assert bool(values[0].isnan().all())
     torch.testing.assert_close(values[1], torch.linalg.svdvals(cores[1]))
-
-
-@ROUTES
-@pytest.mark.parametrize(
-    ("cores", "threshold", "message"),
-    [
-        (torch.zeros(2, 3, 4), 0.1, r"shape \(2, 3, 4\)"),
-        (torch.zeros(3, 3), 0.1, r"shape \(3, 3\)"),
-        (torch.zeros(1, 3, 3, dtype=torch.bfloat16), 0.1, "bfloat16"),
-        (torch.zeros(1, 3, 3), -0.1, "threshold=-0.1"),
-        (torch.zeros(1, 3, 3), math.nan, "threshold=nan"),
-        (torch.zeros(1, 3, 3), math.inf, "threshold=inf"),
-    ],
-)
-def test_invalid_input_raises(route, cores, threshold, message):
-    with pytest.raises(InputError, match=message):
-        route(cores, threshold)
 
 
 @pytest.mark.gpu

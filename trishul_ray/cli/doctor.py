@@ -32,7 +32,7 @@ from trishul_ray.storage.durable import (
     why_not_writable,
 )
 from trishul_ray.storage.redaction import redact
-from trishul_ray.storage.store import Store, remove_unused_copies
+from trishul_ray.storage.store import Store
 from trishul_ray.tracking.store import is_server, sqlite_file, tracking_uri
 from trishul_ray.version import __version__
 
@@ -87,7 +87,7 @@ def clean(cache: Path, runs: str = "runs") -> list[Path]:
     from trishul_ray.models.shared_weights import remove_unused_weights
 
     removed = [*remove_unused_data(cache), *remove_unused_weights(cache)]
-    removed += [*remove_unused_copies(cache), *remove_unfinished(cache, below=True)]
+    removed += remove_unfinished(cache, below=True)
     if "://" not in runs:
         removed += remove_unfinished(Path(runs), below=True)
     return removed + remove_abandoned()

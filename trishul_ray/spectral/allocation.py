@@ -36,12 +36,10 @@ def water_fill(
         h_l, one per layer; they sum to ``total`` up to rounding.
 
     Raises:
-        InputError: ``scores`` is empty, a score is not positive and finite, ``total`` or a cap is
-            negative, or ``total`` exceeds the sum of the caps.
+        InputError: A score is not positive and finite, or ``total`` exceeds the sum of the caps.
     """
-    _check_total(total)
-    if not scores:
-        raise InputError("scores are empty: at least one layer is needed")
+    assert math.isfinite(total) and total >= 0, total
+    assert scores, "scores are empty"
     for layer, score in enumerate(scores):
         if not (math.isfinite(score) and score > 0):
             raise InputError(f"scores[{layer}]={score} must be positive and finite")
@@ -88,14 +86,11 @@ def round_to_total(
         caps: upper bound per layer; None means no bounds.
 
     Raises:
-        InputError: a value is negative, the values do not sum to ``total``, or the caps cannot
-            hold ``total`` heads.
+        InputError: The caps cannot hold ``total`` heads.
     """
-    _check_total(total)
-    if not all(math.isfinite(x) and x >= 0 for x in continuous):
-        raise InputError(f"continuous={list(continuous)} must be finite and at least 0")
-    if not math.isclose(math.fsum(continuous), total, rel_tol=1e-6, abs_tol=1e-6):
-        raise InputError(f"continuous heads sum to {math.fsum(continuous)}, not total={total}")
+    assert math.isfinite(total) and total >= 0, total
+    assert all(math.isfinite(x) and x >= 0 for x in continuous), continuous
+    assert math.isclose(math.fsum(continuous), total, rel_tol=1e-6, abs_tol=1e-6), continuous
     limits = _limits(caps, len(continuous), total)
     heads = [math.floor(min(x, cap)) for x, cap in zip(continuous, limits, strict=True)]
     # The sum is exact only up to rounding, so the floors may exceed the total, by at most one.
@@ -116,48 +111,15 @@ def uniform(layers: int, total: int, caps: Sequence[int] | None = None) -> list[
     Heads that a capped layer cannot take go to the other layers.
 
     Raises:
-        InputError: ``layers`` is 0, ``total`` is negative, or the caps cannot hold ``total`` heads.
+        InputError: The caps cannot hold ``total`` heads.
     """
     return round_to_total(water_fill([1.0] * layers, total, caps), total, caps)
-
-
-def utility(scores: Sequence[float], heads: Sequence[float]) -> float:
-    """Return ``sum_l a_l log(1 + h_l)`` (TRISHUL, eq. waterfill_opt)."""
-    return math.fsum(a * math.log1p(h) for a, h in zip(scores, heads, strict=True))
-
-
-def best_integers(scores: Sequence[float], total: int) -> list[int]:
-    """Return integers that sum to ``total`` and have the largest :func:`utility`.
-
-    Each head in turn goes where it adds most, which is exact for a concave utility: the reference
-    for :func:`round_to_total`, which is not always the best. Ties go to the first layer.
-
-    Raises:
-        InputError: ``scores`` is empty or ``total`` is negative.
-    """
-    _check_total(total)
-    if not scores:
-        raise InputError("scores are empty: at least one layer is needed")
-    heads = [0] * len(scores)
-    for _ in range(total):
-        gains = [a * math.log1p(1 / (1 + h)) for a, h in zip(scores, heads, strict=True)]
-        heads[gains.index(max(gains))] += 1
-    return heads
-
-
-def _check_total(total: float) -> None:
-    if not (math.isfinite(total) and total >= 0):
-        raise InputError(f"total={total} heads must be finite and at least 0")
 
 
 def _limits(caps: Sequence[float] | None, layers: int, total: float) -> list[float]:
     if caps is None:
         return [math.inf] * layers
-    if len(caps) != layers:
-        raise InputError(f"{len(caps)} caps were given for {layers} layers")
-    for layer, cap in enumerate(caps):
-        if not cap >= 0:
-            raise InputError(f"caps[{layer}]={cap} must be at least 0")
+    assert len(caps) == layers and min(caps) >= 0, caps
     if total > math.fsum(caps):
         raise InputError(f"total={total} heads exceed the sum {math.fsum(caps)} of the caps")
     return [float(cap) for cap in caps]

@@ -138,12 +138,8 @@ def _check_request(
     init: str, overflow: str, heads: int, rank: int, d_out: int, d_in: int, sigma: float | None
 ) -> None:
     _check_sizes(rank, d_out, d_in)
-    if init not in get_args(BasisInit):
-        raise InputError(f"init={init!r} is unknown; known: {', '.join(get_args(BasisInit))}")
-    if overflow not in get_args(Overflow):
-        raise InputError(f"overflow={overflow!r} is unknown; known: error, independent")
-    if heads < 0:
-        raise InputError(f"heads={heads} must be at least 0")
+    assert init in get_args(BasisInit) and overflow in get_args(Overflow), (init, overflow)
+    assert heads >= 0, heads
     if sigma is not None and init != "rv_random_normal":
         raise InputError(f"sigma={sigma} is only allowed for init=rv_random_normal, not {init}")
     if sigma is not None and not (math.isfinite(sigma) and sigma > 0):
@@ -155,9 +151,7 @@ def _check_request(
 
 
 def _check_sizes(rank: int, d_out: int, d_in: int) -> None:
-    for name, value in (("rank", rank), ("d_out", d_out), ("d_in", d_in)):
-        if value < 1:
-            raise InputError(f"{name}={value} must be at least 1")
+    assert min(rank, d_out, d_in) >= 1, (rank, d_out, d_in)
 
 
 def _handle_overflow(overflow: Overflow, heads: int, rank: int, d_out: int, d_in: int) -> None:

@@ -118,12 +118,8 @@ def principal_angle_similarity(vectors: Tensor, values: Tensor, top_k: int) -> T
 
     Returns:
         [n, m, m] float64, per head and pair of clients; NaN where either core is zero.
-
-    Raises:
-        InputError: ``top_k`` is below 1.
     """
-    if top_k < 1:
-        raise InputError(f"top_k={top_k} must be at least 1")
+    assert top_k >= 1, top_k
     used = significant(values)[..., :top_k]  # [m, n, k]
     bases = vectors[..., :top_k] * used.unsqueeze(-2)  # [m, n, r, k], unused columns zero
     m, n, r, k = bases.shape
@@ -293,14 +289,9 @@ def _cosines(uploads: Tensor) -> Tensor:
 
 
 def _check(uploads: Tensor, weights: Tensor, active: Tensor | None, top_k: int = 1) -> None:
-    if uploads.ndim != 4 or uploads.shape[2] != uploads.shape[3]:
-        raise InputError(f"uploads of shape {tuple(uploads.shape)} must be [m, n, r, r]")
+    assert uploads.ndim == 4 and uploads.shape[2] == uploads.shape[3], uploads.shape
     m, n = uploads.shape[:2]
-    if weights.shape != (m,):
-        raise InputError(f"weights of shape {tuple(weights.shape)} must be [{m}], one per client")
-    if not bool((weights >= 0).all() & weights.isfinite().all()):
-        raise InputError(f"weights={weights.tolist()} must be finite and at least 0")
-    if active is not None and active.shape != (m, n):
-        raise InputError(f"active of shape {tuple(active.shape)} must be [{m}, {n}]")
-    if top_k < 1:
-        raise InputError(f"top_k={top_k} must be at least 1")
+    assert weights.shape == (m,), weights.shape
+    assert bool((weights >= 0).all() & weights.isfinite().all()), weights
+    assert active is None or active.shape == (m, n), active
+    assert top_k >= 1, top_k

@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from trishul_ray.errors import InputError
 from trishul_ray.runtime.cuda_graphs import replayed
 from trishul_ray.runtime.lazy import torch
 
@@ -269,9 +268,6 @@ def _newton_schulz(x: Tensor, scalings: list[float]) -> Tensor:
 
 
 def _check(cores: Tensor, threshold: float) -> None:
-    if cores.ndim != 3 or cores.shape[-1] != cores.shape[-2]:
-        raise InputError(f"cores of shape {tuple(cores.shape)} must be a stack [n, r, r]")
-    if cores.dtype not in (torch.float32, torch.float64):
-        raise InputError(f"cores of dtype {cores.dtype} must be float32 or float64")
-    if not (math.isfinite(threshold) and threshold >= 0.0):
-        raise InputError(f"threshold={threshold} must be finite and at least 0")
+    assert cores.ndim == 3 and cores.shape[-1] == cores.shape[-2], cores.shape
+    assert cores.dtype in (torch.float32, torch.float64), cores.dtype
+    assert math.isfinite(threshold) and threshold >= 0.0, threshold

@@ -5,11 +5,10 @@ disk) is retried with growing pauses for the store's ``retry_seconds``.
 """
 
 import errno
-import hashlib
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,7 @@ from pyarrow import fs
 
 from trishul_ray.errors import InputError, StorageError, StorageRefusedError
 from trishul_ray.storage.durable import (
-    complete_folder,
     remove_unfinished,
-    remove_unused,
     write_file,
 )
 from trishul_ray.storage.redaction import redact
@@ -37,11 +34,6 @@ _REFUSALS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionE
 _REFUSAL_NUMBERS = (errno.ENOENT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 _NO_BUCKET = ("NO_SUCH_BUCKET", "allow_bucket_creation")
 _REFUSAL_WORDS = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", *_NO_BUCKET)
-
-#: The folder of a cache with copies of remote folders.
-_COPIES = "results"
-
-_LOCAL = fs.LocalFileSystem()
 
 _logger = logging.getLogger(__name__)
 
@@ -270,26 +262,6 @@ class Store:
             count = retrying.statistics.get("attempt_number", 1)
             tried = f"tried {'once' if count == 1 else f'{count} times'}"
             raise StorageError(f"{message} ({tried} within {self.retry_seconds:g} s)") from error
-
-
-def copy_in_cache(cache: Path, home: Store, written: float) -> Store:
-    """Return where a cache has a copy of a remote folder that was complete at a time."""
-    place = hashlib.sha256(f"{home.uri} {written:.0f}".encode()).hexdigest()[:32]
-    root = f"{cache}/{_COPIES}/{place}/{home.name}"
-    return Store(_LOCAL, root, root)
-
-
-def make_copy(copy: Store, home: Store, files: Sequence[str]) -> None:
-    """Copy files of a remote folder, unless this machine has no room; missing ones stay missing."""
-    with suppress(OSError), complete_folder(Path(copy.root)) as new:
-        for name in files:
-            with suppress(FileNotFoundError):
-                (new / name).write_bytes(home.read(name))
-
-
-def remove_unused_copies(cache: Path) -> list[Path]:
-    """Remove the copies that were made more than a month ago, and return them."""
-    return remove_unused((cache / _COPIES).glob("*"))
 
 
 def reason(error: BaseException | None) -> str:
