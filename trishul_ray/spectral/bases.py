@@ -46,9 +46,6 @@ Overflow = Literal["error", "independent"]
 
 def heads_that_fit(rank: int, d_out: int, d_in: int) -> int:
     """Return how many heads can be mutually orthogonal: ``floor(min(d_out, d_in) / rank)``.
-
-    Raises:
-        InputError: ``rank`` or a width is below 1.
     """
     _check_sizes(rank, d_out, d_in)
     return min(d_out, d_in) // rank
@@ -91,8 +88,7 @@ def draw_bases(
         generator's device.
 
     Raises:
-        InputError: ``init`` or ``overflow`` is unknown, a size is out of range, ``rank`` exceeds
-            the width, ``sigma`` is not positive or given for another init, or heads do not fit.
+        InputError: ``rank`` exceeds the width, ``sigma`` is not positive or given for another init, or heads do not fit.
     """
     dtype = dtype or torch.float32
     _check_request(init, overflow, heads, rank, d_out, d_in, sigma)

@@ -153,7 +153,7 @@ def client_matrices(
         the diagonal are -1/(m-1) of it on average, whatever the uploads.
 
     Raises:
-        InputError: an entry is not finite or ``top_k`` is below 1.
+        InputError: An entry is not finite.
     """
     uploads = uploads.detach().double()
     if active is not None:
@@ -184,9 +184,6 @@ def variance_and_signal(
 
     Returns:
         Float64 [n] each; 0 for a head of total weight 0.
-
-    Raises:
-        InputError: shapes disagree, or a weight is negative or not finite.
     """
     _check(uploads, weights, active)
     z = uploads.detach().double().flatten(2)  # [m, n, r*r]
@@ -229,7 +226,7 @@ def diagnose(
         active core.
 
     Raises:
-        InputError: shapes disagree, an entry is not finite, a weight is below 0, ``top_k`` below 1.
+        InputError: An entry is not finite.
     """
     _check(uploads, weights, active, top_k)
     uploads = uploads.detach().double()

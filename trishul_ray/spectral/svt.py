@@ -78,9 +78,6 @@ def svt(cores: Tensor, threshold: float) -> Tensor:
     Returns:
         [n, r, r] of the same device and dtype, without gradient history, within 1e-6 of the largest
         singular value of the exact result. Non-finite cores come back as NaN.
-
-    Raises:
-        InputError: the shape or dtype is wrong, or the threshold is negative or not finite.
     """
     if cores.device.type != "cpu":
         return svt_by_iteration(cores, threshold)
