@@ -1,11 +1,7 @@
-"""Check that torch can use the GPU of this machine, and limit an actor to its share of the memory.
-
-A GPU may be counted, by Ray through the driver, where torch cannot use it: the driver may be older
-than the CUDA version that torch was built with, or the card older than what it was built for.
-"""
+"""Choose the device of a run, and limit an actor to its share of a GPU's memory."""
 
 import re
-from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from trishul_ray.errors import InputError
@@ -24,9 +20,6 @@ MEMORY_GB = {
     **{"H100": 80, "H200": 141, "B200": 180},
 }
 
-#: Least version of NVIDIA's driver by major version of CUDA (NVIDIA, "CUDA Compatibility").
-DRIVERS = {12: 525, 13: 580}
-
 #: Compute capability from which bf16 products are computed by the hardware.
 BF16_CAPABILITY = (8, 0)
 
@@ -34,76 +27,42 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def device_named(name: str, precision: str) -> "torch.device":
-    """Return the device of ``resources.device``; ``auto`` is the GPU if torch sees one.
+    """Return the device of ``resources.device``; ``auto`` is the GPU if torch finds one.
 
-    A GPU that computes ``model.precision`` slowly, and one that torch cannot see, are remarked on.
+    A remark reports a GPU that torch does not find, and a GPU without bf16 hardware.
 
     Raises:
-        InputError: The GPU cannot be used.
+        InputError: There is no GPU for ``cuda``.
     """
-    if name == "auto" and not torch.cuda.is_available():
+    reason = why_unusable()
+    if name == "auto" and reason:
         if driver_version() is not None:
-            remark(f"resources.device=auto: training on the CPU: {why_unusable()}")
+            remark(f"resources.device=auto: training on the CPU: {reason}")
         return torch.device("cpu")
     if name not in ("auto", "cuda"):
         return torch.device(name)
-    if reason := why_unusable():
+    if reason:
         raise InputError(f"resources.device={name}: {reason}, or set resources.device=cpu")
     if precision == "bf16" and torch.cuda.get_device_capability() < BF16_CAPABILITY:
-        remark(
-            f"model.precision=bf16: {torch.cuda.get_device_name()} has no bf16 hardware: fp32 is "
-            "faster on it"
-        )
+        remark(f"model.precision=bf16: {torch.cuda.get_device_name()} has no bf16 hardware")
     return torch.device("cuda")
 
 
 def why_unusable() -> str | None:
-    """Return why torch cannot compute on a GPU of this machine, and the remedy; None if it can."""
-    if not torch.cuda.is_available():
-        return _why_unseen(torch.version.cuda, driver_version())
-    capability, built = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
-    if has_code(capability, built):
+    """Return why torch cannot compute on a GPU of this machine; None if it can."""
+    if torch.cuda.is_available():
         return None
-    return (
-        f"torch {torch.__version__} has no code for {torch.cuda.get_device_name()} (compute "
-        f"capability {capability[0]}.{capability[1]}; built for {', '.join(built)}): install "
-        "another build of torch, for V100 one for CUDA 12.6"
-    )
-
-
-def _why_unseen(cuda: str | None, driver: str | None) -> str:
-    build = f"torch {torch.__version__}"
-    if cuda is None:
-        return f"{build} is a build for the CPU: install a CUDA build of torch"
-    least = DRIVERS.get(int(cuda.split(".")[0]), 0)
-    if driver is not None and int(driver.split(".")[0]) < least:
-        return f"{build} needs an NVIDIA driver {least} or newer, not {driver}: update the driver"
-    return f"{build} sees no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES"
-
-
-def has_code(capability: tuple[int, int], built: Iterable[str]) -> bool:
-    """Return whether a build for architectures (``sm_86``, ``compute_90``) runs on a GPU.
-
-    Machine code runs on its own major version from its minor version on; ``compute_`` is compiled
-    for any newer GPU.
-    """
-    for kind, version in (name.split("_", 1) for name in built):
-        digits = re.sub(r"\D", "", version)
-        major, minor = int(digits[:-1]), int(digits[-1])
-        newer = capability >= (major, minor)
-        if newer and (kind == "compute" or capability[0] == major):
-            return True
-    return False
+    built = torch.version.cuda or "the CPU"
+    return f"torch {torch.__version__}, built for {built}, finds no GPU: check nvidia-smi"
 
 
 def driver_version() -> str | None:
     """Return the version of NVIDIA's driver; None if none is loaded."""
-    try:
+    with suppress(OSError):
         text = _DRIVER_FILE.read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]*)", text)
-    return found[1] if found else None
+        if found := re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]*)", text):
+            return found[1]
+    return None
 
 
 def cap_device_memory(share: float) -> None:

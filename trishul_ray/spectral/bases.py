@@ -45,8 +45,7 @@ Overflow = Literal["error", "independent"]
 
 
 def heads_that_fit(rank: int, d_out: int, d_in: int) -> int:
-    """Return how many heads can be mutually orthogonal: ``floor(min(d_out, d_in) / rank)``.
-    """
+    """Return how many heads can be mutually orthogonal: ``floor(min(d_out, d_in) / rank)``."""
     _check_sizes(rank, d_out, d_in)
     return min(d_out, d_in) // rank
 
