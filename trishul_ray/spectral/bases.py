@@ -87,7 +87,8 @@ def draw_bases(
         generator's device.
 
     Raises:
-        InputError: ``rank`` exceeds the width, ``sigma`` is not positive or given for another init, or heads do not fit.
+        InputError: ``rank`` exceeds the width, ``sigma`` is not positive or given for another
+            init, or heads do not fit.
     """
     dtype = dtype or torch.float32
     _check_request(init, overflow, heads, rank, d_out, d_in, sigma)
