@@ -24,7 +24,6 @@ from trishul_ray.experiment.ids import ID_LENGTH
 from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.runtime.lazy import pd, pq
 from trishul_ray.runtime.memory import PeakMemory
-from trishul_ray.stages import stage_names
 from trishul_ray.storage.durable import Json
 from trishul_ray.storage.integrity import from_checked_json, to_checked_json
 from trishul_ray.storage.store import Store
@@ -198,11 +197,6 @@ class RunSummary:
         data, machine = Coverage.from_json(fields["data"]), Hardware(**fields["hardware"])
         if (peak := fields.get("peak_memory")) is not None:
             fields = fields | {"peak_memory": PeakMemory(**peak)}
-        if older := (fields.keys() - cls.__dataclass_fields__.keys()) & {*stage_names()}:
-            # Older versions stored a stage's report beside the fields, null if there was none.
-            reports = {name: fields[name] for name in older if fields[name] is not None}
-            kept = {name: value for name, value in fields.items() if name not in older}
-            fields = kept | {"reports": reports}
         return cls(**fields | {"data": data, "hardware": machine})
 
     def _check_values(self) -> None:
