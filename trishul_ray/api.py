@@ -30,7 +30,7 @@ from trishul_ray.methods.base import method_names
 from trishul_ray.models.passed import pass_model
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.result import Result
-from trishul_ray.runs.export import open_run
+from trishul_ray.runs.folder import open_run
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.sweeps.cells import Sweep, TuneOptions
 from trishul_ray.sweeps.loading import load_sweep

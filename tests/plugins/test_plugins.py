@@ -19,7 +19,7 @@ from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_class, register
 from trishul_ray.methods.fedit import FedIT
 from trishul_ray.plugins import loading
-from trishul_ray.runs.export import open_run
+from trishul_ray.runs.folder import open_run
 from trishul_ray.runs.runner import run_experiment
 from trishul_ray.tracking.progress import RunProgress
 

@@ -18,7 +18,7 @@ from trishul_ray.errors import ArtifactsError, CorruptFileError, InputError, Run
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.report.summary import TABLES, RunSummary, read_metrics
-from trishul_ray.runs.export import open_run
+from trishul_ray.runs.folder import open_run
 from trishul_ray.runs.runner import run_experiment, run_steps
 from trishul_ray.tracking.progress import RunProgress, format_bytes
 

@@ -239,7 +239,7 @@ def show(
     from trishul_ray.cli.run import print_result
     from trishul_ray.federation.checkpoint import open_checkpoints
     from trishul_ray.report.summary import RunSummary
-    from trishul_ray.runs.export import open_run
+    from trishul_ray.runs.folder import open_run
     from trishul_ray.runs.mlflow_log import describe
 
     home, experiment = open_run(run, runs)
@@ -266,8 +266,7 @@ def rm(
     plugin: Plugins = None,
 ) -> None:
     """Remove a run: its folder, and its run in MLflow."""
-    from trishul_ray.runs.export import open_run
-    from trishul_ray.runs.folder import RunFolder
+    from trishul_ray.runs.folder import RunFolder, open_run
     from trishul_ray.runs.mlflow_log import describe, mark_replaced
 
     home, experiment = open_run(run, runs)

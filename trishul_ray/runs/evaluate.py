@@ -35,7 +35,8 @@ from trishul_ray.federation.workbench import ModelBench
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.report.outcomes import EVALUATION
 from trishul_ray.report.summary import RunSummary
-from trishul_ray.runs.export import load_trained, open_run
+from trishul_ray.runs.export import load_trained
+from trishul_ray.runs.folder import open_run
 from trishul_ray.runs.prediction import computing
 from trishul_ray.runtime.lazy import torchmetrics
 from trishul_ray.runtime.random_streams import numpy_rng

@@ -9,14 +9,12 @@ whole model.
 """
 
 import copy
-import difflib
 import json
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from safetensors import SafetensorError
 from transformers import PretrainedConfig
@@ -25,7 +23,6 @@ from trishul_ray.adapters.export import export_merged, export_peft, merge_traine
 from trishul_ray.adapters.model import Trained
 from trishul_ray.data.partition import client_names
 from trishul_ray.errors import (
-    CorruptFileError,
     InputError,
     RunError,
     StorageError,
@@ -33,8 +30,6 @@ from trishul_ray.errors import (
     join_limited,
 )
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.loading import build_experiment
-from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.federation.checkpoint import Checkpoint, open_checkpoints
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.messages import Arrays, changed_sources
@@ -46,9 +41,8 @@ from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.lookup import ModelKind, quiet_transformers
 from trishul_ray.models.passed import PythonBackbone
 from trishul_ray.models.weights import AUTO_CLASSES
-from trishul_ray.report.summary import run_ids
+from trishul_ray.runs.folder import open_run
 from trishul_ray.storage.durable import Json, check_writable
-from trishul_ray.storage.store import Store
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.image_classification import ImageClassification
 from trishul_ray.tasks.instruction import Instruction
@@ -93,42 +87,6 @@ class Export:
     note: str
     ranks: list[int] = field(default_factory=list)
     relative_error: float = 0.0
-
-
-def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
-    """Return the folder of a run and its experiment.
-
-    ``run`` is an id in ``runs``, the beginning of an id, or the folder of a run.
-
-    Raises:
-        InputError: There is no such run, several begin so, or its config.yaml describes another.
-    """
-    folder, _, name = run.rstrip("/").rpartition("/")
-    store = Store.open(folder or runs)
-    if not name or not store.child(name).exists("config.yaml"):
-        ids = run_ids(store)
-        found = [each for each in ids if name and each.startswith(name)]
-        if len(found) != 1 or not store.child(found[0]).exists("config.yaml"):
-            close = difflib.get_close_matches(name, ids, n=3, cutoff=0.5)
-            near = f"the nearest are {', '.join(close)}" if close else f"it holds {len(ids)} runs"
-            near = f"several begin so: {join_limited(found, 3)}" if len(found) > 1 else near
-            missing = f"no config.yaml in {store.place(name)}"
-            raise InputError(f"run {run!r} does not exist: {missing}; {near}")
-        (name,) = found
-    home = store.child(name)
-    try:
-        fields = parse_yaml(home.read("config.yaml"))
-        fields["storage"]["runs"] = folder or runs
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
-        place = home.place("config.yaml")
-        raise CorruptFileError(f"{place} is damaged: repeat the run, which restores it") from error
-    experiment = build_experiment(fields, note=False)
-    if experiment.id != name:
-        raise InputError(
-            f"run {run!r}: its config.yaml now describes {experiment.id}, not {name}: repeat the "
-            "run, which restores it"
-        )
-    return home, experiment
 
 
 def load_trained(experiment: Experiment, client: int | str | None = None) -> TrainedRun:

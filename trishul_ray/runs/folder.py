@@ -1,19 +1,31 @@
-"""The folder of a run, ``<runs>/<id>``: who may write into it, and to which attempt it belongs."""
+"""The folder of a run, ``<runs>/<id>``: how to find it, who may write into it, and its attempt."""
 
+import difflib
 import errno
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from filelock import FileLock, Timeout
 
-from trishul_ray.errors import BusyError, InputError, StorageError, StorageRefusedError
+from trishul_ray.errors import (
+    BusyError,
+    CorruptFileError,
+    InputError,
+    StorageError,
+    StorageRefusedError,
+    join_limited,
+)
 from trishul_ray.experiment import Experiment
+from trishul_ray.experiment.loading import build_experiment
+from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.federation.checkpoint import CheckpointStore, open_checkpoints, run_folder
 from trishul_ray.report.summary import (
     attempt_of,
     mark_finished,
+    run_ids,
     times_finished,
     unmark_finished,
     write_attempt,
@@ -120,6 +132,42 @@ class RunFolder:
             if not existed and answers and not home.child("checkpoints").names():
                 home.remove_all()
             raise
+
+
+def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
+    """Return the folder of a run and its experiment.
+
+    ``run`` is an id in ``runs``, the beginning of an id, or the folder of a run.
+
+    Raises:
+        InputError: There is no such run, several begin so, or its config.yaml describes another.
+    """
+    folder, _, name = run.rstrip("/").rpartition("/")
+    store = Store.open(folder or runs)
+    if not name or not store.child(name).exists("config.yaml"):
+        ids = run_ids(store)
+        found = [each for each in ids if name and each.startswith(name)]
+        if len(found) != 1 or not store.child(found[0]).exists("config.yaml"):
+            close = difflib.get_close_matches(name, ids, n=3, cutoff=0.5)
+            near = f"the nearest are {', '.join(close)}" if close else f"it holds {len(ids)} runs"
+            near = f"several begin so: {join_limited(found, 3)}" if len(found) > 1 else near
+            missing = f"no config.yaml in {store.place(name)}"
+            raise InputError(f"run {run!r} does not exist: {missing}; {near}")
+        (name,) = found
+    home = store.child(name)
+    try:
+        fields = parse_yaml(home.read("config.yaml"))
+        fields["storage"]["runs"] = folder or runs
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
+        place = home.place("config.yaml")
+        raise CorruptFileError(f"{place} is damaged: repeat the run, which restores it") from error
+    experiment = build_experiment(fields, note=False)
+    if experiment.id != name:
+        raise InputError(
+            f"run {run!r}: its config.yaml now describes {experiment.id}, not {name}: repeat the "
+            "run, which restores it"
+        )
+    return home, experiment
 
 
 def tidy_finished(runs: str, finished: Collection[str]) -> None:

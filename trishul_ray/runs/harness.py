@@ -11,7 +11,8 @@ import torch
 from trishul_ray.adapters.export import merge_trained
 from trishul_ray.errors import InputError, how_to_install
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.runs.export import load_trained, open_run
+from trishul_ray.runs.export import load_trained
+from trishul_ray.runs.folder import open_run
 from trishul_ray.storage.durable import Json
 from trishul_ray.tasks.instruction import Instruction
 from trishul_ray.tasks.prompts import ChatPrompt
