@@ -177,6 +177,14 @@ class TaskConfig(Section):
             raise ValueError(f"{value!r} is no regular expression: {error}") from None
         return value
 
+    @field_validator("template", mode="before")
+    @classmethod
+    def _keep_braces(cls, value: Any) -> Any:
+        """Read ``{text}``, which is a mapping in YAML, as a text."""
+        if isinstance(value, Mapping) and not any(value.values()):
+            return f"{{{', '.join(value)}}}"
+        return value
+
     @field_validator("template")
     @classmethod
     def _read_file(cls, value: str | None) -> str | None:

@@ -5,9 +5,8 @@ changes no id, and a change of a default needs a new ``NUMERICS``.
 """
 
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -16,32 +15,13 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
-    ValidationInfo,
-    field_validator,
 )
-from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
     """A frozen group of fields; unknown fields are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_truth(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false for a number, of which Python and pydantic make 1 and 0."""
-        inner: Iterable[Any] = (value,)
-        if isinstance(value, list | tuple):
-            inner = value
-        elif isinstance(value, dict):
-            inner = value.values()
-        if any(isinstance(each, bool) for each in inner):
-            annotation: Any = cls.model_fields[info.field_name or ""].annotation
-            kinds = value_types(annotation)
-            if bool not in kinds and kinds & {int, float}:
-                raise PydanticCustomError("truth", "input should be a number, not true or false")
-        return value
 
     def reject_unused(self, names: Iterable[str], condition: str) -> None:
         """Refuse fields that are not read under a condition, such as "with kind='none'".
@@ -52,17 +32,6 @@ class Section(BaseModel):
         for name in names:
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 raise ValueError(f"{name}={value!r} has no effect {condition}")
-
-
-@cache
-def value_types(annotation: Any) -> frozenset[Any]:
-    """Return the types of the values, also those in containers, that a field's type allows."""
-    if get_origin(annotation) is Literal:
-        return frozenset(map(type, get_args(annotation)))
-    if get_origin(annotation) is Annotated:
-        return value_types(get_args(annotation)[0])
-    parts = [part for part in get_args(annotation) if part is not ...]
-    return frozenset().union(*map(value_types, parts)) if parts else frozenset({annotation})
 
 
 def not_in_id(default: Any, description: str, **limits: Any) -> Any:

@@ -2,36 +2,30 @@
 
 Layers, later ones win: the defaults, the dataset's preset (``presets/<dataset>.yaml``), the user's
 YAML, the overrides. ``dataset``, ``model`` and ``method`` with a plain name are short for
-``data.name``, ``model.name`` and ``method.name``; an override may name any field by the last part
-of its name if no other field has it (``rounds=3``). A learning rate that is not set is looked up in
+``data.name``, ``model.name`` and ``method.name``. A field may be named by the last part of its name
+if no other field has it (``rounds=3``). A text becomes what the type of its field asks for. A
+learning rate that is not set is looked up in
 ``learning_rates.yaml``. ``optimizer.rates`` names a file of tuned ones, which replace even
 one that is set.
 """
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import date
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from trishul_ray.config.fields import SHORT_MODEL_NAMES
-from trishul_ray.config.section import value_types
-from trishul_ray.errors import InputError, one_line
+from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.identity import note_content, note_plugins
 from trishul_ray.experiment.learning_rates import with_learning_rate
-from trishul_ray.experiment.yaml_files import (
-    RawFields,
-    RepeatedKeyError,
-    parse_texts,
-    parse_yaml,
-    read_yaml,
-)
+from trishul_ray.experiment.yaml_files import RawFields, parse_yaml, read_yaml
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.plugins.loading import faults, find_stored, load_plugin
 from trishul_ray.stages import STAGES, Stages, stage_names
@@ -50,8 +44,6 @@ _OTHER_NAMES = {
     "checkpoint_dir": "storage.runs",
     "output_dir": "storage.runs",
 }
-#: Remedy for a word that YAML reads as a number, a date, or true or false.
-_QUOTE = "; YAML reads some words as numbers, dates, true or false: put the word in quotes"
 #: Fields that loading fills in.
 _NOTED = ("lr_source", "content")
 
@@ -60,15 +52,17 @@ def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> 
     """Read, merge and validate the layers of an experiment.
 
     Args:
-        path: a YAML file; None uses the preset of the dataset (by default digits) alone.
+        path: A YAML file; None uses only the preset of the dataset (by default digits).
         overrides: ``key=value`` strings with dotted keys, or the last part of one.
 
     Raises:
-        InputError: one line that names the field, the value and what is allowed.
+        InputError: One line that names the field, the value and what is allowed.
     """
-    user = read_yaml(path) if path is not None else {}
-    given = [(text, *split_override(text)) for text in overrides]
-    return _load(user, [(text, SHORT_FIELDS.get(key, key), _Word(raw)) for text, key, raw in given])
+    given: list[tuple[str, Any]] = [] if path is None else [*read_yaml(path).items()]
+    for text in overrides:
+        key, word = split_override(text)
+        given.append((key, _value_of(word.strip())))
+    return _load(given)
 
 
 def experiment_of_arguments(
@@ -77,44 +71,50 @@ def experiment_of_arguments(
     """Read, merge and validate the layers of an experiment described in Python.
 
     Args:
-        config: a YAML file, or nested fields; None uses the preset of the dataset alone.
-        arguments: fields by name: a section (``federation={"rounds": 10}``), a dotted name, or the
+        config: A YAML file, or nested fields; None uses only the preset of the dataset.
+        arguments: Fields by name: a section (``federation={"rounds": 10}``), a dotted name, or the
             last part of a name that only one field has (``rounds``).
 
     Raises:
-        InputError: one line that names the field, the value and what is allowed.
+        InputError: One line that names the field, the value and what is allowed.
     """
     fields = read_yaml(config) if isinstance(config, Path) else config or {}
-    user = {k: dict(v) if isinstance(v, Mapping) else v for k, v in fields.items()}
-    given: list[tuple[str, str, Any]] = []
-    for key, value in arguments.items():
+    given = [*fields.items(), *arguments.items()]
+    return _load([(key, str(v) if isinstance(v, Path) else v) for key, v in given])
+
+
+def _value_of(word: str) -> Any:
+    """Return the value of an override: null, a list or mapping in YAML, or a text."""
+    if word in ("null", "~"):
+        return None
+    if word[:1] in ("[", "{"):
+        with suppress(yaml.YAMLError):
+            return parse_yaml(word, texts=True)
+    return word
+
+
+#: Fields that decide which other fields there are, in the order in which they are read.
+_FIRST = ("plugins", "method", "method.name")
+
+
+def _load(given: Sequence[tuple[str, Any]]) -> Experiment:
+    """Set fields, later ones over earlier ones, and resolve them."""
+    user: RawFields = {}
+    known: list[str] = []
+    for key, value in sorted(given, key=lambda pair: [name != pair[0] for name in _FIRST]):
+        if key == "plugins":
+            user["plugins"] = value
+            _load_plugins(user)
+            continue
         if isinstance(value, Mapping) and _is_top(key):
-            given += [(key, f"{key}.{inner}", content) for inner, content in value.items()]
-        else:
-            value = str(value) if isinstance(value, Path) else value
-            name = SHORT_FIELDS.get(key, key) if isinstance(value, str) else key
-            given.append((key, name, value))
-    return _load(user, given)
-
-
-def _load(user: RawFields, given: Sequence[tuple[str, str, Any]]) -> Experiment:
-    """Set fields over nested ones, and resolve them.
-
-    ``given`` has what is named in errors, the name of the field, and its value.
-    """
-    for said, name, value in given:  # that register methods
-        if name == "plugins":
-            set_field(user, name, _read_word(value, name, user, said), said)
-    _load_plugins(user)
-    _expand_short_fields(user)
-    for said, name, value in given:  # that has further fields
-        if name == "method.name":
-            set_field(user, name, _read_word(value, name, user, said), said)
-    known = list(_core_names(_method_of(user)))
-    for said, name, value in given:
-        if name != "plugins":
-            name = full_name(name, known)
-            set_field(user, name, _read_word(value, name, user, said), said)
+            for inner, content in value.items():
+                set_field(user, f"{key}.{inner}", content)
+            user.setdefault(key, {})
+            continue
+        if key not in _FIRST and not known:
+            known = [*_core_names(_method_of(user))]
+        name = full_name(str(key), known)
+        set_field(user, SHORT_FIELDS.get(name, name) if isinstance(value, str) else name, value)
     return resolve_experiment(user)
 
 
@@ -254,14 +254,6 @@ def _preset(dataset: str) -> RawFields:
     return _merge(_preset(base), fields) if base else fields
 
 
-def _expand_short_fields(fields: RawFields) -> None:
-    if "dataset" in fields:
-        set_field(fields, "data.name", fields.pop("dataset"), "dataset")
-    for key in ("model", "method"):
-        if isinstance(fields.get(key), str):
-            fields[key] = {"name": fields[key]}
-
-
 def split_override(text: str) -> tuple[str, str]:
     """Return the key and the value of ``key=value``, where the value is still YAML."""
     key, equals, raw = text.partition("=")
@@ -270,58 +262,19 @@ def split_override(text: str) -> tuple[str, str]:
     return key.strip(), raw
 
 
-class _Word(str):
-    """The value of an override, still YAML."""
-
-
-def _read_word(value: Any, name: str, user: RawFields, override: str) -> Any:
-    """Return the value of an override, parsed for its field; any other value as it is.
-
-    For a field of texts (names, paths, prompts), ``2024``, ``no`` and ``{text} is`` are texts.
-    """
-    if not isinstance(value, _Word):
-        return value
-    annotation = _annotation_of(name, user)
-    texts = value_types(annotation) <= {str, type(None)}
-    several = {dict, list, tuple} & {get_origin(a) for a in (annotation, *get_args(annotation))}
-    try:
-        parsed = parse_texts(value) if texts else parse_yaml(value)
-    except RepeatedKeyError as error:
-        raise InputError(f"override {override!r}: {error.problem}") from error
-    except (yaml.YAMLError, ValueError) as error:  # an impossible date is a ValueError
-        if texts and not several:
-            return value.strip()
-        raise InputError(f"override {override!r}: value is not YAML: {one_line(error)}") from error
-    return value.strip() if texts and not several and isinstance(parsed, dict | list) else parsed
-
-
-def _annotation_of(dotted: str, fields: RawFields) -> Any:
-    """Return the type of a field; that of any value for an unknown one."""
-    model: type[BaseModel] | None = Experiment
-    *sections, last = dotted.split(".")
-    for section in sections:
-        model = model and _section_of(model, section, _method_of(fields))
-    found = model.model_fields.get(last) if model is not None else None
-    return Any if found is None else found.annotation
-
-
-def set_field(fields: RawFields, dotted: str, value: Any, override: str = "") -> None:
-    """Set a field of nested ones by its dotted name; ``override`` is named in errors.
+def set_field(fields: RawFields, dotted: str, value: Any) -> None:
+    """Set a field of nested ones by its dotted name.
 
     Raises:
-        InputError: a section has to be a value, or the other way round.
+        InputError: A section has to be a value, or a value a section.
     """
-    where = f"override {override!r}: " if override else ""
     *parents, last = dotted.split(".")
     for parent in parents:
-        inner = fields.setdefault(parent, {})
-        if isinstance(inner, str) and parent in ("model", "method"):
-            inner = fields[parent] = {"name": inner}
-        if not isinstance(inner, dict):
-            raise InputError(f"{where}{parent} is not a section")
-        fields = inner
-    if last in fields and isinstance(fields[last], dict) and not isinstance(value, dict):
-        raise InputError(f"{where}{dotted} is a section; name one of its fields")
+        fields = fields.setdefault(parent, {})
+        if not isinstance(fields, dict):
+            raise InputError(f"{dotted}={value}: {parent} is not a section")
+    if isinstance(fields.get(last), dict) and not isinstance(value, Mapping):
+        raise InputError(f"{dotted}={value}: {dotted} is a section; set one of its fields")
     fields[last] = value
 
 
@@ -375,19 +328,25 @@ def _describe_error(item: Any, fields: RawFields) -> str:
         text = str(item.get("ctx", {}).get("error", item["msg"]))
         return f"{dotted}: {text}" if dotted and not text.startswith(f"{dotted}.") else text
     given, advice = item["input"], ""
-    if item["type"] == "string_type" and not isinstance(given, dict | list | tuple):
-        advice = _QUOTE
-    elif item["type"] in ("tuple_type", "list_type") and isinstance(given, str):
+    if item["type"] in ("tuple_type", "list_type") and isinstance(given, str):
         advice = f"; write a list: [{given}]"
     elif item["type"] == "dict_type" and isinstance(given, str):
         advice = "; write a mapping: {name: value}"
-    value = str(given) if isinstance(given, date) else repr(given)
+    value = str(given) if isinstance(given, str) and _is_number(given) else repr(given)
     value = value if len(value) <= 60 else value[:57] + "..."
     if item["type"] == "model_type":
         inside = list(model.model_fields)
         named = f"{dotted}.{'name' if 'name' in inside else inside[0]}"
         return f"{dotted}={value}: {dotted} is a section; set a field of it, such as {named}=..."
     return f"{dotted}={value}: {item['msg'][0].lower()}{item['msg'][1:]}{advice}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Read YAML as ``yaml.safe_load`` does, but refuse a repeated key."""
+"""Read YAML, and reject a repeated key."""
 
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,48 +29,45 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+class _TextLoader(_Loader):
+    """Reads every scalar but null as text, whose type the field decides."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  # as the base class declares it
+        first: [each for each in found if each[0].endswith((":null", ":merge"))]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
 class RepeatedKeyError(yaml.MarkedYAMLError):
-    """A key that stands twice in a mapping; ``problem`` names it and its lines."""
+    """A mapping has a key twice; ``problem`` names it and its lines."""
 
 
-#: The ``problem`` of YAML that Python's stack does not hold.
+#: The ``problem`` of YAML that exceeds Python's stack.
 TOO_DEEP = "values are nested too deeply"
 
 
-def parse_yaml(text: str | bytes) -> Any:
-    """Parse YAML as ``yaml.safe_load`` does, but refuse a repeated key.
+def parse_yaml(text: str | bytes, *, texts: bool = False) -> Any:
+    """Parse YAML; with ``texts``, every scalar but null is a text.
 
     Raises:
         yaml.YAMLError: It is not YAML, repeats a key, or is nested too deeply.
     """
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506  # a SafeLoader
+        return yaml.load(text, Loader=_TextLoader if texts else _Loader)  # noqa: S506
     except RecursionError:
         raise yaml.MarkedYAMLError(problem=TOO_DEEP) from None
     except (ValueError, LookupError, AttributeError) as error:  # such as a date in month 13
         raise yaml.MarkedYAMLError(problem=f"a value cannot be read: {first_line(error)}") from None
 
 
-def parse_texts(text: str) -> Any:
-    """Parse YAML in which every scalar but null is a text: numbers, dates, and ``yes``, too."""
-    texts = yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506  # makes texts alone
-    return _with_texts(parse_yaml(text), texts)
-
-
-def _with_texts(parsed: Any, written: Any) -> Any:
-    """Return what was parsed with its scalars as they are written; null stays null."""
-    if isinstance(parsed, dict):
-        inner = zip(written.items(), parsed.values(), strict=True)
-        return {key: _with_texts(value, text) for (key, text), value in inner}
-    if isinstance(parsed, list):
-        return [_with_texts(*both) for both in zip(parsed, written, strict=True)]
-    return parsed if parsed is None else written
-
-
 def read_yaml(path: Path) -> RawFields:
-    """Return the fields in a YAML file; raise InputError if it cannot be read, or holds none."""
+    """Return the fields in a YAML file, whose scalars are texts.
+
+    Raises:
+        InputError: The file cannot be read, or does not contain fields.
+    """
     try:
-        loaded = parse_yaml(path.read_text(encoding="utf-8"))
+        loaded = parse_yaml(path.read_text(encoding="utf-8"), texts=True)
     except FileNotFoundError as error:
         raise InputError(f"config file {path} does not exist") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -82,9 +79,6 @@ def read_yaml(path: Path) -> RawFields:
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        kind = {"str": "text", "int": "number", "float": "number"}
-        name = type(loaded).__name__
-        raise InputError(
-            f"config file {path} must contain key: value pairs, not a {kind.get(name, name)}"
-        )
+        kind = "text" if isinstance(loaded, str) else type(loaded).__name__
+        raise InputError(f"config file {path} must contain key: value pairs, not a {kind}")
     return loaded
