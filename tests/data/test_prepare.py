@@ -146,17 +146,11 @@ BAD_ROWS = {
     "wrong mode": ([png(images(1, 0)[0], "L")], [0], r"row 0: image mode is L, not RGB"),
     "wrong size": ([png(images(1, 0, side=16)[0])], [0], r"row 0: image is 16x16, not 32x32"),
     "not an image": ([png(images(1, 0)[0]), b"GIF?"], [0, 1], r"row 1: not a readable image"),
-    "cut image": ([png(images(1, 0)[0])[:500]], [0], r"row 0: not a readable image"),
     "no bytes": ([None], [0], r"row 0: the image has no bytes"),
     "label above": (
         [png(images(1, 0)[0])] * 2,
         [0, 100],
         r"row 1: fine_label is 100, not .*99",
-    ),
-    "label below": (
-        [png(images(1, 0)[0])],
-        [-1],
-        r"row 0: fine_label is -1, not .*99",
     ),
     "no rows": ([], [], r"the train split has no rows"),
 }
@@ -172,27 +166,6 @@ def test_a_malformed_row_is_reported_with_file_row_and_fault(tmp_path, case):
         prepare("cifar100", cache=tmp_path, hub=tmp_path / "hub")
     assert "train-00000-of-00002.parquet" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"img": ["x"], "fine_label": [1]}, "column 'img' is string, not an image with bytes"),
-        ({"img": [{"bytes": b"x"}]}, "no column 'fine_label'; it has img"),
-        ({"fine_label": [1]}, "no column 'img'; it has fine_label"),
-        (
-            {"img": [{"bytes": b"x"}], "fine_label": ["cat"]},
-            "row 0: fine_label is 'cat', not a number in 0..99",
-        ),
-        ({"img": [{"bytes": b"x"}] * 2, "fine_label": [1, None]}, "row 1: fine_label is null"),
-    ],
-)
-def test_wrong_columns_are_reported(tmp_path, table, message):
-    folder = mirror(tmp_path / "hub")
-    pq.write_table(pa.table(table), folder / "train-00000-of-00002.parquet")
-    (folder / "train-00001-of-00002.parquet").unlink()
-    with pytest.raises(CorruptFileError, match=message):
-        prepare("cifar100", cache=tmp_path, hub=tmp_path / "hub")
 
 
 def test_missing_names_and_folders_are_reported(tmp_path):

@@ -20,18 +20,9 @@ from trishul_ray.storage.durable import (
     keep_logs,
     remove_abandoned,
     scratch_folder,
-    scratch_for_libraries,
     write_file,
 )
 from trishul_ray.storage.integrity import fault_in, seal
-
-
-def test_what_libraries_keep_in_temporary_files_is_in_a_scratch_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with scratch_for_libraries("pack"):
-        made = Path(tempfile.mkdtemp())
-        assert made.parent.parent == tmp_path and made.parent.name.startswith(".trishul-pack.")
-    assert tempfile.gettempdir() == str(tmp_path) and not list(tmp_path.iterdir())
 
 
 def test_a_folder_is_complete_or_not_there(tmp_path):
@@ -97,7 +88,7 @@ def test_what_a_killed_writer_leaves_is_removed_by_the_next_one(tmp_path):
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, check=False)
     assert len(left := list(tmp_path.iterdir())) == 2 and all(p.suffix == ".tmp" for p in left)
     elsewhere = tmp_path / ".result.000000-00000000.tmp"  # of another machine
-    old = tmp_path / ".model.pt.1234.tmp"  # of an earlier version
+    old = tmp_path / ".model.000000-00000001.tmp"
     foreign = tmp_path / ".mine.tmp"
     for path in (elsewhere, old, foreign):
         path.touch()

@@ -43,10 +43,8 @@ _tidied: set[Path] = set()
 #: This machine, in the names of unfinished files: the locks of others may not be seen here.
 _HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
 
-#: Names of unfinished files and folders, also of earlier versions.
-_UNFINISHED = re.compile(
-    r"\..+\.([0-9a-f]{6}-[0-9a-f]{8}\.tmp|([0-9]+|[0-9a-f]{8})\.tmp|partial-[0-9]+-[0-9a-f]{8})"
-)
+#: Names of unfinished files and folders.
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{6}-[0-9a-f]{8}\.tmp")
 
 #: Answers of file systems that cannot sync a folder, or a file that this user cannot read.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES)
@@ -260,21 +258,6 @@ def scratch_folder(purpose: str, place: Path | None = None) -> Iterator[str]:
     target = Path(place or tempfile.gettempdir(), f"trishul-{purpose}")
     with _unfinished(target, lambda path: path.mkdir(0o700)) as folder:
         yield str(folder)
-
-
-@contextmanager
-def scratch_for_libraries(purpose: str) -> Iterator[None]:
-    """Let the temporary files that libraries make in this process be in a scratch folder.
-
-    What one keeps by ``tempfile`` would stay for ever if the process is killed.
-    """
-    before = tempfile.tempdir
-    with scratch_folder(purpose) as folder:
-        tempfile.tempdir = folder
-        try:
-            yield
-        finally:
-            tempfile.tempdir = before
 
 
 def keep_logs(folder: str | Path) -> None:
