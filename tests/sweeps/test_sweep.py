@@ -207,7 +207,7 @@ MISTAKES = [
     ("name: a/b\n", "name", "'a/b' must be letters, digits"),
     ("profile: big\n", "profile", "should be 'paper', 'small', 'smoke' or 'custom', got 'big'"),
     ("extends: nowhere.yaml\n", "extends", "nowhere.yaml does not exist; give its path"),
-    ("extends: s.yaml\n", "extends", "s.yaml extends this file, too; remove one"),
+    ("extends: s.yaml\n", "extends", "s.yaml also extends this file; remove one"),
     # Fields.
     ("base: {federation: {cilents: 3}}\n", "base", "did you mean 'federation.clients'?"),
     ("axes: {a: {x: {sede: 3}}}\n", "axes -> a -> x -> sede", "did you mean 'seed'?"),

@@ -86,7 +86,7 @@ def sweep(
 
     - `trishul sweep all --profile smoke` — every table and figure, on embedded data
     - `trishul sweep vision glue` — two tables, by the protocol of the paper
-    - `trishul sweep vision --plan --device l4` — what is finished and running, and the hours left
+    - `trishul sweep vision --plan --device l4` — finished and running runs, and the hours left
     - `trishul sweep mine.yaml federation.rounds=5`
     - `trishul sweep --axis method.lam=0,0.01,0.1 --axis seed=0..4 dataset=digits`
     - `trishul sweep rates --profile smoke --rates rates-smoke.yaml` — tune learning rates
@@ -170,7 +170,7 @@ def report(
 
 
 def read_outcomes(sweeps: "Sequence[Sweep]") -> "tuple[SweepOutcome, ...]":
-    """Return what the store has of sweeps; nothing is run."""
+    """Return the outcomes of sweeps according to the store; nothing runs."""
     from trishul_ray.sweeps.cells import distinct
     from trishul_ray.sweeps.status import collect, examine
 
@@ -209,7 +209,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run_sweeps(sweeps: "Sequence[Sweep]", options: "TuneOptions", report: str) -> None:
-    """Run what is missing, print the tables, and write the report.
+    """Run the missing cells, print the tables, and write the report.
 
     Raises:
         RunError: Cells failed.

@@ -1,1 +1,1 @@
-"""Ray Tune around whole runs: sweeps of cells, what is left of them, and how they are run."""
+"""Sweeps: grids and searches of runs, on Ray Tune."""

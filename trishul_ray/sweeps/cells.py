@@ -1,6 +1,6 @@
 """Sweeps and their cells: the combinations of the labels of all axes.
 
-The fields of a cell are those of the dataset's preset, then the sweep's base, the overrides of the
+The fields of a cell come from the dataset's preset, then the sweep's base, the overrides of the
 command line, the values of the axes, and the adjustments of selected cells; later ones win. An
 override that would reach only some cells is rejected.
 """

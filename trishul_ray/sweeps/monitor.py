@@ -40,7 +40,7 @@ class Monitor(tune.Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Trial], trial: Trial, result: TuneResult, **info: Any
     ) -> None:
-        """Show a round and what was reported in it."""
+        """Show a round and its notes."""
         run = self._run(trial)
         for note in result.get(NOTES, ()):
             self._progress.note(f"{run.name}: {note}")

@@ -1,7 +1,7 @@
 """Plan of sweeps, ``trishul sweep --plan``: the state of their runs, and the hours that are left.
 
-Each distinct run counts once, in the first sweep that has it. Its time is that of finished runs of
-its kind on the same device, or an estimate: the operations of the backbone and of the proximal
+Each distinct run counts once, in the first sweep that has it. Its time comes from finished runs of
+its kind on the same device, or from an estimate: the operations of the backbone and of the proximal
 steps at sustained rates, or the launches of kernels if they take longer.
 """
 

@@ -71,7 +71,7 @@ def field_of(name: str) -> str:
 
 
 def unknown_field(name: str) -> str:
-    """Return what is wrong with a name that is not a field, or an empty string."""
+    """Return the fault of a name that is not a field, or an empty string."""
     known = known_fields()
     return "" if field_of(name) in known else describe_unknown_field(name, sorted(known))
 
@@ -305,5 +305,5 @@ def _extended(own: SweepFile, path: Path, children: tuple[Path, ...]) -> Iterato
         if found is None:
             own.fail(f"{name} does not exist; give its path from this file", "extends")
         if found.resolve() in children:
-            own.fail(f"{name} extends this file, too; remove one of the two", "extends")
+            own.fail(f"{name} also extends this file; remove one of the two", "extends")
         yield found

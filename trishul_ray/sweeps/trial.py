@@ -26,9 +26,9 @@ from trishul_ray.sweeps.cells import CellRun, FindRun
 from trishul_ray.sweeps.search import HEADLINE
 from trishul_ray.tracking.progress import RunProgress
 
-#: Keys of a trial's results, besides the metrics of the round and :data:`HEADLINE`: the number of
-#: the round, what the run reported, why it would fail again, whether it has finished, and the name
-#: of the metric that is :data:`HEADLINE`.
+#: Keys of a trial's results, in addition to the metrics of the round and :data:`HEADLINE`: the
+#: number of the round, notes of the run, the reason why it would fail again, whether it has
+#: finished, and the name of the metric that is :data:`HEADLINE`.
 ROUND, NOTES, FAILURE, FINISHED = "round", "notes", "failure", "finished"
 HEADLINE_NAME = "headline_name"
 #: A round may take this many times the longest one so far.
@@ -38,7 +38,7 @@ TuneResult: TypeAlias = dict[str, Any]
 
 
 class _Notes(RunProgress):
-    """Collects what a run reports while it trains, instead of displaying it."""
+    """Collects the notes of a run while it trains, instead of displaying them."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -52,7 +52,7 @@ class _Notes(RunProgress):
         pass
 
     def note(self, text: str) -> None:
-        if self._training:  # all cells of a sweep would report what comes before
+        if self._training:  # all cells of a sweep would report the earlier notes
             self.notes.append(text)
 
     def task_progress(self, label: str) -> Callable[[str, float], None]:
@@ -141,7 +141,7 @@ class CellTrial(tune.Trainable):
         options: dict[str, Any] = {"workers": self._workers, "extras": False, "tags": run.tags}
         finished = yield from run_steps(run.experiment, self._notes, fresh=old, **options)
         if finished.repeated and finished.summary.damaged_files(home, NUMBERS):
-            # Its last checkpoint is lost, too.
+            # Its last checkpoint is also lost.
             finished = yield from run_steps(run.experiment, self._notes, fresh=True, **options)
         return finished
 

@@ -288,7 +288,7 @@ def _optuna(search: Search) -> Searcher:
 
 @contextmanager
 def _quiet_tune() -> Iterator[None]:
-    """Set Ray Tune up to print nothing, to keep no files, and to leave signals alone."""
+    """Set Ray Tune up to print nothing, to keep no files, and to set no handlers of signals."""
     before = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     loggers = [logging.getLogger(f"ray.{part}") for part in ("tune", "air", "train")]
     levels = [logger.level for logger in loggers]
