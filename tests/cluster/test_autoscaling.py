@@ -92,8 +92,8 @@ def test_from_zero_to_what_a_sweep_asks_for_and_back(
         while cluster.workers():
             assert time.monotonic() < end
             time.sleep(0.5)
-    # The default device is a GPU where the cluster may have some, also if it has none yet.
-    assert sorted(types.values()) == ["gpu", "gpu"]
+    # resources.device=auto is the CPU if no node has a GPU yet.
+    assert sorted(types.values()) == ["cpu"]
     for seed in range(2):
         experiment = load_experiment(None, [*words, f"seed={seed}"])
         result = json.loads((tmp_path / "runs" / experiment.id / "result.json").read_text())

@@ -45,6 +45,15 @@ def test_slices_must_fit_on_nodes(small):
         request(small("resources.threads=4"), [{"CPU": 3.0}, {"CPU": 3.0}], 1)
 
 
+def test_request_waits_for_nodes_that_an_autoscaler_adds(small):
+    none = [{"CPU": 0.0}]
+    assert request(small(), none, 4, may_grow=True)[1] == ({}, {"CPU": 1.0})
+    gpu = small("resources.device=cuda")
+    assert request(gpu, none, 4, may_grow=True)[1] == ({}, {"CPU": 1.0, "GPU": 1.0})
+    with pytest.raises(InputError, match="exceed the cluster's 0 CPU"):
+        request(small(), none, 4)
+
+
 def test_sweep_whose_nodes_do_not_come_says_so_once(monkeypatch):
     late = 1 + WAITING_NOTICE_SECONDS
     waits, some = [Trial.PENDING, Trial.PENDING], [Trial.RUNNING, Trial.PENDING]

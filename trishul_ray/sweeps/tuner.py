@@ -22,6 +22,7 @@ from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.federation.on_ray.process import WorkerEnvironment
+from trishul_ray.federation.on_ray.session import joins_cluster
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, with_actors
 from trishul_ray.federation.prepare import prepare_dataset
 from trishul_ray.models.backbone import Backbone
@@ -36,6 +37,8 @@ from trishul_ray.tracking.progress import SweepProgress
 
 #: Seconds in which nodes must answer.
 CHECK_SECONDS = 60.0
+#: Most trials that run or wait on a cluster that may grow, and resources that hold any trial.
+MAX_WAITING, ENOUGH = 100, 1e6
 
 _ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",  # the lowest verbosity of the new output still prints
@@ -50,16 +53,24 @@ _ENVIRONMENT = {
 
 
 def request(
-    experiment: Experiment, nodes: Sequence[Mapping[str, float]], runs: int
+    experiment: Experiment,
+    nodes: Sequence[Mapping[str, float]],
+    runs: int,
+    *,
+    may_grow: bool = False,
 ) -> tuple[Slices, tuple[Mapping[str, float], ...]]:
     """Return the slices and the bundles of an experiment's trial when this many runs share nodes.
 
     If the number of actors is ``auto``, a run gets its share of the slices that fit on the nodes.
+    With ``may_grow``, an autoscaler may add nodes: a request that does not fit yet waits.
 
     Raises:
         InputError: The nodes cannot hold it; the message names the field.
     """
     total = {kind: sum(node.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU")}
+    if may_grow:
+        uses_gpu = total["GPU"] > 0 or experiment.resources.device == "cuda"
+        total = {"CPU": ENOUGH, "GPU": ENOUGH if uses_gpu else 0.0}
     inline = experiment.resources.backend == "inline"
     both = experiment.resources.actors, experiment.federation.clients_per_actor
     one = with_actors(experiment, 1) if inline or both == ("auto", "auto") else experiment
@@ -68,7 +79,7 @@ def request(
     if both == ("auto", "auto") and not inline:
         share = min(fitting // runs, experiment.federation.clients_per_round)
         slices = replace(slices, actors=max(1, share))
-    if fitting < slices.actors:
+    if fitting < slices.actors and not may_grow:
         raise InputError(
             f"resources: {slices} do not fit on the nodes of the cluster; lower resources.actors, "
             "resources.cpus_per_actor or resources.gpus_per_actor"
@@ -90,7 +101,10 @@ def run_cells(runs: Mapping[str, CellRun], options: TuneOptions, progress: Sweep
     experiments = {id: run.experiment for id, run in runs.items()}
     at_once = min(len(runs), options.concurrency or len(runs))
     nodes = _nodes()
-    requests = {id: request(each, nodes, at_once) for id, each in experiments.items()}
+    grows = joins_cluster()
+    requests = {
+        id: request(each, nodes, at_once, may_grow=grows) for id, each in experiments.items()
+    }
     prepare_inputs(runs, progress)
     for id, run in runs.items():
         progress.add(id, run.name, run.experiment.federation.rounds)
@@ -124,7 +138,7 @@ def run_search(
     nodes = _nodes()
     progress.expect(search.samples, experiment.federation.rounds)
     at_once = min(search.samples, options.concurrency or search.samples)
-    slices, bundles = request(experiment, nodes, at_once)
+    slices, bundles = request(experiment, nodes, at_once, may_grow=joins_cluster())
     run = CellRun(experiment, sweep.cell_name(cell), metric=search.metric)
     prepare_inputs({experiment.id: run}, progress)
     return _fit(
@@ -144,7 +158,9 @@ def _nodes() -> list[Mapping[str, float]]:
 
 
 def _fitting(slices: Slices, nodes: Sequence[Mapping[str, float]]) -> int:
-    """Return the number of trials with these slices that fit on the nodes."""
+    """Return the number of trials with these slices that may run or wait at the same time."""
+    if joins_cluster():  # trials that wait make an autoscaler add nodes
+        return MAX_WAITING
     return max(1, sum(map(slices.count_in, nodes)) // slices.actors)
 
 
