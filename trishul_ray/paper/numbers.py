@@ -60,7 +60,7 @@ class Paper(Reference):
         return tuple(slip["text"] for slip in records()["slips"] if slip["of"] == key)
 
     def open_choices(self, runs: Sequence[RunSummary]) -> list[Choice]:
-        """Return what the paper leaves open, and how runs decide it."""
+        """Return the choices that the paper leaves open, and how runs decide them."""
         return open_choices(runs)
 
 

@@ -151,7 +151,7 @@ def csv_text(rows: Iterable[Iterable[object]]) -> str:
     """Return rows as CSV.
 
     A text that a spreadsheet would run as a formula, because it begins with ``=``, ``+``, ``-``,
-    ``@``, a tab or a carriage return and is no number, gets an apostrophe in front.
+    ``@``, a tab or a carriage return and does not parse as a number, gets an apostrophe in front.
     """
     sink = io.StringIO()
     csv.writer(sink, lineterminator="\n").writerows(map(_no_formula, row) for row in rows)

@@ -29,7 +29,7 @@ from trishul_ray.storage.integrity import from_checked_json
 if TYPE_CHECKING:
     from pandas import DataFrame, MultiIndex
 
-#: Symbols of fields beside a label that is a number.
+#: Symbols of fields next to a numeric label.
 _SYMBOLS = {"alpha": "α", "lam": "λ"}
 
 
@@ -94,8 +94,8 @@ def shown_frame(
 ) -> tuple["DataFrame", str]:
     """Return the cells that a table shows, and the quantity that it shows of them.
 
-    Beside the columns of :func:`cells_frame`, ``gap`` is why there is no value, ``unit`` that of
-    the value, and ``shown`` the value in this unit.
+    In addition to the columns of :func:`cells_frame`, ``gap`` is the reason of a missing value,
+    ``unit`` the unit, and ``shown`` the value in this unit.
     """
     found = cells_frame(sweep, cells)
     found["unit"] = [unit_of(metric) for metric in found["metric"]]
@@ -179,7 +179,7 @@ def _asked_otherwise(answers: Sequence[dict[str, Any]]) -> list[bool]:
 
 
 def shown_label(sweep: SweepHead, axis: str, label: str) -> str:
-    """Return how a label is displayed; one that is a number has its axis beside it."""
+    """Return how a label is displayed; a numeric label follows its axis."""
     shown = sweep.shown_label(axis, label)
     is_number = shown == label and re.fullmatch(r"[-+.e\d]*\d[-+.e\d]*", label) is not None
     return f"{_SYMBOLS.get(axis.rpartition('.')[2], axis)} = {label}" if is_number else shown

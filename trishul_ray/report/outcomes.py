@@ -1,7 +1,7 @@
 """Outcomes of a sweep's cells, and the layouts of its tables and figures.
 
-A cell is one combination of axis labels, such as ``{"method": "FedIT", "seed": "0"}``. Labels are
-those of the paper's records where a table reproduces one.
+A cell is one combination of axis labels, such as ``{"method": "FedIT", "seed": "0"}``. A table that
+reproduces one of the paper uses the labels of the paper's records.
 """
 
 import re
@@ -61,11 +61,11 @@ def _as_names(value: Any) -> Any:
 
 Names = Annotated[tuple[Text, ...], BeforeValidator(_as_names)]
 Label = Annotated[Text, BeforeValidator(lambda x: _as_names(x)[0])]
-#: Chosen labels, by axis; axes that are missing are not limited.
+#: Chosen labels, by axis; other axes are not limited.
 Labels = dict[str, Names]
 Title = Annotated[Text, Field(default_factory=lambda read: read.get("name", ""))]
 
-#: Scores of generated answers that are shares, and those that are better if lower.
+#: Scores of generated answers that are shares, and scores that are better if lower.
 EvalShare = Literal["rouge_l", "exact_match", "ended", "token_accuracy", "acc", "acc_norm"]
 EvalAmount = Literal["loss", "perplexity", "bits_per_byte", "repeated"]
 CostName = Literal["megabytes", "hours", "epsilon"]
@@ -75,7 +75,9 @@ class Evaluated(Section):
     """A score of the answers that the command ``eval`` has generated."""
 
     score: EvalShare | EvalAmount = Field(description="the score")
-    model: Literal["tuned", "untuned"] = Field("tuned", description="whose: the run's, or before")
+    model: Literal["tuned", "untuned"] = Field(
+        "tuned", description="of the tuned or the untuned model"
+    )
 
 
 class Target(Section):
@@ -83,7 +85,7 @@ class Target(Section):
 
     cost: CostName = Field(description="the cost: megabytes, hours or epsilon")
     axis: Text = Field(description="the axis with the reference")
-    reference: Label = Field(description="the label of the reference, whose last score is 100 %")
+    reference: Label = Field(description="the label of the reference, whose last score is 100%")
     share: float = Field(0.95, gt=0, le=1, description="the share that has to be reached")
 
 
@@ -116,7 +118,7 @@ class FigureLayout(Section):
 
     name: FileName = Field(description="identifies the figure, also as a file name")
     title: Title = Field(description="caption; by default the name")
-    kind: FigureKind = Field(description="what is drawn, such as convergence")
+    kind: FigureKind = Field(description="kind of figure, such as convergence")
     metric: Text | None = Field(
         None, description="column of metrics.parquet; by default the metric of the cells"
     )
@@ -230,7 +232,7 @@ class SweepHead:
         name: Identifies the sweep, also as a file name.
         description: Subject that it reproduces, and the expected result.
         axes: Labels of each axis, in order.
-        shown: How labels are displayed, by axis and label, where that differs from the label.
+        shown: How labels are displayed, by axis and label, if the text differs.
         overrides: Fields that the command line set and that can change a number: ``field=value``.
     """
 
@@ -307,7 +309,7 @@ _UNORDERED = ("participation_gap", "participation_correlation")
 
 
 def unit_of(metric: str) -> str:
-    """Return the unit in which a metric is shown: ``%``, or that of a loss, a fraction."""
+    """Return the unit in which a metric is shown: ``%``, ``loss`` or ``fraction``."""
     if is_loss(metric):
         return "loss"
     return "fraction" if metric.endswith((*_UNEVEN, *_UNORDERED)) else "%"

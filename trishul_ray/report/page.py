@@ -64,7 +64,7 @@ _SETTINGS = {
 _UNSHOWN = ("name", "seed", "storage", "tracking", "resources", "plugins")
 #: More values of a setting than these are counted instead of listed.
 _MOST_VALUES = 4
-#: Variables of ``report.css`` for the colors of a figure that are those of type and paper.
+#: Variables of ``report.css`` that replace the colors of text and background in a figure.
 _OF_PAGE = {
     "#000000": "--ink", "#222222": "--ink", "#555555": "--muted", "#b0b0b0": "--line",
     "#ffffff": "--page", "#0072b2": "--blue",
@@ -83,7 +83,7 @@ class Drawing:
 
     @property
     def markup(self) -> Markup:
-        """The SVG text, to be put into HTML as it is, in the colors of the page."""
+        """The SVG text for HTML, in the colors of the page."""
         return Markup(_FIGURE_COLOR.sub(_as_of_page, self.image.svg) if self.image else "")
 
     @property
@@ -329,7 +329,7 @@ def _html(page: Page) -> str:
         lstrip_blocks=True,
     )
     templates.filters["duration"] = format_duration
-    shown = {"labels_text": labels_text, "statuses": STATUSES, "alpha": f"{100 * ALPHA:g} %"}
+    shown = {"labels_text": labels_text, "statuses": STATUSES, "alpha": f"{100 * ALPHA:g}%"}
     return templates.get_template("report.html").render(page=page, comparable=comparable, **shown)
 
 
@@ -412,7 +412,7 @@ def _learning_curve(sweep: SweepOutcome) -> list[FigureLayout]:
 
 
 def _varying(sweep: SweepOutcome) -> list[str]:
-    """Return the axes other than the seed that vary, those that name rows first."""
+    """Return the axes other than the seed that vary, axes of rows first."""
     first = [axis for table in sweep.tables[:1] for axis in reversed(table.rows)]
     axes = dict.fromkeys([*first, *sweep.axes])
     return [axis for axis in axes if axis != SEED and len(sweep.axes[axis]) > 1]

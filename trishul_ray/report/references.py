@@ -1,4 +1,4 @@
-"""Printed numbers of publications, which stand beside those of runs in tables and figures.
+"""Printed numbers of publications, which tables and figures show next to numbers of runs.
 
 A plug-in registers the numbers of a publication. A table or figure of a sweep names the one that it
 reproduces by a key (``paper: tab:vision``).
@@ -26,7 +26,7 @@ class Choice:
 class Reference:
     """The printed numbers of a publication, by keys of its tables and figures.
 
-    Subclass it, and register the class by a name of your own. Keys of two references must differ.
+    Subclass it, and register the class by a name. Keys of two references must differ.
     """
 
     def tables(self) -> Mapping[str, int | None]:

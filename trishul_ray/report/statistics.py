@@ -27,7 +27,7 @@ class Comparison:
 
     Attributes:
         difference: Mean of the row minus that of the best.
-        interval: Student's 95 % interval of this difference by itself; None without a spread.
+        interval: Student's 95% interval of this difference by itself; None without a spread.
         p_value: Adjusted for all pairs of rows of the table; None without a spread.
     """
 
@@ -46,7 +46,7 @@ class Comparison:
 class GroupComparison:
     """The best row of a group, and the others compared with it, by their place.
 
-    There is no best row if fewer than two have numbers in common.
+    ``best`` is None if fewer than two have numbers in common.
     """
 
     best: int | None
@@ -59,11 +59,11 @@ def compare_rows(groups: Sequence["DataFrame"]) -> tuple[list[GroupComparison], 
     A row is compared by Student's test of its paired differences: the means over columns, seed by
     seed. The p-values are corrected by Holm's method for all pairs of rows of the table, since the
     best row is chosen by looking at the numbers: the chance that *any* row of a table is wrongly
-    called worse is at most :data:`ALPHA`. A table is judged alone.
+    called worse is at most :data:`ALPHA`. Other tables do not matter.
 
     Args:
         groups: A row for each row of the table and a column for each (column, seed), larger is
-            better, NaN if there is no value.
+            better, NaN if the value is missing.
     """
     found = [_compare_group(values) for values in groups]
     counts = [int(values.notna().any(axis=1).sum()) for values in groups]
@@ -84,7 +84,7 @@ def compare_rows(groups: Sequence["DataFrame"]) -> tuple[list[GroupComparison], 
 def _compare_group(values: "DataFrame") -> GroupComparison:
     """Compare the rows of a group; p-values are not yet corrected.
 
-    The best row has the largest mean of those with most values.
+    The best row has the largest mean among the rows with most values.
     """
     counts = values.notna().sum(axis=1)
     common = values[(counts == counts.max()) & (counts > 0)].dropna(axis=1)
@@ -119,7 +119,7 @@ class ScoreComparison:
 
     Attributes:
         difference: Mean score of the first minus that of the second.
-        interval: 95 % interval of the difference over rows: what other rows could have shown of
+        interval: 95% interval of the difference over rows: what other rows could have shown of
             these two models. The spread between seeds is not in it.
         p_value: Two-sided: McNemar's exact test of rows that one of the two got right, or
             Student's test of the paired differences if scores are not only 0 and 1.
@@ -142,7 +142,7 @@ def compare_scores(first: ArrayLike, second: ArrayLike) -> ScoreComparison:
     if np.isin(differences, (-1.0, 0.0, 1.0)).all():
         different = better + worse
         p_value = float(stats.binomtest(better, different).pvalue) if different else 1.0
-        # If few rows tell the two apart, the deviation of the differences is too small, or 0: count
+        # If the two differ on few rows, the deviation of the differences is too small, or 0: count
         # one more row on each side (Bonett and Price 2012, adjusted Wald interval).
         p, q = (better + 1) / (rows + 2), (worse + 1) / (rows + 2)
         half = 1.959964 * math.sqrt((p + q - (p - q) ** 2) / (rows + 2))

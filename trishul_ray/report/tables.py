@@ -1,4 +1,4 @@
-"""Tables that the cells of sweeps form: means over seeds, the best in bold, and what is decided.
+"""Tables of sweeps: means over seeds, the best in bold, and rows that are worse than the best.
 
 :mod:`trishul_ray.report.formats` writes them.
 """
@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from scipy import stats
 
@@ -72,7 +72,7 @@ class Number:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Student's 95 % interval of the mean; None for fewer than two seeds."""
+        """Student's 95% interval of the mean; None for fewer than two seeds."""
         if self.deviation is None:
             return None
         half = stats.t.ppf(1 - ALPHA / 2, self.count - 1) * self.deviation / self.count**0.5
@@ -87,7 +87,7 @@ class Number:
 
     @property
     def within(self) -> str:
-        """``within`` or ``outside``: where the paper's number lies to our 95 % interval."""
+        """``within`` or ``outside``: where the paper's number lies to our 95% interval."""
         if self.difference is None or self.paper is None or self.interval is None:
             return ""
         return "within" if self.interval[0] <= self.paper <= self.interval[1] else "outside"
@@ -205,9 +205,9 @@ class SweepTable:
 
     @property
     def note(self) -> str:
-        """What keeps its numbers from being compared with the paper's; empty if nothing does.
+        """Why its numbers cannot be compared with the paper's; empty if they can.
 
-        A table that reproduces none of the paper, and a sweep of one's own, need no note.
+        A user's sweep and a table that the paper does not have need no note.
         """
         if self.comparable or self.layout.paper is None or self.sweep.profile == "custom":
             return ""
@@ -283,63 +283,60 @@ def build_table(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
     """Make a table; see :class:`SweepTable`."""
     cells = sweep.within(layout.where)
     runs, label = shown_frame(sweep, cells, layout)
-    metrics, units = [*dict.fromkeys(runs["metric"])], set(runs["unit"])
-    one_measure = len(runs[["id", "metric"]].drop_duplicates()) == runs["id"].nunique()
-    ordered = all(map(has_order, metrics)) and sweep.profile != "smoke"
-    judged = ordered and len(units) == 1 and one_measure
-
     axes = (*layout.rows, *layout.columns)
-    numbers = _numbers(runs, axes)
-    methods: dict[tuple[str, ...], set[str]] = {}
-    for cell in cells:
-        if cell.status == "finished":
-            methods.setdefault(cell.labels_of(layout.rows), set()).add(cell.method)
-    rows = sweep.in_order(layout.rows, [place[: len(layout.rows)] for place in numbers])
-    columns = sweep.in_order(layout.columns, [place[len(layout.rows) :] for place in numbers])
+    fixed = {axis: only[0] for axis, only in layout.where.items() if len(only) == 1}
     key = layout.paper if sweep.profile != "custom" else None
     reference, comparable = reference_of(key), sweep.is_comparable(cells)
-    fixed = {axis: only[0] for axis, only in layout.where.items() if len(only) == 1}
 
     def printed(labels: tuple[str, ...]) -> float | None:
         known = fixed | dict(zip(axes, labels, strict=True))
         return None if key is None else reference.table_value(key, known)
 
-    def with_paper(number: Number | None, column: tuple[str, ...]) -> Number | None:
+    def with_paper(number: Number | None, labels: tuple[str, ...]) -> Number | None:
         if number is None or number.unit != "%":  # the paper prints no loss
             return number
-        return replace(number, paper=printed(row + column), compared=comparable)
+        return replace(number, paper=printed(labels), compared=comparable)
 
-    groups, frames = [], []
-    for head, members in itertools.groupby(rows, key=lambda row: row[:-1]):
-        table_rows, values = [], {}
-        for place, row in enumerate(members):
-            found = [with_paper(numbers.get(row + column), column) for column in columns]
-            verdict = _excluded(methods.get(row, set()), found)
-            if verdict is None:
-                values[place] = _oriented(found)
-            shown = tuple(found)
-            if layout.average:
-                averages = tuple(AVERAGE for _ in layout.columns)
-                shown = (*shown, with_paper(_average(found), averages))
-            name = sweep.shown_label(layout.rows[-1], row[-1]) if row else layout.title
-            table_rows.append(Row(name, shown, verdict or Verdict("none")))
-        title = ", ".join(
-            f"{axis}: {sweep.shown_label(axis, name)}"
-            for axis, name in zip(layout.rows[:-1], head, strict=True)
+    runs["paper_percent"] = [printed(cell.labels_of(axes)) for cell in cells]
+    numbers = {place: with_paper(each, place) for place, each in _numbers(runs, axes).items()}
+    split = len(layout.rows)
+    columns = sweep.in_order(layout.columns, [place[split:] for place in numbers])
+    methods: dict[tuple[str, ...], set[str]] = {}
+    for cell in cells:
+        if cell.status == "finished":
+            methods.setdefault(cell.labels_of(layout.rows), set()).add(cell.method)
+
+    def row_of(labels: tuple[str, ...]) -> Row:
+        found = [numbers.get(labels + column) for column in columns]
+        verdict = _excluded(methods.get(labels, set()), found)
+        if layout.average:
+            found.append(with_paper(_average(found), (*labels, *[AVERAGE for _ in layout.columns])))
+        name = sweep.shown_label(layout.rows[-1], labels[-1]) if labels else layout.title
+        return Row(name, tuple(found), verdict)
+
+    rows = sweep.in_order(layout.rows, [place[:split] for place in numbers])
+    groups = [
+        RowGroup(
+            ", ".join(f"{a}: {sweep.shown_label(a, n)}" for a, n in zip(axes, head, strict=False)),
+            tuple(map(row_of, members)),
         )
-        groups.append(RowGroup(title, _with_best(table_rows) if ordered else tuple(table_rows)))
-        frames.append(pd.DataFrame.from_dict(values, orient="index").sort_index(axis=1))
-    pairs = 0
+        for head, members in itertools.groupby(rows, key=lambda row: row[:-1])
+    ]
+    judged, pairs = sweep.profile != "smoke" and all(map(has_order, runs["metric"])), 0
     if judged:
-        compared, pairs = compare_rows(frames)
+        groups = [replace(group, rows=_with_best(group.rows)) for group in groups]
+    # Rows are not compared over different units, or over several measures of the same runs.
+    judged &= len(runs[["id", "metric"]].drop_duplicates()) == runs["id"].nunique()
+    judged &= runs["unit"].nunique() == 1
+    if judged:
+        compared, pairs = compare_rows([_oriented(group, len(columns)) for group in groups])
         groups = [
             replace(group, rows=_with_verdicts(group.rows, each.best, each.rows))
             for group, each in zip(groups, compared, strict=True)
         ]
     names = [zip(layout.columns, column, strict=True) for column in columns]
-    heads = [tuple(shown_label(sweep, *each) for each in pairs) or (label,) for pairs in names]
+    heads = [tuple(shown_label(sweep, *each) for each in name) or (label,) for name in names]
     heads += [(AVERAGE, *[""] * (len(layout.columns) - 1))] * layout.average
-    runs["paper_percent"] = [printed(cell.labels_of(axes)) for cell in cells]
     return SweepTable(sweep, layout, tuple(heads), tuple(groups), cells, runs, label, judged, pairs)
 
 
@@ -374,28 +371,33 @@ def _average(numbers: Sequence[Number | None]) -> Number | None:
     return Number(wide.mean(axis=1, skipna=False), gap, known[0].unit)
 
 
-def _excluded(methods: set[str], numbers: Sequence[Number | None]) -> Verdict | None:
-    """Return the verdict of a row that is not compared."""
+def _excluded(methods: set[str], numbers: Sequence[Number | None]) -> Verdict:
+    """Return the verdict of a row that is not compared; ``none`` if it can be."""
     if methods == {REFERENCE_METHOD}:
         return Verdict("reference")
     gaps = [number.gap for number in numbers if number is not None and number.gap in _BIAS]
-    return Verdict("biased", _BIAS[gaps[0]]) if gaps else None
+    return Verdict("biased", _BIAS[gaps[0]]) if gaps else Verdict("none")
 
 
-def _oriented(numbers: Sequence[Number | None]) -> dict[tuple[int, Any], float]:
-    """Return the values of a row by column and seed; larger is better."""
-    return {
-        (column, seed): value if number.unit == "%" else -value
-        for column, number in enumerate(numbers)
-        if number is not None
-        for seed, value in number.values.items()
+def _oriented(group: RowGroup, columns: int) -> "DataFrame":
+    """Return the values of rows that are compared, by column and seed; larger is better."""
+    values = {
+        place: {
+            (column, seed): value if number.unit == "%" else -value
+            for column, number in enumerate(row.numbers[:columns])
+            if number is not None
+            for seed, value in number.values.items()
+        }
+        for place, row in enumerate(group.rows)
+        if row.verdict.kind == "none"
     }
+    return pd.DataFrame.from_dict(values, orient="index").sort_index(axis=1)
 
 
 def _with_best(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Mark the best number of each column, as displayed; if all are equal, none is.
 
-    Numbers that lack seeds, and those of rows that are not compared, do not count.
+    Numbers that lack seeds and rows that are not compared do not count.
     """
     marked = [list(row.numbers) for row in rows]
     for column in range(len(marked[0])):
