@@ -20,7 +20,6 @@ from trishul_ray.cli.output import err, print_field, print_line
 from trishul_ray.errors import InputError, RunError, one_line
 from trishul_ray.storage.redaction import redact
 
-#: Commands that can run as a job.
 COMMANDS = ("run", "sweep", "table", "report", "eval")
 #: Patterns of files that are not shipped: data, results, and usual names of secrets.
 EXCLUDES = """
@@ -36,12 +35,9 @@ Address = Annotated[
     str | None,
     typer.Option(help="URL of the cluster's dashboard.", envvar="RAY_API_SERVER_ADDRESS"),
 ]
-ClusterFile = Annotated[
-    Path | None, typer.Option(help="File of `ray up`, whose head is reached over SSH.")
-]
+ClusterFile = Annotated[Path | None, typer.Option(help="File of `ray up`, reached over SSH.")]
 Runs = Annotated[str | None, typer.Option(help="URI of the runs; default: that of the cluster.")]
-LOCAL = "http://127.0.0.1:8265"
-TUNNEL_SECONDS = 60.0
+LOCAL, TUNNEL_SECONDS = "http://127.0.0.1:8265", 60.0
 
 
 def submit(
