@@ -140,8 +140,6 @@ class Server:
         method, layout = self.method, blueprint.layout
         every = np.array(capacities(fed.compute, seed, fed.clients, fed.compute_shares))
         plan = RunPlan(
-            method,
-            layout,
             tuple(layout.units(blueprint.wire)),
             blueprint.expected.lengths,
             self.participants,

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from trishul_ray.adapters.layout import Layout, Unit
-from trishul_ray.methods.base import Method
+from trishul_ray.adapters.layout import Unit
 from trishul_ray.methods.messages import State
 from trishul_ray.runtime.random_streams import numpy_rng
 
@@ -181,8 +180,6 @@ class RunPlan:
     """Facts of a run that stages may read, on the server.
 
     Attributes:
-        method: The method.
-        layout: The layout of a client's vector.
         units: The units of the shared part, in the order of the wire.
         lengths: Numbers in each array that a client sends, by name: ``shared``, and the method's.
         participants: Clients that may take part, ascending int64.
@@ -194,8 +191,6 @@ class RunPlan:
         shard_sizes: int64 [N], training rows of the clients; None unless a stage needs them.
     """
 
-    method: Method
-    layout: Layout
     units: tuple[Unit, ...]
     lengths: Mapping[str, int]
     participants: np.ndarray

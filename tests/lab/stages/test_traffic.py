@@ -130,25 +130,6 @@ def test_with_error_feedback_all_is_sent_but_the_last_residual(name, seed, round
     np.testing.assert_allclose(sent, total - kept["left/shared"], atol=allowed, rtol=0)
 
 
-def test_what_was_left_out_long_ago_is_forgotten_unit_by_unit():
-    rng, only_first = np.random.default_rng(0), np.array([True, False, False])
-    each = UploadCodec(UploadsConfig(codec="int4", error_feedback=True, residual_rounds=3))
-    first = each(change_of(rng), sender(1))
-    again = each(change_of(rng, only_first), sender(3, only_first, first.kept))
-    assert again.kept["since/shared"].tolist() == [3, 1, 1]
-    none = np.zeros(3, dtype=bool)
-    nothing = Change(np.zeros(50, dtype=np.float32), {})
-    kept = each(nothing, sender(4, none, again.kept)).kept["left/shared"]
-    np.testing.assert_array_equal(kept, again.kept["left/shared"])
-    kept = each(nothing, sender(5, none, again.kept)).kept["left/shared"]
-    assert kept[:16].any() and not kept[16:].any()
-    # In the next upload, only the first head has something to add.
-    moved = each(change_of(np.random.default_rng(5)), sender(5, None, again.kept))
-    fresh = each(change_of(np.random.default_rng(5)), sender(5))
-    assert (moved.shared[:16] != fresh.shared[:16]).any()
-    np.testing.assert_array_equal(moved.shared[16:], fresh.shared[16:])
-
-
 @pytest.mark.parametrize("name", codec_names())
 def test_a_broadcast_is_coded_from_the_state_alone(name):
     rng = np.random.default_rng(0)
@@ -206,7 +187,7 @@ def test_a_resumed_run_sends_what_an_uninterrupted_one_sends(
     ]
     assert len(stored[0]) == 4 and stored[0].keys() == stored[1].keys()
     for client, kept in stored[0].items():
-        assert kept.keys() == stored[1][client].keys() >= {"left/shared", "since/shared"}
+        assert kept.keys() == stored[1][client].keys() >= {"left/shared"}
         for name, values in kept.items():
             np.testing.assert_array_equal(values, stored[1][client][name])
     assert not again.checkpoint.kept  # a result is small
@@ -303,10 +284,6 @@ def test_a_codec_of_a_file_is_noted_where_it_is_used():
         (["uploads.codec=int9"], r"uploads: unknown codec 'int9'; known: .*'int8'"),
         (["uploads.density=0.1"], r"uploads: density=0\.1 has no effect with codec='none'"),
         (["uploads.error_feedback=true"], r"uploads: error_feedback=true needs a codec"),
-        (
-            ["uploads.codec=topk", "uploads.residual_rounds=3"],
-            r"uploads: residual_rounds=3 has no effect without error_feedback=true",
-        ),
         (["downloads.codec=topk", "downloads.density=2"], r"downloads\.density=2"),
         (["downloads.error_feedback=true"], "unknown field 'downloads.error_feedback'"),
         (

@@ -34,19 +34,11 @@ class UploadsConfig(CodecFields):
         description="add what the codec left out to a client's next change; checkpoints then hold "
         "as many numbers for each client as it sends",
     )
-    residual_rounds: int | None = Field(
-        None,
-        description="error feedback: rounds after which what was left out is forgotten; null: "
-        "never",
-        ge=1,
-    )
 
     @model_validator(mode="after")
     def _check_feedback(self) -> UploadsConfig:
         if self.error_feedback and self.codec == NONE:
             raise ValueError("error_feedback=true needs a codec, such as codec='topk'")
-        if not self.error_feedback:
-            self.reject_unused(["residual_rounds"], "without error_feedback=true")
         return self
 
 
@@ -116,12 +108,15 @@ class UploadCodec:
             if not _is_coded(vector, units):
                 read[name], size = vector, size + 4 * len(vector)
                 continue
-            shared = name == "shared"
-            active = sender.active if shared else None
-            left, since = self._left(sender, name, units)
+            shared, left = name == "shared", None
+            if self.fields.error_feedback and name not in self.mirrored:
+                left = sender.kept.get(f"left/{name}", np.zeros(units.length, dtype=np.float32))
+            trained = None
+            if shared and sender.active is not None:
+                trained = units.entries(sender.active)
             target = vector if left is None else vector + left
-            if active is not None:
-                target = target * units.entries(active)
+            if trained is not None:
+                target = target * trained
             payload = self.codec.encode(target, units, rng)
             read[name] = self.codec.decode(payload, units)
             size += len(payload)
@@ -129,33 +124,11 @@ class UploadCodec:
             if shared:
                 metrics["codec_error"] = norm_of([error]) / (norm_of([target]) or 1.0)
             if left is not None:
-                now = np.full_like(since, sender.round)
-                if active is not None:
-                    error = np.where(units.entries(active), error, left)
-                    now = np.where(active, now, since)
-                kept |= {f"left/{name}": error, f"since/{name}": now}
+                kept[f"left/{name}"] = error if trained is None else np.where(trained, error, left)
         shared_read = read.pop("shared")
         return replace(
             change, shared=shared_read, extra=read, uploaded_bytes=size, kept=kept, metrics=metrics
         )
-
-    def _left(
-        self, sender: Sender, name: str, units: Units
-    ) -> tuple[np.ndarray | None, np.ndarray]:
-        """Return what the codec has left out of a vector so far, without what is too old.
-
-        Returns:
-            float32 [W], None without error feedback; int64 [U], the round in which that of each
-            unit was left out.
-        """
-        since = sender.kept.get(f"since/{name}", np.full(len(units.sizes), sender.round))
-        if not self.fields.error_feedback or name in self.mirrored:
-            return None, since
-        left = sender.kept.get(f"left/{name}", np.zeros(units.length, dtype=np.float32))
-        if self.fields.residual_rounds is not None:
-            old = sender.round - since > self.fields.residual_rounds
-            left = np.where(units.entries(old), np.float32(0), left)
-        return left, since
 
 
 def coded_state(
