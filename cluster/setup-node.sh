@@ -10,7 +10,7 @@ if [[ $bucket == *CHANGE-ME* ]]; then
   exit 2
 fi
 
-# With an older driver torch sees no GPU, and Ray does: see DRIVERS in trishul_ray/runtime/gpu.py.
+# With an older driver, Ray finds a GPU that torch cannot use.
 least_driver=580
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || true
 if [[ $driver =~ ^[0-9]+ ]] && ((BASH_REMATCH[0] < least_driver)); then

@@ -29,7 +29,7 @@ hypothesis.settings.load_profile("tests")
 LONGEST = [
     *("chaos/test_driver.py", "sweeps/test_reproduce.py", "chaos/test_crash_points.py"),
     *("chaos/test_damaged_files.py", "cluster/test_mlflow_server.py", "cluster/test_ray_up.py"),
-    *("chaos/test_nodes.py", "chaos/test_sweeps.py", "chaos/test_spot_night.py"),
+    *("chaos/test_sweeps.py"),
     *("federation/on_ray/test_every_shape.py", "cli/test_submit.py", "contract/test_digests.py"),
     *("chaos/test_crashed_commands.py", "chaos/test_crashed_object_store.py"),
     *("methods/test_battery.py", "gpu/test_synchronization.py", "gpu/test_rehearsal.py"),

@@ -6,8 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-from commands import describe
-from fake_metadata import FakeMetadata
 from ports import free_port
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
@@ -36,19 +34,12 @@ LONG_WAIT = 120
 class RayNode:
     """A node: its address, its home folder, and the command that runs it."""
 
-    def __init__(self, address, home, command, metadata=None, watcher=None):
+    def __init__(self, address, home, command):
         self.address, self.home, self.command = address, home, command
-        self.metadata, self.watcher = metadata, watcher
-
-    def processes(self, name=""):
-        """Its live processes whose command line has ``name``, without watchers."""
-        return [process for process in self.command.processes() if name in describe(process)]
 
     def kill(self):
-        """Take the machine away: kill all its processes at once."""
-        commands = [self.command, *([self.watcher] if self.watcher else [])]
-        for command in commands:
-            command.sweep()
+        """Kill all processes of the node at once."""
+        self.command.sweep()
 
 
 class RayNodes:
@@ -72,8 +63,8 @@ class RayNodes:
         mode = {"RAY_AUTH_TOKEN": "f" * 64, "RAY_AUTH_MODE": "disabled"}
         return {"RAY_ADDRESS": f"127.0.0.2:{self.port}", **mode}
 
-    def add(self, cpus=1, watched=False, autoscaling=None):
-        """Start a node, the head first; with a spot watcher on it, or with Ray's autoscaler."""
+    def add(self, cpus=1, autoscaling=None):
+        """Start a node, the head first; with Ray's autoscaler if it is configured."""
         environment = dict(QUICK)
         self._count += 1
         address = f"127.0.0.{self._count}"
@@ -99,15 +90,6 @@ class RayNodes:
             )  # fmt: skip
         node = RayNode(address, home, command)
         self._wait_for(node)
-        if watched:
-            node.metadata = FakeMetadata(address, f"i-{self._count:017x}").__enter__()
-            (id,) = [n.node_id.hex() for n in self._alive() if n.node_manager_address == address]
-            node.watcher = self._start(
-                sys.executable, Path(__file__).parents[1] / "cluster" / "spot_watcher.py",
-                "--address", f"127.0.0.2:{self.port}", "--metadata", node.metadata.url,
-                "--node-id", id, "--interval", "0.5", cwd=home, HOME=str(home),
-                RAY_AUTH_MODE="disabled",
-            )  # fmt: skip
         self.nodes.append(node)
         return node
 
@@ -143,6 +125,4 @@ class RayNodes:
         """Take all machines away."""
         for node in reversed(self.nodes):
             node.kill()
-            if node.metadata is not None:
-                node.metadata.__exit__()
         shutil.rmtree(self.temporary, ignore_errors=True)

@@ -29,12 +29,6 @@ if TYPE_CHECKING:
     from trishul_ray.result import Result
 
 set_environment()  # before torch is imported
-# Before Ray is imported: it takes the parent of a process that no raylet has started for the
-# raylet. If that is process 1 (in a container, under systemd, after a logout), it would end the
-# process without a word when the raylet has ended. Workers and agents have the number of theirs.
-os.environ.setdefault("RAY_RAYLET_PID", str(os.getpid()))
-# How long a signal waits for a call of Ray: a second by default, in which Ray may be lost.
-os.environ.setdefault("RAY_get_check_signal_interval_milliseconds", "100")
 # How long the hub's clients wait for an answer before they read their caches: 10 s by default.
 os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "5")
 if os.path.expanduser("~") == "~":

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from trishul_ray.config.places import Places
 from trishul_ray.config.section import Noted
 from trishul_ray.data.python_rows import store_rows
-from trishul_ray.errors import CorruptFileError, InputError, at_loss, own_errors
+from trishul_ray.errors import CorruptFileError, InputError, own_errors
 from trishul_ray.experiment.loading import experiment_of_arguments, field_names, full_name
 from trishul_ray.experiment.yaml_files import RawFields
 from trishul_ray.methods.base import method_names
@@ -100,7 +100,6 @@ def run(
     with (
         _alone(),
         RunProgress(experiment.federation.rounds, _console(progress)) as display,
-        at_loss(lambda why: display.note(f"{why or 'stopped'}. Repeat the call to continue.")),
     ):
         steps = run_steps(experiment, display, fresh=fresh)
         with closing(steps):
@@ -177,7 +176,6 @@ def sweep(
     with (
         _alone(),
         SweepProgress(_console(progress)) as display,
-        at_loss(lambda why: display.note(f"{why or 'stopped'}. Repeat the call to continue.")),
     ):
         options = TuneOptions(retries, stall_minutes, concurrency)
         (outcome,) = reproduce([read], options, display).outcomes

@@ -7,7 +7,7 @@ run failed; one paragraph, exit code 1: what happened, what is kept, and how to 
 import difflib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -43,25 +43,8 @@ class StorageRefusedError(StorageError):
     """The storage of runs failed permanently: no permission, no bucket, or a file in the way."""
 
 
-#: Callbacks that run in order when this process loses its connection to Ray; see :func:`at_loss`.
-last_words: list[Callable[[str | None], object]] = []
-#: Signals that asked this process to stop; the command line notes them.
+#: Signals that asked this process to stop, as the command line received them.
 stop_signals: list[int] = []
-
-
-@contextmanager
-def at_loss(action: Callable[[str | None], object]) -> Iterator[None]:
-    """Within the block, call ``action`` if Ray is lost, before the process ends.
-
-    Args:
-        action: Gets the reason, or None if the process was asked to stop: a signal to all
-            processes of a job ends Ray, too.
-    """
-    last_words.append(action)
-    try:
-        yield
-    finally:
-        last_words.remove(action)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

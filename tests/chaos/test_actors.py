@@ -1,4 +1,4 @@
-"""Actors killed in mid-round: the same bytes, limited restarts, no processes left behind."""
+"""Actors killed during a round: same bytes, limited replacements, no processes left."""
 
 import os
 import signal
@@ -48,22 +48,24 @@ def finish(driver, report):
     return driver.final(), [record.round for record in records], events
 
 
-def test_a_client_killed_in_mid_round_is_restarted(small, inline_result, assert_same):
+def replaced(events, pid):
+    """Whether an event reports that another actor replaces this one."""
+    start = f"client actor {pid} died ("
+    return [e for e in events if e.startswith(start) and e.endswith("another one replaces it")]
+
+
+def test_client_killed_in_a_round_is_replaced(small, inline_result, assert_same):
     experiment = small(*LONG, "resources.actors=1")
     with open_driver(experiment, prepare_run(experiment), "a") as driver:
         first_records = driver.begin().records
         _, client = driver.processes()
         result, rounds, events = finish(driver, step_and_kill(driver, client))
     assert [r.round for r in first_records] + rounds == [0, 1, 2]
-    assert f"client actor {client} died; its work goes to an idle one" in events
-    assert [e for e in events if f"client actor {client} was restarted as" in e] != []
-    assert "(restart 1)" in "".join(events)
+    assert replaced(events, client)
     assert_same(result, inline_result(experiment))
 
 
-def test_a_client_that_dies_between_rounds_and_cannot_restart_holds_nobody_up(
-    small, inline_result, assert_same
-):
+def test_client_without_room_to_restart_blocks_nobody(small, inline_result, assert_same):
     @ray.remote(num_cpus=1)
     class Other:
         def ready(self):
@@ -82,13 +84,11 @@ def test_a_client_that_dies_between_rounds_and_cannot_restart_holds_nobody_up(
         assert len(driver.processes()) == 2
         ray.kill(other)
     assert [r.round for r in records] + rounds == [0, 1, 2, 3]
-    assert f"client actor {client} died; its work goes to an idle one" in events
+    assert replaced(events, client)
     assert_same(result, inline_result(experiment))
 
 
-def test_a_client_without_restarts_is_dropped_and_another_does_its_work(
-    small, inline_result, assert_same
-):
+def test_client_without_replacements_is_dropped(small, inline_result, assert_same):
     experiment = small(*LONG, "resources.actors=2", "resources.max_restarts=0")
     with open_driver(experiment, prepare_run(experiment), "a") as driver:
         first_records = driver.begin().records
@@ -98,19 +98,17 @@ def test_a_client_without_restarts_is_dropped_and_another_does_its_work(
         assert len(driver.processes()) == 2
         assert first not in driver.processes()
     assert [r.round for r in first_records] + rounds == [0, 1, 2]
-    assert [e for e in events if f"client actor {first} is gone for good" in e] != []
+    assert [e for e in events if e.startswith(f"client actor {first} died (")] != []
     assert_same(result, inline_result(experiment))
 
 
-def test_without_any_actor_left_the_run_fails_and_can_be_continued(
-    small, inline_result, assert_same, drive_to_end
-):
+def test_run_without_actors_fails_and_continues(small, inline_result, assert_same, drive_to_end):
     experiment = small(*LONG, "resources.actors=1", "resources.max_restarts=0")
     prepared = prepare_run(experiment)
     with open_driver(experiment, prepared, "a") as driver:
         driver.begin()
         driver.step()
-        with pytest.raises(RunError, match=r"every client actor is gone: client actor \d+ is gone"):
+        with pytest.raises(RunError, match=r"every client actor died, .*: client actor \d+ died"):
             step_and_kill(driver, driver.processes()[1])
     inline = experiment.model_copy(
         update={"resources": experiment.resources.model_copy(update={"backend": "inline"})}
@@ -121,9 +119,7 @@ def test_without_any_actor_left_the_run_fails_and_can_be_continued(
     assert_same(result, inline_result(experiment))
 
 
-def test_a_coordinator_killed_in_mid_round_continues_from_the_checkpoint(
-    small, inline_result, assert_same
-):
+def test_killed_coordinator_is_replaced_from_the_checkpoint(small, inline_result, assert_same):
     experiment = small(*LONG, "federation.rounds=3", "resources.actors=1")
     with open_driver(experiment, prepare_run(experiment), "a") as driver:
         first_records = driver.begin().records + driver.step().records
@@ -135,13 +131,13 @@ def test_a_coordinator_killed_in_mid_round_continues_from_the_checkpoint(
         result, rounds, events = finish(driver, report)
         after = [psutil.Process(pid) for pid in driver.processes()]
     assert [r.round for r in first_records] + rounds == [0, 1, 2, 3]
-    assert [e for e in events if "loss 1 of at most 3, going on from the checkpoint" in e] != []
+    assert [e for e in events if "another one continues from the checkpoint" in e] != []
     assert "continuing after round 1" in events
     assert_same(result, inline_result(experiment))
     assert psutil.wait_procs(after, timeout=10)[1] == []
 
 
-def test_a_coordinator_without_restarts_fails_the_run(small):
+def test_coordinator_without_replacements_fails_the_run(small):
     experiment = small(*LONG, "resources.actors=1", "resources.max_restarts=0")
     with open_driver(experiment, prepare_run(experiment), "a") as driver:
         driver.begin()
@@ -156,7 +152,7 @@ def test_a_coordinator_without_restarts_fails_the_run(small):
 def test_a_death_in_the_second_run_of_the_same_actors(
     small, inline_result, assert_same, drive_to_end, victim
 ):
-    """A restarted actor rebuilds the second run, not the one that it was started for."""
+    """A new actor builds the second run."""
     first, second, third = (
         small(*LONG, "resources.actors=1", f"method={name}", f"seed={seed}")
         for seed, name in enumerate(("fullft", "trishul", "fedit"))
@@ -172,7 +168,6 @@ def test_a_death_in_the_second_run_of_the_same_actors(
             after = driver.processes()
         assert [r.round for r in records] + rounds == [0, 1, 2]
         assert_same(result, inline_result(second))
-        # The next run has all its restarts: what died was replaced and not kept.
         with open_driver(third, prepare_run(third), "a", workers=workers) as driver:
             assert_same(drive_to_end(driver), inline_result(third))
-            assert driver.processes()[1] not in (processes[1], after[1])
+            assert set(driver.processes()) == set(after)

@@ -1,4 +1,4 @@
-"""A driver and a raylet are killed by kills.py, so that it goes on working."""
+"""A driver and a client are killed by kills.py, so that it goes on working."""
 
 import pytest
 from chaos.kills import Place, draw, play
@@ -12,7 +12,7 @@ def place():
         yield place
 
 
-@pytest.mark.parametrize(("number", "victim"), [(42, "driver"), (94, "raylet")])
+@pytest.mark.parametrize(("number", "victim"), [(40, "driver"), (42, "client")])
 def test_a_drawn_run_is_as_if_nobody_had_killed_it(place, number, victim):
     assert draw(number).victim == victim
     played = play(number, place)

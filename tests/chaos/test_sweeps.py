@@ -152,28 +152,3 @@ def test_a_cell_that_another_command_runs_is_waited_for(sweep, tmp_path, end):
         assert re.search(rf"│ {method} +│ +[\d.]+ ", out), out
     assert_one_mlflow_run_each(tmp_path, cells=2)
     assert not list(tmp_path.glob("runs/.*.lock"))
-
-
-@pytest.mark.timeout(900)
-def test_a_sweep_that_loses_its_ray_ends_in_order_and_is_continued(sweep, tmp_path):
-    from mlflow.tracking import MlflowClient
-
-    first = sweep()
-    first.wait_for(f"1/{CELLS} ", LONG_WAIT)
-    before = finished_cells(tmp_path)
-    (gcs,) = first.processes("gcs_server")
-    gcs.kill()
-    code, _, errors = first.end(LONG_WAIT)
-    assert code == 1, errors
-    said = " ".join(errors.split())
-    assert "error: Ray's own processes on this machine have ended" in said
-    assert "Finished cells and rounds are kept; to continue: trishul sweep" in said
-    assert first.left_behind(60) == []
-    client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
-    runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
-    assert "RUNNING" not in {run.info.status for run in runs}
-    code, _, errors = sweep().end(LONG_WAIT)
-    assert code == 0, errors
-    after = finished_cells(tmp_path)
-    assert {id: after[id] for id in before} == before
-    assert_one_mlflow_run_each(tmp_path)

@@ -104,11 +104,6 @@ def test_the_dashboard_listens_on_localhost(name):
     assert "--dashboard-host=127.0.0.1" in " ".join(load(name)["head_start_ray_commands"])
 
 
-def test_spot_workers_watch_for_their_end():
-    start = " ".join(AWS["worker_start_ray_commands"])
-    assert "python ~/trishul-ray/cluster/spot_watcher.py --address" in start
-
-
 def test_every_shell_of_a_node_has_the_token_mode_and_the_versions():
     script = (CLUSTER / "setup-node.sh").read_text()
     assert "export RAY_AUTH_MODE=token" in script

@@ -86,11 +86,11 @@ def test_heads_are_divided_by_the_unquantized_weights(small):
     assert blocks[0] == blocks[1] == blocks[2]
 
 
-def test_an_id_and_a_file_know_it_only_where_it_is_set(small):
+def test_quantization_is_part_of_the_id(small):
     plain, four, eight = (small(*f) for f in ((), *([f"model.quantize={k}"] for k in KINDS)))
     assert small("model.quantize=none").id == plain.id
     assert len({plain.id, four.id, eight.id}) == 3
-    assert b"quantize" not in plain.to_yaml() and b"quantize: nf4" in four.to_yaml()
+    assert b"quantize: nf4" in four.to_yaml()
 
 
 def test_what_cannot_be_is_refused_in_one_line(small, monkeypatch):

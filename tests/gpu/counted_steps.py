@@ -23,7 +23,6 @@ import torch
 from emulated_device import NAME, EmulatedDevice, fused_attention
 
 from trishul_ray.data.dataset import DatasetInfo
-from trishul_ray.experiment.gpu_memory import estimated_bytes
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation import evaluation, local
 from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
@@ -194,10 +193,6 @@ def main(folder):
         experiment = experiment.model_copy(update={"resources": resources})
         with device, patch.object(Backbone, "load_resident", load_shapes):
             results[name] = counted(device, experiment, info, row, name in EVALUATED)
-        results[name]["estimated GiB"] = estimated_bytes(experiment) / 2**30
-        one = experiment.federation.model_copy(update={"batch_size": 1})  # beside an evaluation
-        evaluated = estimated_bytes(experiment.model_copy(update={"federation": one}))
-        results[name]["estimated GiB of evaluation"] = evaluated / 2**30
     print(json.dumps(results))
 
 

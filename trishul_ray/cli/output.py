@@ -19,7 +19,6 @@ from trishul_ray.errors import (
     FailsAgainError,
     InputError,
     RunError,
-    at_loss,
     describe_os_error,
 )
 from trishul_ray.plugins.loading import load_plugin
@@ -111,20 +110,11 @@ def show_progress(rounds: int = 1) -> "RunProgress":
 
 @contextmanager
 def resumable(progress: "RunProgress", how: Callable[[bool], str]) -> Iterator[None]:
-    """Show progress; if the run fails, is stopped or loses Ray, print how to continue.
+    """Show progress; if the command fails or is stopped, print how to continue it.
 
     ``how`` is told whether the same command would fail again.
     """
-
-    def print_last(why: str | None) -> None:  # this process is about to be ended
-        progress.__exit__()
-        if why is None:
-            print_line(f"stopped. {how(False)}", err)
-            return
-        line = redact(wrapped(f"{why}. {how(False)}"))
-        print(f"error: {line}", file=sys.stderr, flush=True)
-
-    with progress, at_loss(print_last):
+    with progress:
         try:
             yield
         except BusyError:  # another process runs it: nothing is to be repeated

@@ -490,17 +490,15 @@ class ResourcesConfig(Section):
     cpus_per_actor: Annotated[float, Field(gt=0)] | Literal["auto"] = not_in_id(
         "auto", "CPUs of one actor's slice; auto: one per thread, fewer if they do not fit"
     )
-    gpus_per_actor: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = not_in_id(
-        "auto",
-        "share of a GPU of one actor; auto: a third or a half where that gives more of the cohort "
-        "(or of resources.actors, or of a sweep's cells) a place and memory is estimated to allow "
-        "it, else a whole one, as with resources.cuda_graphs; in bundles of a Tune trial of your "
-        "own, what a bundle has",
+    gpus_per_actor: float = not_in_id(
+        1.0, "fraction of a GPU of one actor; it limits its device memory as well", gt=0, le=1
     )
     cuda_graphs: bool = not_in_id(
         False, "replay local steps as CUDA graphs: one launch for hundreds; the same bytes"
     )
-    max_restarts: int = not_in_id(3, "restarts of one actor before the run fails", ge=0)
+    max_restarts: int = not_in_id(
+        3, "times that a dead actor is replaced in one round before the run fails", ge=0
+    )
 
 
 class TrackingConfig(Section):

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from trishul_ray.config.fields import RateSource
 from trishul_ray.data.user_data import USER_DATA
-from trishul_ray.errors import ArtifactsError, InputError, StorageRefusedError, at_loss
+from trishul_ray.errors import ArtifactsError, InputError, StorageRefusedError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits, image_size_line, random_weights_line
 from trishul_ray.federation.on_ray.driver import Driver, RayDriver, Workers, open_driver
@@ -258,7 +258,6 @@ class _Run:
             if use_ray:
                 if workers is None:
                     progress.phase(opening())
-                stack.enter_context(at_loss(lambda _: tracker.end("FAILED")))
                 stack.enter_context(ray_session())
             if workers is not None and needs_pretraining(backbone):
                 workers.close()  # it takes a CPU, and they may hold all

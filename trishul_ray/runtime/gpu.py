@@ -13,12 +13,6 @@ GIB = 2**30
 #: Memory that a process takes of a GPU beside its tensors: the CUDA context, library workspaces.
 CONTEXT_BYTES = 0.6 * GIB
 
-#: Memory of a GPU in GB (10^9 bytes) by Ray's name of it, from NVIDIA's data sheets; the smallest
-#: where several have the name.
-MEMORY_GB = {
-    **{"P100": 12, "T4": 16, "V100": 16, "L4": 24, "A10G": 24, "L40S": 48, "A100": 40},
-    **{"H100": 80, "H200": 141, "B200": 180},
-}
 
 #: Compute capability from which bf16 products are computed by the hardware.
 BF16_CAPABILITY = (8, 0)

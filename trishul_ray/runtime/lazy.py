@@ -8,6 +8,7 @@ finds all its runs finished: importing torch takes seconds, and transformers mor
 """
 
 import importlib
+import signal
 import threading
 from contextlib import suppress
 from types import ModuleType
@@ -76,6 +77,13 @@ def import_ahead(*names: str) -> threading.Thread:
     Join it before importing any of them here: two threads that import modules which import one
     another may get one that is not complete.
     """
-    ahead = threading.Thread(target=lambda: [importlib.import_module(name) for name in names])
+
+    def run() -> None:
+        # Signals are for the main thread, which may hold them back while Ray starts.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        for name in names:
+            importlib.import_module(name)
+
+    ahead = threading.Thread(target=run)
     ahead.start()
     return ahead

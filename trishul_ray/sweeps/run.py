@@ -89,7 +89,7 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
 
 def _run(work: "_Work", missing: Sequence[str], options: TuneOptions) -> None:
     """Run missing cells, and the samples of searches, on Ray."""
-    from trishul_ray.federation.on_ray.session import keep_session_logs, opening, ray_session
+    from trishul_ray.federation.on_ray.session import opening, ray_session
     from trishul_ray.sweeps.tuner import check_stores, run_cells, run_search
 
     work.progress.phase(opening())
@@ -107,8 +107,6 @@ def _run(work: "_Work", missing: Sequence[str], options: TuneOptions) -> None:
                 samples += [(cell, values) for values in found]
             part.sweep = replace(with_samples(part.sweep, samples), search=None)
         work.examine()
-        if work.unfinished():
-            keep_session_logs()
 
 
 class _Part:

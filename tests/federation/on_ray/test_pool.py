@@ -1,11 +1,10 @@
 """Messages about an actor that failed."""
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from trishul_ray.errors import RunError
 from trishul_ray.federation.on_ray.pool import cause_of
-from trishul_ray.sweeps.trial import NodeDrainsError
 
 TRACEBACK = """Traceback (most recent call last):
   File "/home/me/mine.py", line 60, in upload
@@ -20,8 +19,13 @@ TRACEBACK = """Traceback (most recent call last):
         (ValueError("boom\nand more"), "ValueError: boom (mine.py, line 60)"),
         (AssertionError(), "AssertionError (mine.py, line 60)"),
         (RunError("the disk is full"), "the disk is full"),
-        (NodeDrainsError("its node is being drained"), "its node is being drained"),
     ],
 )
-def test_a_fault_is_named_with_its_type_and_line_and_our_own_errors_as_they_are(error, said):
+def test_cause_of_a_fault_has_type_and_line(error, said):
     assert cause_of(RayTaskError("train", TRACEBACK, error)) == said
+
+
+@pytest.mark.parametrize("end", [". There are some causes", ". Some common causes", ""])
+def test_cause_of_a_death_is_its_detail(end):
+    text = f"The actor died.\nWorker exit detail: End of file{end}"
+    assert cause_of(RayActorError(error_msg=text)) == "End of file"

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
@@ -20,9 +21,8 @@ from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.on_ray.coordinator import Coordinator
 from trishul_ray.federation.on_ray.pool import cause_of, run_error
 from trishul_ray.federation.on_ray.process import Assignment, WorkerEnvironment
-from trishul_ray.federation.on_ray.ray_internals import is_gone
-from trishul_ray.federation.on_ray.session import driver_node_affinity, fits_now, slices_for_run
-from trishul_ray.federation.on_ray.slices import Slices
+from trishul_ray.federation.on_ray.session import joins_cluster
+from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.federation.workbench import Residents
@@ -34,13 +34,29 @@ from trishul_ray.storage.store import Store
 WAITING_NOTICE_SECONDS = 10.0
 
 
+def slices_for_run(experiment: Experiment, held: Slices | None = None) -> Slices:
+    """Return the slices of a run: the bundles of its trial, or a share of the whole cluster.
+
+    ``held`` are slices of this process that the run may use.
+
+    Raises:
+        InputError: The requested resources are not available.
+    """
+    group = ray.util.get_current_placement_group()
+    if group is not None:
+        return slices_of_bundles(experiment, group.bundle_specs)
+    free, total = ray.available_resources(), ray.cluster_resources()
+    for kind, amount in (held.total() if held else {}).items():
+        free[kind] = free.get(kind, 0.0) + amount
+    return plan_slices(experiment, free, total, may_grow=joins_cluster())
+
+
 class Workers:
     """A coordinator and its client actors, which one run after another may use.
 
-    A run takes over the actors, with their loaded backbones, if it needs the same slices and the
-    same process-wide settings; otherwise they end and new ones start. After a failed run nothing
-    is kept. The bytes of a run are those of new actors. Runs of ``resources.backend=inline`` keep
-    their backbones here as well.
+    A run reuses the actors, with their loaded backbones, if it needs the same slices and the same
+    process-wide settings; otherwise they end and new ones start. The bytes of a run are those of
+    new actors. Runs of ``resources.backend=inline`` keep their backbones here as well.
 
     Use it as a context manager while Ray runs (in a trial, or inside ``ray_session``), for one run
     at a time.
@@ -49,8 +65,6 @@ class Workers:
     def __init__(self) -> None:
         self.residents = Residents()  # of runs in this process
         self.slices: Slices | None = None  # that the actors hold
-        #: Whether the coordinator died: the next run gets new actors, with all their restarts.
-        self.spoiled = False
         self._coordinator: Any = None
         self._settings: Any = None
 
@@ -65,12 +79,15 @@ class Workers:
         local = Store.open(experiment.storage.runs).is_local
         environment, resources = WorkerEnvironment.of_this_process(), experiment.resources
         settings = (slices, environment, local, resources, experiment.model.precision == "tf32")
-        if self._coordinator is None or self.spoiled or settings != self._settings:
+        if self._coordinator is None or settings != self._settings:
             self.close()
+            in_trial = ray.util.get_current_placement_group() is not None
+            node = None  # a trial's actors belong into its bundles
+            if local and not in_trial:  # next to the folder of the runs
+                id = ray.get_runtime_context().get_node_id()
+                node = NodeAffinitySchedulingStrategy(id, soft=False)
             self._coordinator = Coordinator.options(  # type: ignore[attr-defined]  # by ray.remote
-                num_cpus=0,
-                max_restarts=resources.max_restarts,
-                scheduling_strategy=driver_node_affinity() if local else None,
+                num_cpus=0, scheduling_strategy=node
             ).remote(resources.max_restarts, slices, environment)
             self.slices, self._settings = slices, settings
         return self._coordinator
@@ -89,7 +106,7 @@ class Workers:
         A coordinator has imported them already; in this process it would take seconds.
         """
         passed = passed_model(experiment.model) is not None  # only this process has it
-        if self._coordinator is None or self.spoiled or passed:
+        if self._coordinator is None or passed:
             check_fits(experiment)
             return
         fields = experiment.to_dict(sources=True)
@@ -97,22 +114,23 @@ class Workers:
         try:
             _result_of(answer.future())
         except RayError as error:
-            raise RunError(_describe_loss(error)) from error
+            raise RunError(f"the coordinator died ({cause_of(error)})") from error
 
     def close(self) -> None:
         """End the coordinator, and with it its client actors; forget the backbones."""
         if self._coordinator is not None:
             with suppress(RayError):  # the cluster may already be gone
                 ray.kill(self._coordinator)
-        self._coordinator, self.slices, self.spoiled = None, None, False
+        self._coordinator, self.slices = None, None
         self.residents = Residents()
 
 
 class RayDriver:
     """A run on a coordinator actor and its client actors, which stay with ``workers``.
 
-    Ray restarts a coordinator that dies. ``notify`` is called once with a line of text if the
-    clients have to wait for resources.
+    If the coordinator dies, or objects are lost with a node, another coordinator continues from the
+    last checkpoint, ``resources.max_restarts`` times between two rounds. ``notify`` is called once
+    with a line of text if the clients have to wait for resources.
     """
 
     def __init__(
@@ -125,11 +143,12 @@ class RayDriver:
         notify: Callable[[str], None] | None = None,
     ) -> None:
         self.slices = slices
-        must_wait = workers.slices is None and not fits_now(slices)
-        self._notify_waiting = notify if must_wait else None
-        self._workers, self.actor = workers, workers.coordinator(experiment, slices)
-        self.limit = experiment.resources.max_restarts
-        self.losses = 0
+        in_trial = ray.util.get_current_placement_group() is not None  # its bundles are reserved
+        fits = in_trial or workers.slices is not None or slices.count_in(ray.available_resources())
+        self._notify_waiting = None if fits else notify
+        self._experiment, self._workers = experiment, workers
+        self.actor = workers.coordinator(experiment, slices)
+        self._losses = 0  # since the last round
         self._events: list[str] = []  # since the last report
         self._last_round = -1  # the last round whose record was returned
         fields = experiment.to_dict(sources=True)
@@ -142,7 +161,7 @@ class RayDriver:
             InputError: The run cannot be built from this input.
             RunError: No actor started, or ``resources.max_restarts`` are used up.
         """
-        report = self._without_repeats(self._ask(self.actor.begin))
+        report = self._without_repeats(self._call("begin"))
         events, self._events = self._events, []
         return replace(report, events=[*events, *report.events])
 
@@ -154,17 +173,16 @@ class RayDriver:
         """
         try:
             report = self._without_repeats(self._wait(self.actor.step.remote(self._run)))
-            self.losses = 0  # since the last round
-            return report
         except RayError as error:
-            self._go_on_after(error)
-        # The round may have been aggregated and its record lost with the answer, so ask for all
-        # records. Ray holds this call back until the coordinator has restarted.
-        return self.begin()
+            self._replace_coordinator(error)
+            # The round may have been saved and its record lost with the answer: ask for all.
+            return self.begin()
+        self._losses = 0
+        return report
 
     def final(self) -> RunResult:
         """Return the result of a finished run."""
-        result: RunResult = self._ask(self.actor.final)
+        result: RunResult = self._call("final")
         return result
 
     def processes(self) -> list[int]:
@@ -172,31 +190,28 @@ class RayDriver:
         pids: list[int] = ray.get(self.actor.processes.remote())
         return pids
 
-    def _ask(self, method: Any) -> Any:
-        """Return the answer of a method of the coordinator, which Ray repeats after a restart.
-
-        It is asked again if a node was lost with what the coordinator needs, as in a survey.
-        """
+    def _call(self, method: str) -> Any:
+        """Return the answer of a method, if necessary of another coordinator."""
         while True:
             try:
-                return self._wait(method.remote(self._run))
+                return self._wait(getattr(self.actor, method).remote(self._run))
             except RayError as error:
-                self._go_on_after(error)
+                self._replace_coordinator(error)
 
-    def _go_on_after(self, error: RayError) -> None:
-        """Count a loss, or raise a RunError if there were too many since the last round."""
-        if is_gone(self.actor) or self.losses >= self.limit:  # Ray counts restarts, too
-            used_up = f"resources.max_restarts={self.limit} are used up"
-            raise RunError(f"{_describe_loss(error)}; {used_up}") from error
-        self.losses += 1  # Ray's own count does not have the objects that are lost with a node
-        self._workers.spoiled = True
-        self._events.append(
-            f"{_describe_loss(error)}; loss {self.losses} of at most {self.limit}, going on from "
-            "the checkpoint"
-        )
+    def _replace_coordinator(self, error: RayError) -> None:
+        """Start another coordinator, or raise a RunError after too many losses."""
+        limit = self._experiment.resources.max_restarts
+        loss = f"the coordinator died or lost what it needs ({cause_of(error)})"
+        if self._losses >= limit:
+            used_up = f"resources.max_restarts={limit} are used up"
+            raise RunError(f"{loss}; {used_up}") from error
+        self._losses += 1
+        self._events.append(f"{loss}; another one continues from the checkpoint")
+        self._workers.close()
+        self.actor = self._workers.coordinator(self._experiment, self.slices)
 
     def _wait(self, answer: Any) -> Any:
-        """Return the coordinator's answer; the first time, say so if it waits for resources."""
+        """Return the coordinator's answer; the first time, report that it waits for resources."""
         future = answer.future()
         if self._notify_waiting and not futures.wait([future], WAITING_NOTICE_SECONDS).done:
             self._notify_waiting(f"waiting for resources on the cluster for {self.slices}")
@@ -213,17 +228,12 @@ class RayDriver:
 def _result_of(future: futures.Future[Any]) -> Any:
     """Return what a coordinator answers, and raise its errors as they were raised there.
 
-    A signal interrupts a future at once. ``ray.get`` looks for signals once a second; where all
-    processes are asked to end (Slurm), Ray's may be gone by then, and Ray ends this one, too.
+    A signal interrupts a future at once; ``ray.get`` looks for signals once a second.
     """
     try:
         return future.result()
     except RayTaskError as error:
         raise run_error("the coordinator failed", error) from error
-
-
-def _describe_loss(error: RayError) -> str:
-    return f"the coordinator died or lost what it needs ({cause_of(error)})"
 
 
 Driver = InlineDriver | RayDriver
@@ -239,8 +249,8 @@ def open_driver(
 ) -> Iterator[Driver]:
     """Open the driver of ``resources.backend``, which calls ``notify`` about the run's resources.
 
-    With ``workers``, the actors (inline: the backbone) are taken from there, and are left there
-    unless the run fails or the coordinator died.
+    With ``workers``, the actors (inline: the backbone) come from there, and stay there unless the
+    run fails.
 
     Raises:
         InputError: The requested resources are not available.
@@ -258,9 +268,7 @@ def open_driver(
                 yield inline
                 return
             slices = slices_for_run(experiment, workers.slices)
-            if slices.note:
-                notify(slices.note)
-            # Nodes that an autoscaler will add for this run count, too.
+            # Nodes that an autoscaler will add for this run count as well.
             held = slices.actors * slices.cpus
             cores = max(ray.cluster_resources().get("CPU", 0.0), held)
             if warning := oversubscription_warning(slices.actors, threads, cores):

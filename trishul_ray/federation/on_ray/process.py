@@ -1,11 +1,11 @@
-"""Settings that a driver gives its actors, and reports of their processes.
+"""Settings of a driver and of a run, which travel to the actors.
 
-Imports nothing heavy: a coordinator can request its clients before it imports torch.
+Imports nothing heavy: a coordinator requests its clients before it imports torch.
 """
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from trishul_ray.storage.durable import Json
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerEnvironment:
-    """The driver's working directory and settings, applied in actors that start elsewhere."""
+    """The working directory and settings of a driver."""
 
     directory: str
     variables: dict[str, str]
@@ -35,18 +35,15 @@ class WorkerEnvironment:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The run that an actor works for.
-
-    Every call carries it, because a crashed actor is restarted with the arguments of its
-    constructor, which are older than the run: the repeated call says what to rebuild.
+    """The run that an actor works for. Every call carries it, because actors outlive runs.
 
     Attributes:
         token: Unique for every run of every process.
         experiment: The fields of the experiment.
         attempt: Name of the run in the tracking server.
         prepared: The object store reference of a
-            :class:`~trishul_ray.federation.prepare.Prepared`, so that one copy serves all actors;
-            in a list, so that an actor receives the reference and not the content.
+            :class:`~trishul_ray.federation.prepare.Prepared`, in a list: an actor receives the
+            reference instead of the content.
     """
 
     token: str
@@ -55,7 +52,7 @@ class Assignment:
     prepared: list[Any]
 
     def load(self) -> "Experiment":
-        """Return the experiment, once this process has loaded its plug-ins.
+        """Load the experiment and its plug-ins.
 
         Raises:
             InputError: A plug-in cannot be loaded here.
@@ -63,10 +60,3 @@ class Assignment:
         from trishul_ray.experiment.experiment import received
 
         return received(self.experiment)
-
-
-class Process(NamedTuple):
-    """The process of an actor."""
-
-    pid: int
-    node: str  # id of its node
