@@ -14,7 +14,6 @@ from trishul_ray.adapters.budget import (
     count_parameters,
     fed_sb_rank,
     ffa_rank,
-    largest_budget,
     lora_rank_budget,
     multihead_rank,
 )
@@ -134,48 +133,15 @@ def test_the_rank_is_the_largest_within_the_budget(d_out, d_in, budget, heads, m
     assert rank == math.floor(math.sqrt(entries / heads))
 
 
-@given(
-    st.integers(1, 2048),
-    st.integers(1, 2048),
-    st.integers(1, 32),
-    st.sampled_from(["matched", "published"]),
-)
-def test_the_largest_budget_fits_and_the_next_does_not(d_out, d_in, heads, matching):
-    spec = LayerSpec("layer", "layer", d_out, d_in)
-    largest, width = largest_budget(spec, heads, matching), min(d_out, d_in)
-
-    def fits(budget):
-        entries = budget * (1536 if matching == "published" else d_out + d_in)
-        return entries < heads or heads * multihead_rank(spec, budget, heads, matching) <= width
-
-    if width < heads:
-        assert largest == 0
-        return
-    assert fits(largest)
-    assert not fits(largest + 1)
-
-
 @pytest.mark.parametrize(
     ("width", "rank", "cap"),
     [(512, 110, 4), (768, 110, 6), (2048, 110, 18), (512, 156, 3), (768, 156, 4), (2048, 156, 13)],
 )
 def test_heads_that_fit(width, rank, cap):
     spec = LayerSpec("layer", "layer", width, 2048)
-    check_heads_fit(spec, cap, rank, 32)
-    with pytest.raises(InputError, match=f"adapter.heads<={cap} at rank {rank}"):
-        check_heads_fit(spec, cap + 1, rank, 32)
-
-
-def test_the_message_lists_every_alternative():
-    spec = LayerSpec("model.layers.0.self_attn.v_proj", "model.layers.0", 512, 2048)
-    rank = multihead_rank(spec, 32, 4)
-    with pytest.raises(InputError) as caught:
-        check_heads_fit(spec, 4, rank, 32)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert "4 x 143 = 572 exceeds the width 512 of model.layers.0.self_attn.v_proj" in message
-    assert "adapter.heads<=3 at rank 143 or adapter.rank<=128 or budget<=26" in message
-    assert message.endswith("adapter.overflow=independent")
+    check_heads_fit(spec, cap, rank)
+    with pytest.raises(InputError, match=f"exceeds the width {width} of layer .*overflow=indep"):
+        check_heads_fit(spec, cap + 1, rank)
 
 
 def test_counts_add_up_and_follow_the_model(make):

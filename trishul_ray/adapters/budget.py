@@ -62,45 +62,20 @@ def fed_sb_rank(spec: LayerSpec, lora_rank: int, matching: Matching = "matched")
     return multihead_rank(spec, lora_rank, 1, matching)
 
 
-def check_heads_fit(
-    spec: LayerSpec, heads: int, rank: int, lora_rank: int, matching: Matching = "matched"
-) -> None:
+def check_heads_fit(spec: LayerSpec, heads: int, rank: int) -> None:
     """Check that the heads of a layer can be mutually orthogonal.
 
     Raises:
-        InputError: heads x rank exceeds the smaller width; the message lists what would fit.
+        InputError: heads x rank exceeds the smaller width.
     """
     width = min(spec.d_out, spec.d_in)
-    if heads * rank <= width:
-        return
-    raise InputError(
-        f"adapter.heads x rank = {heads} x {rank} = {heads * rank} exceeds the width {width} of "
-        f"{spec.name} ({spec.d_out}x{spec.d_in}), so the heads cannot be orthogonal; "
-        f"{_suggestions(spec, heads, rank, lora_rank, matching, width)}"
-    )
-
-
-def _suggestions(
-    spec: LayerSpec, heads: int, rank: int, lora_rank: int, matching: Matching, width: int
-) -> str:
-    options = []
-    if width // rank >= 1:
-        options.append(f"adapter.heads<={width // rank} at rank {rank}")
-    if width // heads >= 1:
-        options.append(f"adapter.rank<={width // heads}")
-    budget = largest_budget(spec, heads, matching)
-    if 1 <= budget < lora_rank:
-        options.append(f"budget<={budget}")
-    options.append("adapter.overflow=independent")
-    return "use " + " or ".join(options)
-
-
-def largest_budget(spec: LayerSpec, heads: int, matching: Matching = "matched") -> int:
-    """Return the largest LoRA-rank budget whose heads fit orthogonally; 0 if there is none."""
-    max_rank = min(spec.d_out, spec.d_in) // heads
-    # floor(sqrt(N / heads)) <= max_rank  <=>  N < heads (max_rank + 1)^2
-    per_rank = lora_rank_budget(_counted(spec, matching), 1)
-    return (heads * (max_rank + 1) ** 2 - 1) // per_rank if max_rank else 0
+    if heads * rank > width:
+        raise InputError(
+            f"adapter.heads x rank = {heads} x {rank} = {heads * rank} exceeds the width {width} "
+            f"of {spec.name} ({spec.d_out}x{spec.d_in}), so the heads cannot be orthogonal; use "
+            f"adapter.rank<={width // heads}, fewer heads, a smaller budget, or "
+            "adapter.overflow=independent"
+        )
 
 
 def count_parameters(adapters: Mapping[str, LayerAdapter], specs: Sequence[LayerSpec]) -> Counts:

@@ -5,7 +5,6 @@ model is scored by the second and exported by the third. A layer of the true sha
 numbers shows a difference before anything is trained.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,6 @@ from torch.nn.functional import linear
 
 from trishul_ray.adapters.base import FrozenLinear, LayerAdapter, LayerSpec
 from trishul_ray.errors import InputError
-from trishul_ray.plugins.loading import fault_of, named
 
 #: Largest difference of two outputs, relative to the largest entry. All is float32; the effect of
 #: the random trainables is far larger.
@@ -75,33 +73,6 @@ class Trial:
     @property
     def _trained(self) -> Tensor:
         return self.adapter.forward(self.rows, self.frozen, self.params)
-
-
-def check_kinds(adapters: Mapping[str, LayerAdapter], layers: Iterable[LayerSpec]) -> None:
-    """Try a layer of every kind of adapter that is not of this package, of every shape.
-
-    Raises:
-        InputError: Its forward, merged weight and update differ, or one of them fails.
-    """
-    tried = set()
-    for spec in layers:
-        adapter = adapters.get(spec.name)
-        kind = type(adapter)
-        if adapter is None or kind.__module__.startswith("trishul_ray."):  # tested here
-            continue
-        key = kind, spec.d_out, spec.d_in
-        if key in tried or not adapter.shapes(spec):
-            continue
-        tried.add(key)
-        try:
-            trial = Trial.of(adapter, spec)
-            trial.forward_is_the_merged_weight()
-            trial.factors_are_the_update()
-        except Exception as error:
-            raise InputError(
-                f"adapter {named(kind)} cannot be exported: on a layer of {spec.d_out}x{spec.d_in} "
-                f"{fault_of(error)}"
-            ) from error
 
 
 def _equal(found: Tensor, expected: Tensor, fault: str) -> None:

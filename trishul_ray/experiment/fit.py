@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from trishul_ray.adapters.base import LayerSpec
-from trishul_ray.adapters.check import check_kinds
 from trishul_ray.adapters.quantized import check_library, squared_norm
 from trishul_ray.adapters.targets import block_of, find_layers, scored_layers
 from trishul_ray.data.dataset import DatasetInfo
@@ -106,9 +105,7 @@ def check_fits(experiment: Experiment) -> None:
 
     Raises:
         InputError: a rank, or heads x rank, exceeds the width of a layer, or a target is unknown;
-            an adapter of a plug-in cannot be exported; if something is wrong with own data, too,
-            then that;
-            or there is no GPU for ``resources.device=cuda``, or no library for ``model.quantize``.
+            if something is also wrong with user data, then that; or there is no GPU for ``resources.device=cuda``, or no library for ``model.quantize``.
     """
     if (kind := experiment.model.quantize) != "none":
         check_library(kind)
@@ -196,7 +193,6 @@ def _check_site(site: Site, experiment: Experiment) -> None:
                 f"{setting} gives {experiment.method.name} a rank of {rank} on {layer.name} "
                 f"({layer.d_out}x{layer.d_in}); the rank must be at most {width}"
             )
-    check_kinds(adapters, site.layers)
 
 
 def _may_have_gpu() -> bool:

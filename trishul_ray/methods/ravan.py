@@ -89,9 +89,7 @@ class Ravan(Method):
         options, ranks = site.adapter, self.ranks(site)
         if self.init(site) == "gram_schmidt" and options.overflow != "independent":
             for layer in site.layers:
-                check_heads_fit(
-                    layer, options.heads, ranks[layer.name], site.lora_rank, options.matching
-                )
+                check_heads_fit(layer, options.heads, ranks[layer.name])
         caps = {
             block: min(heads_that_fit(ranks[m.name], m.d_out, m.d_in) for m in members)
             for block, members in site.blocks().items()
