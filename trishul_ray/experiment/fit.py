@@ -104,8 +104,9 @@ def check_fits(experiment: Experiment) -> None:
     """Check that the adapters fit the layers of the backbone, without loading its weights.
 
     Raises:
-        InputError: a rank, or heads x rank, exceeds the width of a layer, or a target is unknown;
-            if something is also wrong with user data, then that; or there is no GPU for ``resources.device=cuda``, or no library for ``model.quantize``.
+        InputError: A rank, or heads x rank, exceeds the width of a layer; a target is unknown; user
+            data are wrong, too; there is no GPU for ``resources.device=cuda``; or there is no
+            library for ``model.quantize``.
     """
     if (kind := experiment.model.quantize) != "none":
         check_library(kind)
