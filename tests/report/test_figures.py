@@ -1,4 +1,4 @@
-"""Figures of sweeps: their numbers against formulas, and what is drawn of each kind."""
+"""Figures of sweeps: numbers of each kind compared with formulas."""
 
 import io
 import math

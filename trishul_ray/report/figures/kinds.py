@@ -278,27 +278,19 @@ def _quantiles(values: np.ndarray, name: Any) -> "DataFrame":
 def heads(runs: FigureRuns, *, dots: bool) -> Drawn:
     """Return the core heads and squared norms of each block, in a panel for each backbone."""
     rows = [
-        (cell.result.config["model"]["name"], block, place, number, cell.result, block)
+        (place, cell.result.config["model"]["name"], number, count, norms[block])
         for place, cell in enumerate(runs.cells)
-        for number, block in enumerate(cell.result.heads)
+        for norms in [cell.result.block_squared_norms]
+        for number, (block, count) in enumerate(cell.result.heads.items())
     ]
-    columns = ["model", "block", "cell", "order", "result", "name"]
-    frame = pd.DataFrame(rows, columns=columns).join(runs.runs["series"], on="cell")
+    frame = pd.DataFrame(rows, columns=["cell", "model", "block", "heads", "norm"])
+    frame = frame.join(runs.runs["series"], on="cell")
     panels, remarks = list[Panel](), ["heads on each adapted matrix of a block; mean over runs"]
     for model, part in frame.groupby("model", sort=False):
-        part = part.assign(
-            heads=[r.heads[name] for r, name in zip(part["result"], part["name"], strict=True)],
-            norm=[
-                r.block_squared_norms[name]
-                for r, name in zip(part["result"], part["name"], strict=True)
-            ],
-        )
-        numbers = part.drop_duplicates("block").set_index("block")["order"]
-        points = runs.means(part.assign(block=part["block"].map(numbers)), "heads", "block")
-        norms = part.groupby("order")["norm"].mean().rename_axis("x").reset_index(name="value")
+        norms = part.groupby("block")["norm"].mean().rename_axis("x").reset_index(name="value")
         norms = norms.assign(series="", metric="squared norm")
-        draw, label = partial(bars, dots=dots), "heads"
-        panels.append(Panel(str(model), _BLOCKS, label, points, draw, second=norms))
+        points, draw = runs.means(part, "heads", "block"), partial(bars, dots=dots)
+        panels.append(Panel(str(model), _BLOCKS, "heads", points, draw, second=norms))
     for name, part in runs.runs.groupby("series", observed=True):
         cells = [runs.cells[place] for place in part.index]
         span = [runs.paper(each, cells) for each in ("fewest_heads", "most_heads")]
@@ -318,29 +310,20 @@ def overhead(runs: FigureRuns) -> Drawn:
     first = timed.groupby("cell")["round"].transform("min")
     many = timed.groupby("cell")["round"].transform("size") > 1
     timed = timed[(timed["round"] > first) | ~many]
+    ravan = timed[[runs.cells[place].method == "ravan" for place in timed["cell"]]]
     seconds, ratios = list[Any](), list[Any]()
-    for group, rows in timed.groupby("panel", observed=True):
-        by_name = dict(list(rows.groupby("series", observed=True)))
-        ravan = next(
-            (
-                n
-                for n, part in by_name.items()
-                if runs.cells[part["cell"].iloc[0]].method == "ravan"
-            ),
-            None,
-        )
-        for name, part in by_name.items():
-            cells = [runs.cells[place] for place in part["cell"].unique()]
-            own = part["client_seconds"]
-            paper = runs.paper("seconds_per_round", cells)
-            seconds.append((name, group, *own.quantile([0.5, 0.1, 0.9]), len(own), paper))
-            if ravan is not None and name != ravan:
-                keys = ["setting", "round"]
-                pair = part.merge(by_name[ravan], on=keys, suffixes=("", "_ravan"))
-                ratio = pair["client_seconds"] / pair["client_seconds_ravan"] - 1
-                middle = pair["client_seconds"].median() / pair["client_seconds_ravan"].median()
-                ends, paper = ratio.quantile([0.1, 0.9]), runs.paper("overhead", cells) / 100
-                ratios.append((name, group, middle - 1, *ends, len(pair), paper))
+    for (group, name), part in timed.groupby(["panel", "series"], observed=True):
+        cells = [runs.cells[place] for place in part["cell"].unique()]
+        own = part["client_seconds"]
+        paper = runs.paper("seconds_per_round", cells)
+        seconds.append((name, group, *own.quantile([0.5, 0.1, 0.9]), len(own), paper))
+        pair = part.merge(ravan, on=["setting", "round"], suffixes=("", "_ravan"))
+        if len(pair) and cells[0].method != "ravan":
+            ours, theirs = pair["client_seconds"], pair["client_seconds_ravan"]
+            ends = (ours / theirs - 1).quantile([0.1, 0.9])
+            paper = runs.paper("overhead", cells) / 100
+            overhead = ours.median() / theirs.median() - 1
+            ratios.append((name, group, overhead, *ends, len(pair), paper))
     columns = ["series", "x", "value", "low", "high", "n", "paper"]
     panels = []
     dots = partial(bars, dots=True, percent=True)
