@@ -37,8 +37,8 @@ from trishul_ray.tracking.progress import SweepProgress
 
 #: Seconds in which nodes must answer.
 CHECK_SECONDS = 60.0
-#: Most trials that run or wait on a cluster that may grow, and resources that hold any trial.
-MAX_WAITING, ENOUGH = 100, 1e6
+#: Most trials that run or wait on a cluster that may grow.
+MAX_WAITING = 100
 
 _ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",  # the lowest verbosity of the new output still prints
@@ -68,13 +68,10 @@ def request(
         InputError: The nodes cannot hold it; the message names the field.
     """
     total = {kind: sum(node.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU")}
-    if may_grow:
-        uses_gpu = total["GPU"] > 0 or experiment.resources.device == "cuda"
-        total = {"CPU": ENOUGH, "GPU": ENOUGH if uses_gpu else 0.0}
     inline = experiment.resources.backend == "inline"
     both = experiment.resources.actors, experiment.federation.clients_per_actor
     one = with_actors(experiment, 1) if inline or both == ("auto", "auto") else experiment
-    slices = plan_slices(one, total)
+    slices = plan_slices(one, total, may_grow=may_grow)
     fitting = sum(map(slices.count_in, nodes))
     if both == ("auto", "auto") and not inline:
         share = min(fitting // runs, experiment.federation.clients_per_round)
