@@ -232,9 +232,8 @@ def test_the_digest_depends_on_names_dtypes_and_values():
 
 #: Fields of a checkpoint, and what no checkpoint has there.
 ODD = {
-    "round": "1", "attempt": None, "experiment_id": 7, "state": {"shared": [1.0]}, "records": [],
-    "client_states": [], "spectra": {"before": "x"}, "test_rows": 3, "sources": {"rows": 1},
-    "info": {"name": "digits"}, "kept": 5, "stages": [], "matrices": None, "more": 1,
+    "experiment_id": 7, "state": {"values": [1.0]}, "records": [{"number": 1}],
+    "client_states": [], "info": {"name": "digits"}, "kept": 5, "more": 1,
 }  # fmt: skip
 
 
