@@ -41,7 +41,7 @@ RUN = (
 def choose(way: str) -> None:
     """Let this process start its workers in one way."""
     if way == "preload":
-        vars(session)["has_gpu"] = lambda: True  # where nothing is forked
+        vars(session)["forks_workers"] = lambda: False
         os.environ["RAY_preload_python_modules"] = ",".join(PRELOADED)  # noqa: SIM112
     elif way == "monitors":
         vars(session)["without_monitors"] = nullcontext

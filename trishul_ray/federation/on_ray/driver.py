@@ -55,8 +55,8 @@ class Workers:
     """A coordinator and its client actors, which one run after another may use.
 
     A run reuses the actors, with their loaded backbones, if it needs the same slices and the same
-    process-wide settings; otherwise they end and new ones start. The bytes of a run are those of
-    new actors. Runs of ``resources.backend=inline`` keep their backbones here as well.
+    process-wide settings; otherwise they end and new ones start. The bytes of a
+    run do not depend on it. Runs of ``resources.backend=inline`` keep their backbones here as well.
 
     Use it as a context manager while Ray runs (in a trial, or inside ``ray_session``), for one run
     at a time.
@@ -226,7 +226,7 @@ class RayDriver:
 
 
 def _result_of(future: futures.Future[Any]) -> Any:
-    """Return what a coordinator answers, and raise its errors as they were raised there.
+    """Return what a coordinator answers, and raise its errors unchanged.
 
     A signal interrupts a future at once; ``ray.get`` looks for signals once a second.
     """

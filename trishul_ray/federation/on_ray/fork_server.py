@@ -1,12 +1,10 @@
 """Fork the workers of a local Ray from a process that has already imported PyTorch.
 
-Importing torch and transformers takes an actor five CPU seconds and 320 MiB. A local cluster starts
-many actors on few cores, so one process, the fork server, has imported them once, has run nothing,
-and every worker is a fork of it that shares the memory of the libraries: 0.3 CPU seconds and 80
-MiB. Ray's own preloading starts workers earlier, but each of them imports by itself
-(benchmarks/starting.py compares both). Ray starts its workers with the command of
-``runtime_env.py_executable``, here this file as a script, which asks the fork server for a fork and
-ends, or becomes the worker itself if there is no answer and its raylet still lives.
+An actor that imports torch and transformers takes five CPU seconds and 320 MiB. So one process, the
+fork server, imports them once, and every worker is a fork of it that shares the memory of the
+libraries: 0.3 CPU seconds and 80 MiB (benchmarks/starting.py). Ray starts its workers with the
+command of ``runtime_env.py_executable``. Here it is this file as a script, which requests a fork
+from the fork server and ends. Without a response, it becomes the worker itself if its raylet lives.
 
     driver -- starts --> fork server             raylet -- starts --> this file as a script
                               |  <-- arguments, environment, streams --  |
@@ -43,8 +41,8 @@ PRELOADED = (
 )
 #: Seconds between two looks of a worker at its raylet.
 LOOK_SECONDS = 1.0
-#: Seconds for what runs after Python's own end. Ray's destructors may wait for a lock that their
-#: thread holds (PostingPublisher, Ray 2.60), where no thread of Python could end the process.
+#: Seconds for destructors after the end of Python. Those of Ray 2.60 may wait for a lock that their
+#: thread holds (PostingPublisher).
 EXIT_SECONDS = 5
 
 
@@ -89,7 +87,7 @@ def _serve(listener: socket.socket) -> list[str]:
 
     The server itself ends when its standard input does.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that end are no zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that workers do not end as zombies
     gc.freeze()  # a collection in a worker would write to, and so copy, every shared page
     while 0 not in select.select([listener.fileno(), 0], [], [])[0]:
         connection, _ = listener.accept()
@@ -165,7 +163,7 @@ def _ask(name: str, arguments: list[str]) -> bool:
 
 if __name__ == "__main__":
     if sys.argv[1].isdigit():  # the server, and then each worker
-        gc.disable()  # what is imported stays: looking for garbage takes a fifth of the time
+        gc.disable()  # imported modules stay: a search for garbage takes a fifth of the time
         for module in PRELOADED:
             import_module(module)
         sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -61,9 +61,9 @@ def ray_session(
     """Join the cluster at ``RAY_ADDRESS``, use the current Ray, or start a local one.
 
     A Ray that existed before stays. A local Ray ends with all its processes, also if this process
-    is killed. It has ``cpus`` CPUs (by default all that this process may use), requires a token
-    that only this process and its children know, and keeps its files in a temporary folder of this
-    user. The folder is removed, except for an hour after an error. The workers are forks of
+    is killed. It has ``cpus`` CPUs (by default the number that this process may use), and requires
+    a token that only this process and its children know. Its files are in a temporary folder of
+    this user, which is removed, except for an hour after an error. The workers are forks of
     ``fork_server`` (by default a new one) if :func:`forks_workers`.
 
     Yields:

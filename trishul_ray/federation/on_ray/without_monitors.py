@@ -3,7 +3,7 @@
 Ray starts the server of the dashboard (even with ``include_dashboard=False``), the monitor of the
 autoscaler, the monitor of logs, and the dashboard's part of the agent. A local run uses none of
 them, and without them ``trishul run`` reaches its first round 1.4 s earlier on two cores
-(benchmarks/starting.py). There is no public switch. If a release renames these functions, Ray
+(benchmarks/starting.py). Ray has no public switch for it. If a release renames these functions, Ray
 starts with its monitors.
 """
 
