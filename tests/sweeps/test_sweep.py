@@ -333,7 +333,7 @@ def test_a_file_that_is_missing_or_no_text(write):
         ("seed", ["override 'seed' is not of the form key=value"]),
         ("budget=9", ["override budget=9: an axis or `adjust` sets budget in 2 of 2 cells"]),
         ("sede=9", ["override sede=9: unknown field 'sede'; did you mean 'seed'?"]),
-        ("federation=9", ["override federation=9: federation is"]),
+        ("federation=9", ["override federation=9: federation=9: federation is a section"]),
         ("dataset=[1", ["override 'dataset=[1'", "not YAML"]),
     ],
 )

@@ -53,7 +53,10 @@ def words_of(name: str) -> list[str]:
 
 
 def _words(name: str, fields: Mapping[str, Any]) -> list[str]:
-    return [f"{name}.{field}={json.dumps(value)}" for field, value in fields.items()]
+    return [
+        f"{name}.{field}={value if isinstance(value, str) else json.dumps(value)}"
+        for field, value in fields.items()
+    ]
 
 
 def off_at_defaults(name: str) -> None:
