@@ -17,7 +17,7 @@ from trishul_ray.data.sampling import batch_order
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.on_ray.driver import Workers, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
-from trishul_ray.federation.workbench import Workbench
+from trishul_ray.federation.worker.workbench import Workbench
 from trishul_ray.runtime.random_streams import numpy_rng
 
 #: Rounds shorter than this are dominated by fixed costs; the goal for Ray does not speak of them.

@@ -4,8 +4,8 @@ The limit is what no adapter can go below: the frozen backbone's forward, the lo
 backward that carries the gradient to the output of the embeddings, with no weight gradient at all.
 
 A step is not re-implemented here: the clock hangs on the seams of the library's own client loop
-(:func:`trishul_ray.federation.local.train_client`), and the limit runs inside the loop's call for
-the next batch, so that both see the same batch, the same weights and the same machine.
+(:func:`trishul_ray.federation.worker.local.train_client`), and the limit runs inside the loop's
+call for the next batch, so that both see the same batch, the same weights and the same machine.
 """
 
 import time
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import Prepared
-from trishul_ray.federation.workbench import Workbench, build_workbench
+from trishul_ray.federation.worker.local import train_client
+from trishul_ray.federation.worker.workbench import Workbench, build_workbench
 
 #: Parts of a step, in order.
 PARTS = ("data", "forward", "backward", "optimizer", "prox")

@@ -41,12 +41,12 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.determinism import deterministic, set_environment
-from trishul_ray.federation.evaluation import EvaluatedModel, evaluate_chunk
 from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.local import LocalSteps, train_client, train_together
 from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
 from trishul_ray.federation.prepare import Prepared, prepare_run
-from trishul_ray.federation.workbench import Workbench, build_workbench, new_run
+from trishul_ray.federation.worker.evaluation import EvaluatedModel, evaluate_chunk
+from trishul_ray.federation.worker.local import LocalSteps, train_client, train_together
+from trishul_ray.federation.worker.workbench import Workbench, build_workbench, new_run
 from trishul_ray.methods.base import method_names
 from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.spectral.svt import svt, svt_stats

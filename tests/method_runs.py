@@ -11,13 +11,13 @@ from trishul_ray.adapters.model import Trained
 from trishul_ray.adapters.quantized import dequantize_layers
 from trishul_ray.contract.methods import untimed
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
-from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_array, to_tensor
 from trishul_ray.federation.reduce import Reducer, finish, partial_sum
 from trishul_ray.federation.server import Server
-from trishul_ray.federation.workbench import global_model
+from trishul_ray.federation.worker.local import train_client
+from trishul_ray.federation.worker.workbench import global_model
 from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.methods.messages import LocalRun, State
+from trishul_ray.methods.base.messages import LocalRun, State
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.storage.store import Store

@@ -74,7 +74,7 @@ ONLY = {
     "datasets": ("data.",),
 }
 #: Files of the federation that run where there is no Ray.
-CORE_OF_FEDERATION = ("federation.local", "federation.survey")
+CORE_OF_FEDERATION = ("federation.worker.local", "federation.worker.survey")
 CORE = ("spectral", "adapters", "methods", "tasks")
 
 

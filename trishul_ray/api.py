@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trishul_ray.config.places import Places
 from trishul_ray.config.section import Noted
-from trishul_ray.data.python_rows import store_rows
+from trishul_ray.data.user.python_rows import store_rows
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
 from trishul_ray.experiment.loading import experiment_of_arguments, field_names, full_name
 from trishul_ray.experiment.yaml_files import RawFields

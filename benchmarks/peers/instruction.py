@@ -51,10 +51,10 @@ def ours(words: dict[str, Any]) -> None:
     from trishul_ray.adapters.model import Trained
     from trishul_ray.experiment.loading import load_experiment
     from trishul_ray.federation.determinism import deterministic
-    from trishul_ray.federation.local import LocalSteps
     from trishul_ray.federation.messages import TrainJob, to_array
     from trishul_ray.federation.prepare import prepare_run
-    from trishul_ray.federation.workbench import build_workbench, new_run
+    from trishul_ray.federation.worker.local import LocalSteps
+    from trishul_ray.federation.worker.workbench import build_workbench, new_run
 
     experiment = load_experiment(
         None,

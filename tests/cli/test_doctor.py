@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from trishul_ray.cli import doctor
-from trishul_ray.data.python_rows import store_rows
+from trishul_ray.data.user.python_rows import store_rows
 from trishul_ray.storage import durable as files
 from trishul_ray.storage.durable import KEPT_SECONDS, complete_file, scratch_folder
 

@@ -15,7 +15,7 @@ from trishul_ray.data.datasets.mrqa import SUBSETS
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.prepare import prepare
 from trishul_ray.data.public import DATASETS, ImageRows, PublicDataset, TextRows
-from trishul_ray.data.python_rows import encode_image
+from trishul_ray.data.user.python_rows import encode_image
 from trishul_ray.errors import CorruptFileError, InputError
 
 PUBLIC = [*DATASETS.all().values()]

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from user_files import prepare_user, rejected
 
-from trishul_ray.data.python_rows import encode_image, store_rows, to_splits, to_table
+from trishul_ray.data.user.python_rows import encode_image, store_rows, to_splits, to_table
 from trishul_ray.errors import InputError
 
 COLUMNS = {"text": ["b", "a", "c"], "label": [1, 0, 1]}

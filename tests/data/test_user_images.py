@@ -9,7 +9,7 @@ from trishul_ray.config.fields import DataConfig
 from trishul_ray.data.coverage import measure_coverage
 from trishul_ray.data.images import resize_images
 from trishul_ray.data.prepare import find_source
-from trishul_ray.data.python_rows import encode_image
+from trishul_ray.data.user.python_rows import encode_image
 
 
 def test_class_folders_become_classes(tmp_path):

@@ -11,7 +11,7 @@ from user_files import encoded, prepare_user, rejected
 
 from trishul_ray.config.fields import DataConfig, ModelConfig, TaskConfig
 from trishul_ray.config.places import Places
-from trishul_ray.data.cleaning import doubt_labels
+from trishul_ray.data.user.cleaning import doubt_labels
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.rows import partition_rows

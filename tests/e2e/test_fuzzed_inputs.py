@@ -33,7 +33,7 @@ from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.lab.clock.devices import read_devices
-from trishul_ray.methods.messages import State
+from trishul_ray.methods.base.messages import State
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.plugins import loading as plugins
 from trishul_ray.report.summary import RunSummary, list_runs, unscored

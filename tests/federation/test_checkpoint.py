@@ -13,7 +13,7 @@ from safetensors.numpy import save as save_tensors
 
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, arrays_digest
 from trishul_ray.federation.records import RoundRecord
-from trishul_ray.methods.messages import State
+from trishul_ray.methods.base.messages import State
 from trishul_ray.storage.store import Store
 
 
@@ -193,7 +193,7 @@ def test_a_writer_killed_at_any_time_leaves_its_last_checkpoint_intact(tmp_path)
     script = (
         "import sys, numpy as np\n"
         "from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore\n"
-        "from trishul_ray.methods.messages import State\n"
+        "from trishul_ray.methods.base.messages import State\n"
         "from trishul_ray.federation.records import RoundRecord\n"
         "from trishul_ray.storage.store import Store\n"
         "store = CheckpointStore(Store.open(sys.argv[1]), 'x')\n"

@@ -6,12 +6,12 @@ import torch
 
 from trishul_ray.contract.methods import untimed
 from trishul_ray.errors import FailsAgainError, InputError
-from trishul_ray.federation import local
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.diagnostics import append_round
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.worker import local
 from trishul_ray.methods.trishul import Trishul
 
 INLINE = ("resources.backend=inline", "evaluation.every=9")

@@ -11,8 +11,8 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.survey import weight_gradients
-from trishul_ray.federation.workbench import build_model_bench, build_workbench
+from trishul_ray.federation.worker.survey import weight_gradients
+from trishul_ray.federation.worker.workbench import build_model_bench, build_workbench
 
 ROUNDS = ["federation.rounds=2", "federation.local_steps=2"]
 KINDS = ("nf4", "int8")

@@ -18,7 +18,7 @@ from trishul_ray.federation.reduce import (
     unit_sizes,
 )
 from trishul_ray.methods.base import method_class
-from trishul_ray.methods.messages import State
+from trishul_ray.methods.base.messages import State
 
 UNITS = np.array([4, 4, 9, 3])
 EXPECTED = Expected({"shared": 20}, UNITS)

@@ -13,7 +13,7 @@ from trishul_ray.contract.methods import untimed
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.workbench import KEPT_ON_CPU, Residents, build_workbench
+from trishul_ray.federation.worker.workbench import KEPT_ON_CPU, Residents, build_workbench
 from trishul_ray.methods.base import method_class
 
 TINY = [

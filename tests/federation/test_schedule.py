@@ -13,10 +13,10 @@ from trishul_ray.config.fields import OptimizerConfig
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineExecutor
-from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.schedule import learning_rates
+from trishul_ray.federation.worker.local import train_client
+from trishul_ray.federation.worker.schedule import learning_rates
 from trishul_ray.runtime.proportions import exact_share
 
 SPANS = st.tuples(st.integers(1, 6), st.integers(1, 9))

@@ -21,11 +21,11 @@ from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import CheckpointStore
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
-from trishul_ray.federation.local import train_client, train_together
 from trishul_ray.federation.messages import EvalJob, TrainJob, units_of_work
 from trishul_ray.federation.on_ray.driver import open_driver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import Server
+from trishul_ray.federation.worker.local import train_client, train_together
 from trishul_ray.methods.base import method_class
 from trishul_ray.storage.store import Store
 

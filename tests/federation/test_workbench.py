@@ -11,11 +11,11 @@ from trishul_ray.config.fields import COMPUTE_LEVELS, COMPUTE_PROFILES
 from trishul_ray.data.sampling import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.federation.evaluation import EvaluatedModel, evaluate_chunk
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.workbench import build_workbench, new_run
+from trishul_ray.federation.worker.evaluation import EvaluatedModel, evaluate_chunk
+from trishul_ray.federation.worker.workbench import build_workbench, new_run
 from trishul_ray.runs.runner import central_twin
 
 CUSTOM = ["federation.compute=custom", "federation.compute_shares=[0, 0.5, 0.5, 0]"]

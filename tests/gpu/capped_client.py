@@ -16,9 +16,9 @@ from trishul_ray.errors import RunError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.inline import InlineExecutor
-from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.worker.local import train_client
 from trishul_ray.runtime.gpu import cap_device_memory
 
 

@@ -24,9 +24,9 @@ from emulated_device import NAME, EmulatedDevice, fused_attention
 
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.federation import evaluation, local
 from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
-from trishul_ray.federation.workbench import ModelBench, Workbench, build_model_bench
+from trishul_ray.federation.worker import evaluation, local
+from trishul_ray.federation.worker.workbench import ModelBench, Workbench, build_model_bench
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import cast, configure_compute, run_dtype
 from trishul_ray.models.lookup import KNOWN

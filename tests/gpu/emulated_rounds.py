@@ -20,11 +20,12 @@ import torch
 from emulated_device import NAME, EmulatedDevice
 
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.federation import inline, local
+from trishul_ray.federation import inline
 from trishul_ray.federation.checkpoint import CheckpointStore
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import Server
+from trishul_ray.federation.worker import local
 from trishul_ray.methods.base import method_names
 from trishul_ray.storage.store import Store
 

@@ -13,8 +13,8 @@ import torch
 from method_runs import SINGLE
 
 from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.local import LocalSteps
 from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.worker.local import LocalSteps
 
 SCRIPT = Path(__file__).with_name("emulated_rounds.py")
 LOW_PRECISION = {"bf16", "decoder bf16"}

@@ -11,7 +11,7 @@ from method_runs import SINGLE, Recording, run, server_of
 from newcomers import NEWCOMERS, unloaded_after
 
 from trishul_ray.federation.messages import to_tensor
-from trishul_ray.federation.workbench import new_run
+from trishul_ray.federation.worker.workbench import new_run
 from trishul_ray.methods.base import build_method, method_class, register
 from trishul_ray.methods.fedit import FedIT
 from trishul_ray.runtime.proportions import exact_share

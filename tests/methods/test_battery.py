@@ -13,7 +13,7 @@ from trishul_ray.contract import methods
 from trishul_ray.contract.checks import BrokenPromiseError
 from trishul_ray.contract.methods import Shuffled, untimed
 from trishul_ray.federation.checkpoint import state_digest
-from trishul_ray.federation.workbench import global_model
+from trishul_ray.federation.worker.workbench import global_model
 from trishul_ray.methods.base import method_class
 
 METHODS = [*SINGLE, *NEWCOMERS]

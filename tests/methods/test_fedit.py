@@ -6,7 +6,7 @@ import torch
 from method_runs import assert_alpha_scales_the_update, run, same_run
 
 from trishul_ray.adapters.model import Trained
-from trishul_ray.federation.workbench import global_model
+from trishul_ray.federation.worker.workbench import global_model
 
 
 @pytest.mark.parametrize(

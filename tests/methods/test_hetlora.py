@@ -6,8 +6,8 @@ import torch
 from method_runs import Recording, run, server_of
 
 from trishul_ray.adapters.model import Trained
-from trishul_ray.methods.adapters import lora_pairs
-from trishul_ray.methods.messages import State
+from trishul_ray.methods.base.adapters import lora_pairs
+from trishul_ray.methods.base.messages import State
 
 
 def test_hetlora_of_equal_ranks_and_norms_is_fedit(executor):

@@ -9,8 +9,8 @@ from torch.func import functional_call
 from trishul_ray.adapters.model import Trained
 from trishul_ray.data.sampling import batch_order
 from trishul_ray.federation.checkpoint import state_digest
-from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob
+from trishul_ray.federation.worker.local import train_client
 from trishul_ray.runtime.random_streams import numpy_rng
 
 AS_RAVAN = [

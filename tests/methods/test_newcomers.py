@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from method_runs import Recording, server_of
 
-from trishul_ray.methods.messages import State
+from trishul_ray.methods.base.messages import State
 
 
 class Attacked(Recording):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from method_runs import Recording, initial_state, one_round, server_of
 
-from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_array
-from trishul_ray.federation.workbench import new_run
+from trishul_ray.federation.worker.local import train_client
+from trishul_ray.federation.worker.workbench import new_run
 
 
 @pytest.mark.parametrize("selection", ["random", "weight", "gradient"])

@@ -5,8 +5,8 @@ import pytest
 from method_runs import Recording, run, same_run, server_of
 
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob, to_array
+from trishul_ray.federation.worker.local import train_client
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])

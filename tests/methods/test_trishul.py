@@ -8,9 +8,9 @@ from method_runs import local_run, server_of
 from pydantic import ValidationError
 
 from trishul_ray.adapters.model import Trained
-from trishul_ray.federation.local import gradient_mask
 from trishul_ray.federation.messages import to_array
-from trishul_ray.federation.workbench import new_run
+from trishul_ray.federation.worker.local import gradient_mask
+from trishul_ray.federation.worker.workbench import new_run
 from trishul_ray.methods.trishul import TrishulConfig
 from trishul_ray.runtime.random_streams import torch_rng
 

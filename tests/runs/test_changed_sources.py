@@ -15,7 +15,7 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.workbench import build_workbench
+from trishul_ray.federation.worker.workbench import build_workbench
 
 OWN = ["dataset=table", "data.path=hub/me/notes/train.csv", "model=hub/me/bert"]
 WORDS = ["dataset=hub", "data.path=me/notes", "model=me/bert", *TINY_TEXT]

@@ -202,7 +202,7 @@ def loaded_by_peft(folder):
 def trishul_ray_rows(result):
     """The test rows that a run on digits scored."""
     from trishul_ray.federation.prepare import prepare_run
-    from trishul_ray.federation.workbench import build_workbench
+    from trishul_ray.federation.worker.workbench import build_workbench
 
     bench = build_workbench(result._experiment, prepare_run(result._experiment))
     batch = bench.test.batch(bench.scored["test"][1])

@@ -13,7 +13,7 @@ from trishul_ray.contract import tasks
 from trishul_ray.contract.tasks import DATA, MODELS, outputs_of
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.workbench import build_workbench
+from trishul_ray.federation.worker.workbench import build_workbench
 from trishul_ray.plugins.loading import load_plugin
 from trishul_ray.tasks.base import task_classes
 

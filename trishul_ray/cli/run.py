@@ -76,7 +76,7 @@ def run(
     can change a result makes a different run, with a different id.
     """
     from trishul_ray.cli.fields import field_list
-    from trishul_ray.data.user_data import USER_DATA
+    from trishul_ray.data.user.user_data import USER_DATA
     from trishul_ray.experiment.identity import check_found
     from trishul_ray.experiment.rows import check_rows
 

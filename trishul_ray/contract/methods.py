@@ -19,7 +19,6 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import CheckpointStore, arrays_digest, state_digest
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.inline import InlineExecutor
-from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import Job, Outcome, TrainJob, Upload, to_tensor
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.records import RoundRecord
@@ -32,9 +31,10 @@ from trishul_ray.federation.reduce import (
     round_units,
 )
 from trishul_ray.federation.server import Server
-from trishul_ray.federation.workbench import Workbench, global_model
+from trishul_ray.federation.worker.local import train_client
+from trishul_ray.federation.worker.workbench import Workbench, global_model
 from trishul_ray.methods.base import method_class
-from trishul_ray.methods.messages import Round
+from trishul_ray.methods.base.messages import Round
 from trishul_ray.models.lookup import quiet_transformers
 from trishul_ray.stages import ArrayState
 from trishul_ray.storage.store import Store

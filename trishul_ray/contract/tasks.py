@@ -14,7 +14,7 @@ from trishul_ray.adapters.model import Trained
 from trishul_ray.contract.checks import Check, require, require_close
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.workbench import Workbench, build_workbench
+from trishul_ray.federation.worker.workbench import Workbench, build_workbench
 from trishul_ray.tasks.base import task_classes
 
 #: Rows of each kind, and a small model of each family.

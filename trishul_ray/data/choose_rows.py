@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from trishul_ray.data.cache import Contents, prepared
-from trishul_ray.data.cleaning import SCORED
 from trishul_ray.data.dataset import (
     Column,
     PreparedDataset,
@@ -20,6 +19,7 @@ from trishul_ray.data.dataset import (
     take_rows,
 )
 from trishul_ray.data.partition import draw_held_out
+from trishul_ray.data.user.cleaning import SCORED
 from trishul_ray.errors import InputError, did_you_mean, join_limited
 
 if TYPE_CHECKING:

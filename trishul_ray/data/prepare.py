@@ -10,7 +10,7 @@ from trishul_ray.data.datasets.digits import Digits
 from trishul_ray.data.datasets.synthetic import SYNTHETIC, SyntheticDataset
 from trishul_ray.data.hub import ON_HUB
 from trishul_ray.data.public import DATASETS, PublicDataset
-from trishul_ray.data.user_data import USER_DATA, HubData, ImageFolder, TableFiles
+from trishul_ray.data.user.user_data import USER_DATA, HubData, ImageFolder, TableFiles
 from trishul_ray.errors import InputError
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from trishul_ray.adapters.quantized import check_library, squared_norm
 from trishul_ray.adapters.targets import block_of, find_layers, scored_layers
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.prepare import prepare
-from trishul_ray.data.user_data import USER_DATA
+from trishul_ray.data.user.user_data import USER_DATA
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.methods.base import build_method
-from trishul_ray.methods.messages import Site
+from trishul_ray.methods.base.messages import Site
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.storage.durable import write_file
 from trishul_ray.version import __version__

@@ -103,7 +103,7 @@ def check_found(experiment: "Experiment") -> None:
             were noted on another machine need not be here.
     """
     from trishul_ray.data.prepare import find_source
-    from trishul_ray.data.user_data import UserData
+    from trishul_ray.data.user.user_data import UserData
     from trishul_ray.models.lookup import PASSED, find_model
 
     source = find_source(experiment.data)
@@ -152,7 +152,7 @@ def _data_content(data: "DataConfig") -> str | None:
     """Return a hash of what ``data.path`` holds; None for hub data, or if it cannot be read."""
     if data.path is None:
         return None
-    from trishul_ray.data.user_data import USER_DATA
+    from trishul_ray.data.user.user_data import USER_DATA
 
     if data.name not in USER_DATA:
         return None

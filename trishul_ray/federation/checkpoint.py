@@ -28,7 +28,7 @@ from trishul_ray.errors import first_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays
 from trishul_ray.federation.records import OPTIONAL, RoundRecord
-from trishul_ray.methods.messages import State
+from trishul_ray.methods.base.messages import State
 from trishul_ray.stages import ArrayState, Memory
 from trishul_ray.storage.durable import Json
 from trishul_ray.storage.store import Store

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from trishul_ray.experiment import Experiment
+from trishul_ray.federation.aggregate import UploadReader
 from trishul_ray.federation.diagnostics import (
     Diagnostics,
     aggregation_error,
@@ -17,7 +18,6 @@ from trishul_ray.federation.diagnostics import (
 )
 from trishul_ray.federation.messages import Arrays, Blueprint, Upload
 from trishul_ray.federation.reduce import Reducer, rejection_reason, round_units
-from trishul_ray.federation.uploads import UploadReader
 from trishul_ray.runtime.cpu import usable_cores
 from trishul_ray.stages import ArrayState
 

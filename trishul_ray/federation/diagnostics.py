@@ -20,7 +20,7 @@ from torch import Tensor
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays, Blueprint, TrainReport, Upload, as_tensor
 from trishul_ray.federation.reduce import Reducer, configured_weight
-from trishul_ray.methods.adapters import lora_pairs, lora_scale
+from trishul_ray.methods.base.adapters import lora_pairs, lora_scale
 from trishul_ray.spectral.diagnostics import client_matrices, diagnose, left_spectrum, stack_spectra
 from trishul_ray.spectral.svt import singular_values
 from trishul_ray.stages import ArrayState

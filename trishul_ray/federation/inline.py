@@ -8,9 +8,6 @@ from typing import Any
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.evaluation import EvaluatedModel, evaluate_chunk
-from trishul_ray.federation.flops import count_flops
-from trishul_ray.federation.local import send_change, train_together
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
     Arrays,
@@ -27,7 +24,10 @@ from trishul_ray.federation.messages import (
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.reduce import FAN_IN, Reducer, combine, groups, partial_sum, sum_groups
 from trishul_ray.federation.server import Server
-from trishul_ray.federation.workbench import (
+from trishul_ray.federation.worker.evaluation import EvaluatedModel, evaluate_chunk
+from trishul_ray.federation.worker.flops import count_flops
+from trishul_ray.federation.worker.local import send_change, train_together
+from trishul_ray.federation.worker.workbench import (
     Residents,
     Workbench,
     adapt_to,

@@ -16,7 +16,7 @@ import numpy as np
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.federation.messages import Expected, Upload, as_tensor, to_array
 from trishul_ray.methods.base import Method
-from trishul_ray.methods.messages import State
+from trishul_ray.methods.base.messages import State
 from trishul_ray.stages import ArrayState, Partial
 
 #: Uploads summed by one worker. A round of no more uploads is summed on the server.

@@ -16,7 +16,7 @@ import numpy as np
 from trishul_ray.data.sampling import capacities, participants, uniform_cohort
 from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.aggregate import Aggregator
+from trishul_ray.federation.aggregate import Aggregator, UploadReader
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
 from trishul_ray.federation.comparison import Compared, Comparison
 from trishul_ray.federation.determinism import deterministic
@@ -37,9 +37,8 @@ from trishul_ray.federation.records import RoundRecord
 from trishul_ray.federation.reduce import Reducer, finish, round_units
 from trishul_ray.federation.scoring import Scoring
 from trishul_ray.federation.transfers import Transfers, over_clients
-from trishul_ray.federation.uploads import UploadReader
 from trishul_ray.methods.base import Method, build_method
-from trishul_ray.methods.messages import Round, State
+from trishul_ray.methods.base.messages import Round, State
 from trishul_ray.runtime.memory import PeakMemory
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import ArrayState, Cohort, Partial, RunPlan, Sent, Stages

@@ -9,7 +9,7 @@ import numpy as np
 from trishul_ray.federation.messages import Blueprint, TrainReport, as_tensor
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.methods.base import Method
-from trishul_ray.methods.messages import State
+from trishul_ray.methods.base.messages import State
 from trishul_ray.stages import ClientRound, Cohort, Partial, Sent, Traffic
 
 

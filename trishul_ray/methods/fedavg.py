@@ -5,8 +5,8 @@ AISTATS 2017, arXiv 1602.05629. ``w <- sum_c p_c w_c`` over the cohort, with p_c
 proportional to the client's data (``federation.weighting``). On LoRA this is FedIT.
 """
 
-from trishul_ray.methods.adapters import AnyAdapter
 from trishul_ray.methods.base import register
+from trishul_ray.methods.base.adapters import AnyAdapter
 
 
 @register("fedavg")

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.adapters import FIELDS_READ, attach_adapters, lora_pairs, lora_scale
 from trishul_ray.methods.base import Method, register
-from trishul_ray.methods.messages import LocalRun, Site, State, Tensors
+from trishul_ray.methods.base.adapters import FIELDS_READ, attach_adapters, lora_pairs, lora_scale
+from trishul_ray.methods.base.messages import LocalRun, Site, State, Tensors
 from trishul_ray.runtime.proportions import exact_share
 
 if TYPE_CHECKING:

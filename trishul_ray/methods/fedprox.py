@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from trishul_ray.methods.adapters import AnyAdapterConfig
 from trishul_ray.methods.base import register
+from trishul_ray.methods.base.adapters import AnyAdapterConfig
+from trishul_ray.methods.base.messages import LocalRun
 from trishul_ray.methods.fedavg import FedAvg
-from trishul_ray.methods.messages import LocalRun
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,7 +27,7 @@ from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.budget import fed_sb_rank
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import ADAPTED, Method, MethodConfig, register
-from trishul_ray.methods.messages import Round, Site, State, SurveyPlan, Tensors
+from trishul_ray.methods.base.messages import Round, Site, State, SurveyPlan, Tensors
 from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ rank this is half the parameters of LoRA on a square matrix, hence twice the ran
 """
 
 from trishul_ray.adapters.base import LayerAdapter
-from trishul_ray.methods.adapters import FIELDS_READ, attach_adapters
 from trishul_ray.methods.base import Method, register
-from trishul_ray.methods.messages import Site
+from trishul_ray.methods.base.adapters import FIELDS_READ, attach_adapters
+from trishul_ray.methods.base.messages import Site
 
 
 @register("ffalora")

@@ -21,8 +21,8 @@ from pydantic import Field
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import MethodConfig, register
+from trishul_ray.methods.base.messages import LocalRun, Round, State, count_numbers
 from trishul_ray.methods.fedit import FedIT
-from trishul_ray.methods.messages import LocalRun, Round, State, count_numbers
 from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:

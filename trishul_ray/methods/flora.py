@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.adapters import lora_pairs
 from trishul_ray.methods.base import register
+from trishul_ray.methods.base.adapters import lora_pairs
+from trishul_ray.methods.base.messages import LocalRun, Round, State
 from trishul_ray.methods.fedit import FedIT
-from trishul_ray.methods.messages import LocalRun, Round, State
 from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:

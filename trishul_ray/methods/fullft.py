@@ -6,7 +6,7 @@ reference of the paper's tables. The whole model is sent up and down each round.
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.methods.base import Method, register
-from trishul_ray.methods.messages import Site
+from trishul_ray.methods.base.messages import Site
 
 
 @register("fullft")

@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.adapters import AnyAdapter
 from trishul_ray.methods.base import register
-from trishul_ray.methods.messages import LocalRun, State, Tensors
+from trishul_ray.methods.base.adapters import AnyAdapter
+from trishul_ray.methods.base.messages import LocalRun, State, Tensors
 from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:

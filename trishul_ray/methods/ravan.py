@@ -25,9 +25,9 @@ from pydantic import Field
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.budget import check_heads_fit
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.adapters import FIELDS_READ, core_rank
 from trishul_ray.methods.base import Method, MethodConfig, register
-from trishul_ray.methods.messages import LocalRun, Site, State, Tensors
+from trishul_ray.methods.base.adapters import FIELDS_READ, core_rank
+from trishul_ray.methods.base.messages import LocalRun, Site, State, Tensors
 from trishul_ray.runtime.lazy import torch
 from trishul_ray.runtime.proportions import exact_share
 from trishul_ray.spectral.bases import BasisInit, heads_that_fit

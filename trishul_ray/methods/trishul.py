@@ -29,7 +29,7 @@ from pydantic import Field
 from trishul_ray.adapters.targets import BlockScores
 from trishul_ray.errors import warn_once
 from trishul_ray.methods.base import register
-from trishul_ray.methods.messages import LocalRun, Site, State, SurveyPlan, Tensors
+from trishul_ray.methods.base.messages import LocalRun, Site, State, SurveyPlan, Tensors
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.runtime.lazy import torch
 from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill

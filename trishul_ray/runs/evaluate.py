@@ -31,7 +31,7 @@ from trishul_ray.errors import CorruptFileError, InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import prepare_dataset, prepare_rows
-from trishul_ray.federation.workbench import ModelBench
+from trishul_ray.federation.worker.workbench import ModelBench
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.report.outcomes import EVALUATION
 from trishul_ray.report.summary import RunSummary

@@ -12,7 +12,7 @@ from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import Prepared
-from trishul_ray.federation.schedule import depends_on_rounds
+from trishul_ray.federation.worker.schedule import depends_on_rounds
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.report.summary import TABLES, RunSummary, unscored, write_result

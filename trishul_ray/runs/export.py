@@ -34,7 +34,12 @@ from trishul_ray.federation.checkpoint import Checkpoint, open_checkpoints
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.messages import Arrays, changed_sources
 from trishul_ray.federation.server import broadcast_of
-from trishul_ray.federation.workbench import ModelBench, adapt_to, build_model_bench, global_model
+from trishul_ray.federation.worker.workbench import (
+    ModelBench,
+    adapt_to,
+    build_model_bench,
+    global_model,
+)
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS

@@ -20,10 +20,10 @@ from trishul_ray.data.columns import get_column, read_texts
 from trishul_ray.data.conversations import LAYOUTS, plain_messages
 from trishul_ray.data.dataset import LABELLED, Column, DatasetInfo, Split, write_split
 from trishul_ray.data.images import NamedImage, resize_images
-from trishul_ray.data.python_rows import encode_image, is_image, to_table
+from trishul_ray.data.user.python_rows import encode_image, is_image, to_table
 from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.workbench import ModelBench
+from trishul_ray.federation.worker.workbench import ModelBench
 from trishul_ray.runs.export import TrainedRun
 from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.tasks.base import Classification

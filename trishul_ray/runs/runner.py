@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from trishul_ray.config.fields import RateSource
-from trishul_ray.data.user_data import USER_DATA
+from trishul_ray.data.user.user_data import USER_DATA
 from trishul_ray.errors import ArtifactsError, InputError, StorageRefusedError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits, image_size_line, random_weights_line

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from trishul_ray.adapters.layout import Unit
-from trishul_ray.methods.messages import State
+from trishul_ray.methods.base.messages import State
 from trishul_ray.runtime.random_streams import numpy_rng
 
 #: A state as it is sent and stored.

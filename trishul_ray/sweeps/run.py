@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from trishul_ray.data.user_data import USER_DATA
+from trishul_ray.data.user.user_data import USER_DATA
 from trishul_ray.errors import InputError, how_to_install
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.rows import check_rows

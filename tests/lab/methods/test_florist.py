@@ -18,7 +18,7 @@ from trishul_ray.adapters.model import Trained
 from trishul_ray.data.sampling import capacities
 from trishul_ray.federation.messages import to_tensor
 from trishul_ray.lab.methods.florist import kept_rank, product_svd
-from trishul_ray.methods.adapters import lora_pairs
+from trishul_ray.methods.base.adapters import lora_pairs
 
 seeds = st.integers(0, 2**32 - 1).map(lambda seed: torch.Generator().manual_seed(seed))
 thresholds = st.lists(st.floats(0.05, 1), min_size=1, max_size=4).map(sorted)

@@ -20,7 +20,7 @@ from trishul_ray.adapters.lora import principal_factors
 from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.checkpoint import arrays_digest, state_digest
 from trishul_ray.lab.methods.fedrot import rotation_towards
-from trishul_ray.methods.adapters import lora_pairs
+from trishul_ray.methods.base.adapters import lora_pairs
 from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.tasks.sums import score_by_mix
 

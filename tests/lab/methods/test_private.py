@@ -9,9 +9,9 @@ from stacked_layers import check_stacked
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.checkpoint import arrays_digest, state_digest
-from trishul_ray.federation.local import train_client
 from trishul_ray.federation.messages import TrainJob
-from trishul_ray.federation.workbench import global_model
+from trishul_ray.federation.worker.local import train_client
+from trishul_ray.federation.worker.workbench import global_model
 from trishul_ray.lab.methods.private_heads import PRIVATE_CORE, PrivateHeads
 
 METHODS = ["ravan-private", "trishul-private"]

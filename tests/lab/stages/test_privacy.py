@@ -13,7 +13,7 @@ from scipy.stats import chi2
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.lab.privacy.stage import CLIP_NORM, CLIPPED, Privacy, clip
-from trishul_ray.methods.messages import State
+from trishul_ray.methods.base.messages import State
 from trishul_ray.stages import Change, Partial, Sender, norm_of
 
 floats = st.floats(-1e6, 1e6, width=32)

@@ -21,7 +21,7 @@ from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.lab.codecs.base import Units, codec_class, codec_names
 from trishul_ray.lab.codecs.stage import DownloadsConfig, UploadCodec, UploadsConfig, coded_state
 from trishul_ray.lab.privacy.stage import clip
-from trishul_ray.methods.messages import State
+from trishul_ray.methods.base.messages import State
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import Change, Sender, norm_of, stage_names
 

@@ -7,8 +7,8 @@ no weights, so ``federation.weighting`` is not read.
 
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import register
+from trishul_ray.methods.base.messages import Round, State
 from trishul_ray.methods.fedit import FedIT
-from trishul_ray.methods.messages import Round, State
 from trishul_ray.runtime.lazy import torch
 
 

@@ -6,8 +6,8 @@ same mini-batch.
 """
 
 from trishul_ray.methods.base import register
+from trishul_ray.methods.base.messages import LocalRun
 from trishul_ray.methods.fedit import FedIT
-from trishul_ray.methods.messages import LocalRun
 from trishul_ray.runtime.lazy import torch
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         Upload,
     )
     from trishul_ray.federation.reduce import Reducer
-    from trishul_ray.federation.workbench import Residents
+    from trishul_ray.federation.worker.workbench import Residents
     from trishul_ray.stages import ArrayState, Partial
 
 #: After this many seconds, a missing upload counts as lost. If a node dies while its objects are on

@@ -25,7 +25,7 @@ from trishul_ray.federation.on_ray.session import joins_cluster
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RoundReport, RunResult
-from trishul_ray.federation.workbench import Residents
+from trishul_ray.federation.worker.workbench import Residents
 from trishul_ray.models.passed import passed_model
 from trishul_ray.runtime.cpu import oversubscription_warning, usable_cores
 from trishul_ray.storage.store import Store

@@ -36,7 +36,7 @@ from typing import Self
 #: Modules that a coordinator and a client import when their first run begins.
 PRELOADED = (
     "trishul_ray.federation.server",
-    "trishul_ray.federation.local",
+    "trishul_ray.federation.worker.local",
     "trishul_ray.models.attention",
 )
 #: Seconds between two looks of a worker at its raylet.

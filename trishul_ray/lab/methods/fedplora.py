@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.adapters import lora_pairs
 from trishul_ray.methods.base import register
+from trishul_ray.methods.base.adapters import lora_pairs
+from trishul_ray.methods.base.messages import LocalRun, Round, State, Tensors
 from trishul_ray.methods.fedit import FedIT
-from trishul_ray.methods.messages import LocalRun, Round, State, Tensors
 from trishul_ray.runtime.lazy import torch
 from trishul_ray.runtime.proportions import exact_share
 

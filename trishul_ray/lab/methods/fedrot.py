@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from trishul_ray.methods.adapters import lora_pairs
 from trishul_ray.methods.base import MethodConfig, register
+from trishul_ray.methods.base.adapters import lora_pairs
+from trishul_ray.methods.base.messages import LocalRun, State, Tensors
 from trishul_ray.methods.fedit import FedIT
-from trishul_ray.methods.messages import LocalRun, State, Tensors
 from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:

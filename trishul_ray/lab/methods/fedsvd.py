@@ -20,10 +20,10 @@ from dataclasses import replace
 from typing import ClassVar
 
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.adapters import lora_pairs
 from trishul_ray.methods.base import Settings, register
+from trishul_ray.methods.base.adapters import lora_pairs
+from trishul_ray.methods.base.messages import Round, State
 from trishul_ray.methods.fedit import FedIT
-from trishul_ray.methods.messages import Round, State
 from trishul_ray.runtime.lazy import torch
 
 

@@ -22,10 +22,10 @@ from pydantic import Field
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
-from trishul_ray.methods.adapters import attach_adapters, lora_pairs
 from trishul_ray.methods.base import MethodConfig, register
+from trishul_ray.methods.base.adapters import attach_adapters, lora_pairs
+from trishul_ray.methods.base.messages import Round, Site, State, Tensors
 from trishul_ray.methods.fedit import FedIT
-from trishul_ray.methods.messages import Round, Site, State, Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.methods.base import Settings, register
-from trishul_ray.methods.messages import LocalRun, Site, State, Tensors
+from trishul_ray.methods.base.messages import LocalRun, Site, State, Tensors
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.methods.trishul import Stack, Trishul, TrishulConfig
 

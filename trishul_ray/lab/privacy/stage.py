@@ -26,7 +26,7 @@ from trishul_ray.data.sampling import uniform_cohort
 from trishul_ray.lab.privacy.accounting import Guarantee, affordable, guarantee
 from trishul_ray.lab.privacy.config import PrivacyConfig
 from trishul_ray.methods.base import Method
-from trishul_ray.methods.messages import State
+from trishul_ray.methods.base.messages import State
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import (
     Change,

@@ -10,7 +10,7 @@ from pydantic import Field
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.budget import ffa_rank, multihead_rank
 from trishul_ray.methods.base import ADAPTED, Method, MethodConfig
-from trishul_ray.methods.messages import Site
+from trishul_ray.methods.base.messages import Site
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from trishul_ray.data.sampling import batch_order
 from trishul_ray.federation.messages import TrainJob, TrainReport, Upload, to_array
-from trishul_ray.federation.workbench import Workbench, client_stream
-from trishul_ray.methods.messages import State, Tensors
+from trishul_ray.federation.worker.workbench import Workbench, client_stream
+from trishul_ray.methods.base.messages import State, Tensors
 from trishul_ray.runtime.random_streams import numpy_rng
 
 

@@ -31,10 +31,10 @@ from trishul_ray.federation.messages import (
     to_tensor,
 )
 from trishul_ray.federation.reduce import configured_weight
-from trishul_ray.federation.survey import answer_survey
-from trishul_ray.federation.workbench import Workbench, bound, client_stream, new_run
+from trishul_ray.federation.worker.survey import answer_survey
+from trishul_ray.federation.worker.workbench import Workbench, bound, client_stream, new_run
 from trishul_ray.methods.base import Method
-from trishul_ray.methods.messages import LocalRun, State, Tensors, count_numbers
+from trishul_ray.methods.base.messages import LocalRun, State, Tensors, count_numbers
 from trishul_ray.plugins.loading import named
 from trishul_ray.runtime.memory import memory_of, peak_memory
 from trishul_ray.runtime.random_streams import numpy_rng

@@ -15,15 +15,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from trishul_ray.data.cleaning import (
-    Rows,
-    clean,
-    common_class_names,
-    doubt_labels,
-    find_columns,
-    is_unlabelled,
-    join_splits,
-)
 from trishul_ray.data.columns import (
     holds_images,
     is_text,
@@ -54,8 +45,17 @@ from trishul_ray.data.images import (
     decode_and_resize,
     pixel_statistics,
 )
-from trishul_ray.data.python_rows import ROWS
 from trishul_ray.data.tables import SUFFIXES, column_names, file_signature, read_table
+from trishul_ray.data.user.cleaning import (
+    Rows,
+    clean,
+    common_class_names,
+    doubt_labels,
+    find_columns,
+    is_unlabelled,
+    join_splits,
+)
+from trishul_ray.data.user.python_rows import ROWS
 from trishul_ray.errors import CorruptFileError, InputError, first_line, join_limited
 from trishul_ray.storage.integrity import digest
 

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from trishul_ray.adapters.model import Trained
-from trishul_ray.federation.workbench import Workbench, bound
+from trishul_ray.federation.worker.workbench import Workbench, bound
 from trishul_ray.stages import StepFlops
 
 

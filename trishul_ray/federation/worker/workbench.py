@@ -23,9 +23,9 @@ from trishul_ray.experiment.fit import build_site
 from trishul_ray.federation.messages import Arrays, Blueprint, Expected, changed_sources, to_tensor
 from trishul_ray.federation.prepare import Prepared, prepare_dataset
 from trishul_ray.federation.reduce import round_units, unit_sizes
-from trishul_ray.federation.schedule import learning_rates
+from trishul_ray.federation.worker.schedule import learning_rates
 from trishul_ray.methods.base import Method, build_method
-from trishul_ray.methods.messages import LocalRun, Site
+from trishul_ray.methods.base.messages import LocalRun, Site
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import run_dtype
 from trishul_ray.models.lookup import ModelKind

@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from trishul_ray.data.cleaning import is_unlabelled
 from trishul_ray.data.columns import class_names, is_text, nfc
 from trishul_ray.data.hub import table_of
 from trishul_ray.data.images import check_mode, turn_upright
 from trishul_ray.data.tables import check_unique, to_array, to_arrow
+from trishul_ray.data.user.cleaning import is_unlabelled
 from trishul_ray.errors import InputError
 from trishul_ray.runtime.lazy import pq
 from trishul_ray.storage.integrity import make_once

@@ -10,7 +10,7 @@ import torch
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.messages import Arrays, EvalJob, EvalReport
-from trishul_ray.federation.workbench import Workbench, bound, global_model, rows_of
+from trishul_ray.federation.worker.workbench import Workbench, bound, global_model, rows_of
 from trishul_ray.runtime.memory import memory_of, peak_memory
 from trishul_ray.stages import ArrayState
 from trishul_ray.tasks.sums import EvalSums

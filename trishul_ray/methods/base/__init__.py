@@ -21,7 +21,7 @@ from trishul_ray.adapters.layout import Layout
 from trishul_ray.adapters.targets import BlockScores
 from trishul_ray.config.section import Section
 from trishul_ray.errors import InputError
-from trishul_ray.methods.messages import (
+from trishul_ray.methods.base.messages import (
     LocalRun,
     Round,
     Site,
