@@ -145,8 +145,19 @@ def _held_signals() -> Iterator[None]:
 
 
 def _end_ray() -> None:
+    """Shut Ray down, and set our handlers again as soon as Ray has removed them.
+
+    Ray then waits for its processes. Without a handler, a second signal would kill this process.
+    """
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     with _held_signals():
-        ray.shutdown()
+        ending = threading.Thread(target=ray.shutdown)
+        ending.start()
+        while ending.is_alive():
+            ending.join(0.01)
+            if threading.current_thread() is threading.main_thread():
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
 
 
 @contextmanager
