@@ -39,9 +39,8 @@ RUN_AGAIN = [
     ("runs/*/adapter/*.json", "finished"),
     ("runs/*/adapter/README.md", "finished"),
     ("runs/*/adapter/backbone/*", "finished"),
-    ("runs/*/figures/*.png", "finished"),
-    ("cache/data/*/*.arrow", "cached"),
-    ("cache/data/*/.xxh128", "cached"),
+    ("cache/data/*/*/*.arrow", "cached"),
+    ("cache/data/*/*/.xxh128", "cached"),
     ("cache/weights/*/weights.pt", "cached"),
     ("cache/weights/*/.xxh128", "cached"),
     ("cache/models/*/model.safetensors", "cached"),
@@ -55,9 +54,7 @@ ELSEWHERE = {
     "runs/sweeps/*.json": "sweeps/test_status.py",
     "runs/*/eval.json": "runs/test_evaluate.py",
     "runs/*/answers.jsonl": "runs/test_evaluate.py",
-    "cache/rows/*/*": "data/test_from_python.py",
-    "cache/results/*/*/*": "sweeps/test_status.py",
-    "cache/layers/*": "test_experiment.py",
+    "cache/layers/*": "experiment/test_experiment.py",
 }
 #: Files that nothing rests on: of a damaged database, SQLite or MLflow tells.
 NOT_CHECKED = ["runs/mlflow.db", "runs/mlartifacts/**/*", "runs/*/harness.json", "**/*lock"]

@@ -31,6 +31,13 @@ if TYPE_CHECKING:
 set_environment()  # before torch is imported
 # How long the hub's clients wait for an answer before they read their caches: 10 s by default.
 os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "5")
+# Ray reads this when it is imported. Without it, it sends no token to a cluster with an address.
+if os.environ.get("RAY_ADDRESS") and (
+    os.environ.get("RAY_AUTH_TOKEN")
+    or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    or os.path.exists(os.path.expanduser("~/.ray/auth_token"))
+):
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
 if os.path.expanduser("~") == "~":
     # A user without a home, as in a container: MLflow fails where it asks for one.
     os.environ["HOME"] = os.path.abspath(os.environ.get("TRISHUL_CACHE") or os.devnull)

@@ -129,6 +129,8 @@ class Checkpoint:
             found = json.loads(meta, object_hook=lambda d: tensors[d[_ARRAY]] if _ARRAY in d else d)
             info, states = found.pop("info"), found.pop("client_states")
             kept = found.pop("kept", {})
+            if type(found["round"]) is not int:
+                raise TypeError("its round is not a number")
             return cls(
                 state=State(**found.pop("state")),
                 client_states={int(client): state for client, state in states.items()},

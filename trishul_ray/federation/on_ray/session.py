@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -106,7 +107,7 @@ def ray_session(
 def _start(cpus: int, fork_server: ForkServer | None, folder: str) -> None:
     if not any(os.environ.get(name) for name in _TOKEN_SETTINGS):
         # Otherwise Ray writes a token to the home directory, which may be read-only or shared.
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        os.environ["RAY_AUTH_TOKEN"] = _process_token()
     # Ray starts workers at niceness 15: any other process of this machine would starve them.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Only a dashboard reads the events of tasks.
@@ -120,6 +121,12 @@ def _start(cpus: int, fork_server: ForkServer | None, folder: str) -> None:
             runtime_env={"py_executable": fork_server.py_executable} if fork_server else None,
         )  # fmt: skip
     remove_abandoned()
+
+
+@cache
+def _process_token() -> str:
+    # The same for all clusters that this process starts: Ray reads it once.
+    return secrets.token_hex(32)
 
 
 @contextmanager
