@@ -27,7 +27,7 @@ from trishul_ray.errors import CorruptFileError, InputError, own_errors
 from trishul_ray.experiment.loading import experiment_of_arguments, field_names, full_name
 from trishul_ray.experiment.yaml_files import RawFields
 from trishul_ray.methods.base import method_names
-from trishul_ray.models.passed import pass_model
+from trishul_ray.models.python_model import pass_model
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.result import Result
 from trishul_ray.runs.folder import open_run

@@ -11,7 +11,7 @@ from torch import nn
 from trishul_ray.adapters.export import merge_trained
 from trishul_ray.errors import InputError, own_errors
 from trishul_ray.experiment import Experiment
-from trishul_ray.models.passed import as_passed
+from trishul_ray.models.python_model import as_passed
 from trishul_ray.report.statistics import ScoreComparison, compare_scores
 from trishul_ray.report.summary import RunSummary, read_metrics, read_test_rows
 from trishul_ray.runs import prediction

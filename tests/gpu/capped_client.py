@@ -19,7 +19,7 @@ from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.worker.local import train_client
-from trishul_ray.runtime.gpu import cap_device_memory
+from trishul_ray.runtime.device import cap_device_memory
 
 
 def main(file, device, limit):

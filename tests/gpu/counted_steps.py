@@ -29,7 +29,7 @@ from trishul_ray.federation.worker import evaluation, local
 from trishul_ray.federation.worker.workbench import ModelBench, Workbench, build_model_bench
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import cast, configure_compute, run_dtype
-from trishul_ray.models.lookup import KNOWN
+from trishul_ray.models.find_model import KNOWN
 from trishul_ray.models.shared_weights import Resident
 from trishul_ray.models.tokenizers import byte_tokenizer
 from trishul_ray.stages import Stages

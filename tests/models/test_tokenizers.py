@@ -7,7 +7,7 @@ from transformers import BertConfig, LlamaConfig, PreTrainedTokenizerFast, T5Con
 from trishul_ray.config.fields import ModelConfig
 from trishul_ray.config.places import Places
 from trishul_ray.errors import CorruptFileError, InputError
-from trishul_ray.models import lookup
+from trishul_ray.models import find_model
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import (
     BUILTINS,
@@ -150,7 +150,7 @@ def test_a_model_of_images_takes_no_text(tmp_path):
 
 
 def test_a_model_of_a_package_that_is_missing_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(lookup.PACKAGED, "Some-LM", ("no_such_module_lm", "some-lm", "somelm"))
+    monkeypatch.setitem(find_model.PACKAGED, "Some-LM", ("no_such_module_lm", "some-lm", "somelm"))
     with pytest.raises(InputError, match=r"package some-lm, .*'\.\[somelm\]' in a clone"):
         load("Some-LM", tmp_path)
 

@@ -11,7 +11,7 @@ from tolerances import rounding
 
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import InputError
-from trishul_ray.models.lookup import Preprocessing
+from trishul_ray.models.find_model import Preprocessing
 from trishul_ray.tasks.image_classification import ImageClassification, image_task
 
 RGB = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}

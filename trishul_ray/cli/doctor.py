@@ -24,7 +24,7 @@ from rich.text import Text
 from trishul_ray.cli.output import out, print_line
 from trishul_ray.config.places import Places
 from trishul_ray.errors import InputError, RunError, first_line
-from trishul_ray.runtime.cpu import usable_cores
+from trishul_ray.runtime.device import usable_cores
 from trishul_ray.storage.durable import (
     nearest_existing,
     remove_abandoned,

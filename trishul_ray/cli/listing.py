@@ -110,7 +110,7 @@ def _models() -> list[Row]:
     """Return the known backbones, which are not downloaded: size, adapted matrices, source."""
     from trishul_ray.config.fields import SHORT_MODEL_NAMES
     from trishul_ray.models.builtin import BUILTINS
-    from trishul_ray.models.lookup import KNOWN, PACKAGED, packaged_folder
+    from trishul_ray.models.find_model import KNOWN, PACKAGED, packaged_folder
 
     short = {name: alias for alias, name in SHORT_MODEL_NAMES.items()}
     sources = {name: "mirror or hub" for name in KNOWN}

@@ -218,7 +218,7 @@ def _workers_for(
     from trishul_ray.federation.on_ray.slices import plan_slices
     from trishul_ray.runs.first_checks import check_first
     from trishul_ray.runs.folder import RunFolder
-    from trishul_ray.runtime.cpu import usable_cores
+    from trishul_ray.runtime.device import usable_cores
 
     resources, finished = experiment.resources, False
     with suppress(OSError):  # reported by the run itself, with what is kept

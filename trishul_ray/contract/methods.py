@@ -35,7 +35,7 @@ from trishul_ray.federation.worker.local import train_client
 from trishul_ray.federation.worker.workbench import Workbench, global_model
 from trishul_ray.methods.base import method_class
 from trishul_ray.methods.base.messages import Round
-from trishul_ray.models.lookup import quiet_transformers
+from trishul_ray.models.find_model import quiet_transformers
 from trishul_ray.stages import ArrayState
 from trishul_ray.storage.store import Store
 

@@ -104,7 +104,7 @@ def check_found(experiment: "Experiment") -> None:
     """
     from trishul_ray.data.prepare import find_source
     from trishul_ray.data.user.user_data import UserData
-    from trishul_ray.models.lookup import PASSED, find_model
+    from trishul_ray.models.find_model import PASSED, find_model
 
     source = find_source(experiment.data)
     if isinstance(source, UserData) and experiment.data.content is None:
@@ -125,7 +125,7 @@ def local_sources(
         The sources that can be read here, and what cannot be, as text; empty if all can.
     """
     from trishul_ray.data.prepare import prepare
-    from trishul_ray.models.lookup import local_weights_source
+    from trishul_ray.models.find_model import local_weights_source
 
     sources: dict[str, str] = {}
     unknown = []
@@ -175,7 +175,7 @@ def _model_content(model: "ModelConfig") -> str | None:
     """Return a hash of the folder ``model.name``; None if it is no folder, or cannot be read."""
     if not Path(model.name).expanduser().is_dir():
         return None
-    from trishul_ray.models.lookup import folder_source, local_folder
+    from trishul_ray.models.find_model import folder_source, local_folder
 
     folder = local_folder(model.name)
     try:

@@ -18,7 +18,7 @@ from trishul_ray.federation.diagnostics import (
 )
 from trishul_ray.federation.messages import Arrays, Blueprint, Upload
 from trishul_ray.federation.reduce import Reducer, rejection_reason, round_units
-from trishul_ray.runtime.cpu import usable_cores
+from trishul_ray.runtime.device import usable_cores
 from trishul_ray.stages import ArrayState
 
 #: Threads that share a comparison, if there are as many cores.

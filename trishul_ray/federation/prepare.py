@@ -18,7 +18,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import check_content
 from trishul_ray.experiment.rows import partition_rows
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.models.passed import PassedModel, passed_model
+from trishul_ray.models.python_model import PassedModel, passed_model
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.verbalizer import Verbalizer

@@ -15,7 +15,7 @@ from trishul_ray.config.places import Places
 from trishul_ray.errors import InputError
 from trishul_ray.models import shared_weights, weights
 from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.models.lookup import (
+from trishul_ray.models.find_model import (
     KNOWN,
     ModelFiles,
     ModelKind,

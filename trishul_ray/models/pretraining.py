@@ -29,7 +29,7 @@ from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS, Builtin, ModelType, Recipe
-from trishul_ray.models.lookup import quiet_transformers
+from trishul_ray.models.find_model import quiet_transformers
 from trishul_ray.models.weights import seeded
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.storage.durable import make_cache_folder, scratch_folder

@@ -23,7 +23,7 @@ import transformers
 from torch import Tensor, nn
 
 from trishul_ray.models.compute import cast, configure_compute, quantize_layers, run_dtype
-from trishul_ray.models.lookup import source_files, weights_source
+from trishul_ray.models.find_model import source_files, weights_source
 from trishul_ray.models.weights import Plan, build_weights, draw_head
 from trishul_ray.storage.durable import remove_unused
 from trishul_ray.storage.integrity import make_once, stamp

@@ -22,7 +22,7 @@ from trishul_ray.models.builtin import (
     SPECIAL_TOKENS,
     UNK,
 )
-from trishul_ray.models.lookup import ModelFiles
+from trishul_ray.models.find_model import ModelFiles
 
 #: Special tokens around one text, and around a pair, by model type.
 _TEMPLATES = {

@@ -23,7 +23,7 @@ from transformers import (
 from trishul_ray.adapters.targets import classifier_parameters
 from trishul_ray.config.fields import ModelConfig
 from trishul_ray.errors import CorruptFileError, InputError, first_line
-from trishul_ray.models.lookup import ModelFiles, ModelKind, quiet_transformers
+from trishul_ray.models.find_model import ModelFiles, ModelKind, quiet_transformers
 from trishul_ray.runtime.random_streams import torch_rng
 
 #: Standard deviation of the weights of a new head.

@@ -43,8 +43,8 @@ from trishul_ray.federation.worker.workbench import (
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.models.lookup import ModelKind, quiet_transformers
-from trishul_ray.models.passed import PythonBackbone
+from trishul_ray.models.find_model import ModelKind, quiet_transformers
+from trishul_ray.models.python_model import PythonBackbone
 from trishul_ray.models.weights import AUTO_CLASSES
 from trishul_ray.runs.folder import open_run
 from trishul_ray.storage.durable import Json, check_writable

@@ -22,7 +22,7 @@ from trishul_ray.federation.checkpoint import Checkpoint
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.federation.server import RunResult
 from trishul_ray.report.summary import Hardware, RunSummary
-from trishul_ray.runtime.cpu import usable_cores
+from trishul_ray.runtime.device import usable_cores
 from trishul_ray.runtime.lazy import pq, torch
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.storage.durable import Json

@@ -19,7 +19,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.methods.base import build_method
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.folder import RunFolder
-from trishul_ray.runtime.cpu import usable_cores
+from trishul_ray.runtime.device import usable_cores
 from trishul_ray.sweeps.cells import Sweep, distinct
 from trishul_ray.sweeps.status import CellState
 

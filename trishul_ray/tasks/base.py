@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trishul_ray.data.choose_rows import Encoder
     from trishul_ray.data.dataset import DatasetInfo, Kind, Split
     from trishul_ray.models.backbone import Backbone
-    from trishul_ray.models.lookup import ModelKind
+    from trishul_ray.models.find_model import ModelKind
     from trishul_ray.tasks.text import TokenizerRef
 
 #: Keyword arguments of a model for a batch.

@@ -9,7 +9,7 @@ from trishul_ray.tasks.base import Task, task_classes
 if TYPE_CHECKING:
     from trishul_ray.config.fields import TaskConfig
     from trishul_ray.models.backbone import Backbone
-    from trishul_ray.models.lookup import ModelKind
+    from trishul_ray.models.find_model import ModelKind
 
 #: Description of each family of backbones, for messages.
 _FAMILY_NAMES: "dict[ModelKind, str]" = {

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trishul_ray.config.fields import TaskConfig
     from trishul_ray.data.dataset import DatasetInfo
     from trishul_ray.models.backbone import Backbone
-    from trishul_ray.models.lookup import Preprocessing
+    from trishul_ray.models.find_model import Preprocessing
 
 #: Luma weights of ITU-R 601, as used by Pillow's mode "L".
 _LUMA = (0.299, 0.587, 0.114)

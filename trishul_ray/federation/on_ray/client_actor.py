@@ -19,7 +19,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.on_ray.process import Assignment, WorkerEnvironment
 from trishul_ray.federation.on_ray.slices import Slices
-from trishul_ray.runtime.gpu import cap_device_memory, why_unusable
+from trishul_ray.runtime.device import cap_device_memory, why_unusable
 from trishul_ray.storage.integrity import take_remarks
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.federation.worker.workbench import Residents
-from trishul_ray.models.passed import passed_model
-from trishul_ray.runtime.cpu import oversubscription_warning, usable_cores
+from trishul_ray.models.python_model import passed_model
+from trishul_ray.runtime.device import oversubscription_warning, usable_cores
 from trishul_ray.storage.store import Store
 
 #: Seconds to wait for an answer before reporting that clients are waiting for resources.

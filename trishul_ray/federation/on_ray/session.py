@@ -18,8 +18,7 @@ import ray
 from trishul_ray.errors import InputError, RunError, first_line
 from trishul_ray.federation.on_ray.fork_server import ForkServer
 from trishul_ray.federation.on_ray.without_monitors import without_monitors
-from trishul_ray.runtime.cpu import usable_cores
-from trishul_ray.runtime.gpu import driver_version
+from trishul_ray.runtime.device import has_nvidia_driver, usable_cores
 from trishul_ray.storage.durable import (
     keep_logs,
     remove_abandoned,
@@ -51,7 +50,7 @@ def forks_workers() -> bool:
 
     An import of torch may initialize a GPU, which must not happen before a fork.
     """
-    has_gpu = driver_version() is not None or os.path.exists("/dev/kfd")  # NVIDIA or AMD
+    has_gpu = has_nvidia_driver() or os.path.exists("/dev/kfd")  # NVIDIA or AMD
     return sys.platform == "linux" and not has_gpu
 
 

@@ -28,12 +28,12 @@ from trishul_ray.methods.base import Method, build_method
 from trishul_ray.methods.base.messages import LocalRun, Site
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import run_dtype
-from trishul_ray.models.lookup import ModelKind
-from trishul_ray.models.passed import remember
+from trishul_ray.models.find_model import ModelKind
 from trishul_ray.models.pretraining import ensure_pretrained
+from trishul_ray.models.python_model import remember
 from trishul_ray.models.shared_weights import set_head
 from trishul_ray.runtime.cuda_graphs import Graphs
-from trishul_ray.runtime.gpu import device_named
+from trishul_ray.runtime.device import device_named
 from trishul_ray.runtime.memory import memory_of, reset_peak
 from trishul_ray.runtime.random_streams import numpy_rng, torch_rng
 from trishul_ray.stages import ArrayState, Stages
@@ -225,7 +225,7 @@ def build_model_bench(
     """
     backbone = Backbone.of(experiment.model, experiment.storage.places)
     task = build_task(experiment.task, info, backbone)
-    device = device_named(experiment.resources.device, experiment.model.precision)
+    device = device_named(experiment.resources.device)
     ensure_pretrained(backbone, on_ray=False)
     method = build_method(experiment.method, experiment.adapter)
 

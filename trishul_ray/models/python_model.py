@@ -27,7 +27,7 @@ from trishul_ray.config.fields import ModelConfig
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import cast, configure_compute, quantize_layers, run_dtype
-from trishul_ray.models.lookup import PASSED, ModelFiles, ModelKind, Preprocessing
+from trishul_ray.models.find_model import PASSED, ModelFiles, ModelKind, Preprocessing
 from trishul_ray.models.shared_weights import Resident
 from trishul_ray.models.tokenizers import tokenizer_key
 

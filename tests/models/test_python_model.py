@@ -9,8 +9,8 @@ from torch import nn
 from trishul_ray.config.fields import ModelConfig
 from trishul_ray.config.places import Places
 from trishul_ray.errors import InputError
-from trishul_ray.models.lookup import local_weights_source
-from trishul_ray.models.passed import (
+from trishul_ray.models.find_model import local_weights_source
+from trishul_ray.models.python_model import (
     PythonBackbone,
     as_passed,
     content_of,
