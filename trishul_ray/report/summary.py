@@ -39,9 +39,6 @@ TABLES = ("config.yaml", *NUMBERS, "test_rows.npz")
 #: Sections of a finished run's config.yaml that may be edited: they change no number.
 _EDITED = ("name", "storage", "tracking", "resources")
 
-#: Beside the runs of a bucket, a file for each that has finished.
-_FINISHED = "finished"
-
 _ID = re.compile(f"[0-9a-f]{{{ID_LENGTH}}}")
 
 
@@ -320,27 +317,6 @@ def _short_hash(text: str) -> str:
 def write_result(home: Store, summary: RunSummary) -> None:
     """Write result.json, with which a run has finished."""
     home.write("result.json", summary.to_json())
-    mark_finished(home)
-
-
-def mark_finished(home: Store) -> None:
-    """Note beside the runs of a bucket when this one has finished, for :func:`times_finished`.
-
-    A folder on this machine needs no notes: its files are read as fast.
-    """
-    if not home.is_local:
-        home.parent().child(_FINISHED).write(home.name, b"")
-
-
-def unmark_finished(home: Store) -> None:
-    """Remove the note of a run that starts over, before its files."""
-    if not home.is_local:
-        home.parent().child(_FINISHED).remove(home.name)
-
-
-def times_finished(store: Store) -> dict[str, float]:
-    """Return when runs in a bucket have finished, by id: one listing, whatever their number."""
-    return {} if store.is_local else store.child(_FINISHED).modified()
 
 
 def run_ids(store: Store) -> list[str]:

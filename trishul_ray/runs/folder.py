@@ -22,14 +22,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import build_experiment
 from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.federation.checkpoint import CheckpointStore, open_checkpoints, run_folder
-from trishul_ray.report.summary import (
-    attempt_of,
-    mark_finished,
-    run_ids,
-    times_finished,
-    unmark_finished,
-    write_attempt,
-)
+from trishul_ray.report.summary import attempt_of, run_ids, write_attempt
 from trishul_ray.storage.durable import make_folder
 from trishul_ray.storage.redaction import redact
 from trishul_ray.storage.store import Store, reason
@@ -107,7 +100,6 @@ class RunFolder:
     def remove_result(self) -> None:
         """Make the run an unfinished one, before other files are removed."""
         self.home.remove("result.json")  # first: without its files, it is no result
-        unmark_finished(self.home)
 
     @contextmanager
     def begun(self, config: bytes, new: str) -> Iterator[str]:
@@ -170,20 +162,10 @@ def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
     return home, experiment
 
 
-def tidy_finished(runs: str, finished: Collection[str]) -> None:
-    """Remove what processes that were killed at the end of finished runs have left.
-
-    That is their locks and, in a bucket, what they were writing before the run was noted there. A
-    repeated run removes its own; a sweep does not repeat what has finished.
-    """
+def remove_locks(runs: str, finished: Collection[str]) -> None:
+    """Remove the locks of finished runs whose processes were killed; a sweep repeats no such run."""
     store = Store.open(runs)
-    if not store.is_local:
-        with suppress(StorageRefusedError):  # it may be one that this user can only read
-            for id in {*finished} - times_finished(store).keys():
-                store.child(id).remove_unfinished()
-                mark_finished(store.child(id))
-        return
-    for path in Path(store.root).glob(".*.lock"):
+    for path in Path(store.root).glob(".*.lock") if store.is_local else ():
         if path.name[1 : -len(".lock")] in finished:
             with suppress(OSError), FileLock(path, timeout=0):  # nobody holds it
                 path.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.rows import check_rows
 from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.report.summary import attempt_of
-from trishul_ray.runs.folder import RunFolder, tidy_finished
+from trishul_ray.runs.folder import RunFolder, remove_locks
 from trishul_ray.runs.mlflow_log import log_reused
 from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.cells import Cell, CellRun, Sweep, TuneOptions, distinct
@@ -75,7 +75,7 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
         failures = {work.name(id): work.states[id].reason for id in work.unfinished()}
         finished = {id for id, state in work.states.items() if state.status == "finished"}
         for runs in {experiment.storage.runs for experiment in work.cells.values()}:
-            tidy_finished(runs, finished)
+            remove_locks(runs, finished)
         status = "FAILED" if failures else "FINISHED"
     except KeyboardInterrupt:
         status = "KILLED"
