@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 from summaries import invented_hardware, invented_summary
 
 from trishul_ray.data.coverage import Coverage, RowCounts
-from trishul_ray.report.outcomes import CellOutcome, FigureLayout, SweepOutcome
+from trishul_ray.report.layouts import FigureLayout
+from trishul_ray.report.outcomes import CellOutcome, SweepOutcome
 from trishul_ray.storage.store import Store
 
 METHODS = {

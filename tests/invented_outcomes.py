@@ -7,13 +7,8 @@ import numpy as np
 from summaries import invented_summary
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.report.outcomes import (
-    CellOutcome,
-    DrawnFigure,
-    FigureLayout,
-    SweepOutcome,
-    TableLayout,
-)
+from trishul_ray.report.layouts import FigureLayout, TableLayout
+from trishul_ray.report.outcomes import CellOutcome, DrawnFigure, SweepOutcome
 from trishul_ray.storage.store import Store
 
 VERSIONS = {"trishul_ray": "0.1.0", "numerics": "3", "python": "3.11.7", "torch": "2.13.0"}

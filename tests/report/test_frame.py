@@ -8,7 +8,7 @@ import pytest
 from fake_cells import ROUNDS, SEEDS, accuracy, by_method
 
 from trishul_ray.report.frame import cells_frame, rounds_frame
-from trishul_ray.report.outcomes import TableLayout
+from trishul_ray.report.layouts import TableLayout
 from trishul_ray.report.tables import build_tables
 
 

@@ -18,12 +18,8 @@ from invented_outcomes import (
 
 from trishul_ray.data.coverage import Coverage, RowCounts
 from trishul_ray.errors import InputError
-from trishul_ray.report.outcomes import (
-    EVALUATION,
-    DrawnFigure,
-    Evaluated,
-    FigureLayout,
-)
+from trishul_ray.report.layouts import Evaluated, FigureLayout
+from trishul_ray.report.outcomes import EVALUATION, DrawnFigure
 from trishul_ray.report.page import write_report
 from trishul_ray.storage.integrity import to_checked_json
 from trishul_ray.storage.store import Store

@@ -23,7 +23,8 @@ from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.report.frame import shown_frame
-from trishul_ray.report.outcomes import CellOutcome, Evaluated, SweepOutcome, TableLayout
+from trishul_ray.report.layouts import Evaluated, TableLayout
+from trishul_ray.report.outcomes import CellOutcome, SweepOutcome
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.evaluate import (
     ANSWERS,

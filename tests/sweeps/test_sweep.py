@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.report.outcomes import FigureLayout, TableLayout
+from trishul_ray.report.layouts import FigureLayout, TableLayout
 from trishul_ray.sweeps import sweep_file
 from trishul_ray.sweeps.cells import distinct
 from trishul_ray.sweeps.loading import find_sweeps, load_sweep, sweep_from_axes

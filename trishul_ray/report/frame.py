@@ -12,17 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import numpy as np
 
 from trishul_ray.errors import CorruptFileError
-from trishul_ray.report.outcomes import (
-    EVALUATION,
-    CellOutcome,
-    CostName,
-    EvalShare,
-    SweepHead,
-    TableLayout,
-    Target,
-    is_loss,
-    unit_of,
-)
+from trishul_ray.report.layouts import CostName, EvalShare, TableLayout, Target
+from trishul_ray.report.outcomes import EVALUATION, CellOutcome, SweepHead, is_loss, unit_of
 from trishul_ray.runtime.lazy import pd
 from trishul_ray.storage.integrity import from_checked_json
 

@@ -1,20 +1,17 @@
-"""Outcomes of a sweep's cells, and the layouts of its tables and figures.
+"""Outcomes of a sweep's cells.
 
 A cell is one combination of axis labels, such as ``{"method": "FedIT", "seed": "0"}``. A table that
 reproduces one of the paper uses the labels of the paper's records.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Annotated, Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
-from trishul_ray.config.section import Section
+from trishul_ray.report.layouts import FigureLayout, Profile, TableLayout
 from trishul_ray.report.summary import RunSummary, read_arrays, read_metrics
 from trishul_ray.storage.store import Store
 
@@ -23,113 +20,9 @@ SEED = "seed"
 #: File of a run's folder with the scores of answers that it generated, by `trishul eval`.
 EVALUATION = "eval.json"
 
-_FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
-
-#: Profile of a sweep, which says what its numbers may be compared with.
-Profile = Literal["paper", "small", "smoke", "custom"]
 #: Whether a cell has a result that can be used; see ``CellState``.
-CellStatus = Literal["finished", "missing", "stopped", "failed", "stale", "corrupt"]
+CellStatus = Literal["finished", "missing", "failed", "stale", "corrupt"]
 STATUSES: tuple[CellStatus, ...] = get_args(CellStatus)
-
-
-def is_name(text: str) -> bool:
-    """Return whether a text can be a name: it is printable, in one line, and not empty."""
-    return text.isprintable() and text.strip() != ""
-
-
-def _name(text: str) -> str:
-    if not is_name(text):
-        raise PydanticCustomError("string_type", "is not printable")
-    return text
-
-
-def _file_name(name: str) -> str:
-    if not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} must be letters, digits, '.', '_' and '-', as in a file's name")
-    return name
-
-
-Text = Annotated[str, AfterValidator(_name)]
-FileName = Annotated[Text, AfterValidator(_file_name)]
-
-
-def _as_names(value: Any) -> Any:
-    """Return names as a list of text: YAML reads ``20`` as a number, and one stands for a list."""
-    names = value if isinstance(value, list | tuple) else [value]
-    return [str(x) if isinstance(x, int | float) else x for x in names]
-
-
-Names = Annotated[tuple[Text, ...], BeforeValidator(_as_names)]
-Label = Annotated[Text, BeforeValidator(lambda x: _as_names(x)[0])]
-#: Chosen labels, by axis; other axes are not limited.
-Labels = dict[str, Names]
-Title = Annotated[Text, Field(default_factory=lambda read: read.get("name", ""))]
-
-#: Scores of generated answers that are shares, and scores that are better if lower.
-EvalShare = Literal["rouge_l", "exact_match", "ended", "token_accuracy", "acc", "acc_norm"]
-EvalAmount = Literal["loss", "perplexity", "bits_per_byte", "repeated"]
-CostName = Literal["megabytes", "hours", "epsilon"]
-
-
-class Evaluated(Section):
-    """A score of the answers that the command ``eval`` has generated."""
-
-    score: EvalShare | EvalAmount = Field(description="the score")
-    model: Literal["tuned", "untuned"] = Field(
-        "tuned", description="of the tuned or the untuned model"
-    )
-
-
-class Target(Section):
-    """The cost until a share of what a reference ends with is reached."""
-
-    cost: CostName = Field(description="the cost: megabytes, hours or epsilon")
-    axis: Text = Field(description="the axis with the reference")
-    reference: Label = Field(description="the label of the reference, whose last score is 100%")
-    share: float = Field(0.95, gt=0, le=1, description="the share that has to be reached")
-
-
-class TableLayout(Section):
-    """Table of cells; axes in neither ``rows`` nor ``columns`` are averaged over."""
-
-    name: FileName = Field(description="identifies the table, also as a file name")
-    title: Title = Field(
-        description="caption; by default that of the sweep, or the name of several"
-    )
-    rows: tuple[Text, ...] = Field((), description="axes whose labels name a row")
-    columns: tuple[Text, ...] = Field((), description="axes whose labels name a column")
-    paper: Text | None = Field(None, description="key of the paper's table, such as tab:vision")
-    where: Labels = Field(default_factory=dict, description="labels that are shown")
-    average: bool = Field(False, description="whether a last column shows the mean of the columns")
-    eval: Evaluated | None = Field(None, description="a score of generated answers to show")
-    target: Target | None = Field(None, description="the cost until a score to show")
-
-
-FigureKind = Literal[
-    "accuracy_inconsistency", "alpha_diagnostics", "convergence", "covariance", "heterogeneity",
-    "hours", "lambda_accuracy", "lambda_diagnostics", "megabytes", "overhead", "personal",
-    "privacy", "spectral_alignment", "spectral_diagnostics", "svt_spectra", "waterfilling",
-    "waterfilling_layerwise",
-]  # fmt: skip
-
-
-class FigureLayout(Section):
-    """Figure of cells."""
-
-    name: FileName = Field(description="identifies the figure, also as a file name")
-    title: Title = Field(description="caption; by default the name")
-    kind: FigureKind = Field(description="kind of figure, such as convergence")
-    metric: Text | None = Field(
-        None, description="column of metrics.parquet; by default the metric of the cells"
-    )
-    series: Names | None = Field(
-        None, description="axes whose labels name a series; by default that of the kind"
-    )
-    panels: Names | None = Field(
-        None, description="axes whose labels name a panel; by default that of the kind"
-    )
-    where: Labels = Field(default_factory=dict, description="labels that are shown")
-    paper: Text | None = Field(None, description="key of the paper's figure, such as fig:lambda")
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from markupsafe import Markup
 
 from trishul_ray.errors import why_unreadable
 from trishul_ray.report.formats import escape_markdown, to_csv, to_latex, to_markdown
+from trishul_ray.report.layouts import FigureLayout
 from trishul_ray.report.outcomes import (
     SEED,
     STATUSES,
     CellOutcome,
     CellStatus,
     DrawnFigure,
-    FigureLayout,
     SweepOutcome,
 )
 from trishul_ray.report.references import Choice, reference_of, references
@@ -188,7 +188,7 @@ class SweepPart:
         """Runs that failed or cannot be used, by state and reason."""
         found: dict[tuple[CellStatus, str], dict[str, CellOutcome]] = {}
         for cell in self.sweep.cells:
-            if cell.status not in ("finished", "missing", "stopped"):
+            if cell.status not in ("finished", "missing"):
                 found.setdefault((cell.status, cell.reason), {}).setdefault(cell.id, cell)
         groups = [(status, reason, [*runs.values()]) for (status, reason), runs in found.items()]
         return sorted(groups, key=lambda group: STATUSES.index(group[0]))

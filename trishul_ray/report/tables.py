@@ -14,7 +14,8 @@ from scipy import stats
 
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.report.frame import shown_frame, shown_label
-from trishul_ray.report.outcomes import SEED, CellOutcome, SweepOutcome, TableLayout, has_order
+from trishul_ray.report.layouts import TableLayout
+from trishul_ray.report.outcomes import SEED, CellOutcome, SweepOutcome, has_order
 from trishul_ray.report.references import reference_of
 from trishul_ray.report.statistics import ALPHA, Comparison, compare_rows
 from trishul_ray.runtime.lazy import pd
@@ -27,7 +28,7 @@ AVERAGE = "average"
 #: Full fine-tuning is a reference: neither compared nor in bold, as in the paper.
 REFERENCE_METHOD = "fullft"
 #: Why values are missing that are not missing at random, so that a row cannot be compared.
-_BIAS = {"failed": "failed runs", "stopped": "stopped runs", "not reached": "target not reached"}
+_BIAS = {"failed": "failed runs", "not reached": "target not reached"}
 #: Reasons why runs have no number, the gravest first.
 _GAPS = (*_BIAS, "corrupt", "stale", "asked otherwise", "missing", "not measured")
 

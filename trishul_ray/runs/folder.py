@@ -163,7 +163,7 @@ def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
 
 
 def remove_locks(runs: str, finished: Collection[str]) -> None:
-    """Remove the locks of finished runs whose processes were killed; a sweep repeats no such run."""
+    """Remove the locks of finished runs whose processes were killed."""
     store = Store.open(runs)
     for path in Path(store.root).glob(".*.lock") if store.is_local else ():
         if path.name[1 : -len(".lock")] in finished:

@@ -18,7 +18,8 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import check_found
 from trishul_ray.experiment.loading import resolve_experiment, set_field
-from trishul_ray.report.outcomes import Labels, SweepHead
+from trishul_ray.report.layouts import Labels
+from trishul_ray.report.outcomes import SweepHead
 from trishul_ray.sweeps.search import Search
 from trishul_ray.sweeps.sweep_file import MAX_CELLS, Fields, SweepFile, field_of
 

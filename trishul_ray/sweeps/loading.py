@@ -12,7 +12,8 @@ from trishul_ray.errors import InputError, one_line
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.ids import may_identify
 from trishul_ray.experiment.yaml_files import parse_yaml
-from trishul_ray.report.outcomes import SEED, FigureLayout, Profile, TableLayout
+from trishul_ray.report.layouts import FigureLayout, Profile, TableLayout
+from trishul_ray.report.outcomes import SEED
 from trishul_ray.report.references import figure_keys, table_keys
 from trishul_ray.sweeps.cells import RATE, Cell, Sweep, expand, is_selected
 from trishul_ray.sweeps.sweep_file import (

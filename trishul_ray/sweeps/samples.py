@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trishul_ray.report.outcomes import TableLayout
+from trishul_ray.report.layouts import TableLayout
 from trishul_ray.runtime.lazy import ray
 from trishul_ray.sweeps.cells import Cell, Sweep
 from trishul_ray.sweeps.search import Search

@@ -6,7 +6,8 @@ from pydantic import Field, model_validator
 
 from trishul_ray.config.section import Section
 from trishul_ray.data.dataset import ScoredSplit, score_name
-from trishul_ray.report.outcomes import Text, is_loss
+from trishul_ray.report.layouts import Text
+from trishul_ray.report.outcomes import is_loss
 from trishul_ray.runtime.lazy import ray
 
 #: Name of the task's main metric in a trial's results; see ``Task.headline``.

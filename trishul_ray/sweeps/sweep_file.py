@@ -28,7 +28,7 @@ from trishul_ray.experiment.loading import (
 )
 from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.methods.base import method_names
-from trishul_ray.report.outcomes import (
+from trishul_ray.report.layouts import (
     FigureLayout,
     FileName,
     Labels,

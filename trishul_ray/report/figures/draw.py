@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from trishul_ray.report.figures.kinds import KINDS, Panel
 from trishul_ray.report.figures.plots import GREY, INK, SMALL, looks_of
 from trishul_ray.report.figures.runs import FigureRuns, select_runs
-from trishul_ray.report.outcomes import DrawnFigure, FigureLayout, SweepOutcome
+from trishul_ray.report.layouts import FigureLayout
+from trishul_ray.report.outcomes import DrawnFigure, SweepOutcome
 
 #: Width of every figure in inches: that of the page.
 WIDTH = 10.0

@@ -12,7 +12,8 @@ import pandas as pd
 from trishul_ray.report.figures.plots import bars, heatmap, lines, scatter, spectra
 from trishul_ray.report.figures.runs import FigureRuns
 from trishul_ray.report.frame import COSTS
-from trishul_ray.report.outcomes import FigureKind, is_loss
+from trishul_ray.report.layouts import FigureKind
+from trishul_ray.report.outcomes import is_loss
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from trishul_ray.report.frame import rounds_frame
-from trishul_ray.report.outcomes import SEED, CellOutcome, FigureLayout, SweepOutcome
+from trishul_ray.report.layouts import FigureLayout
+from trishul_ray.report.outcomes import SEED, CellOutcome, SweepOutcome
 from trishul_ray.report.references import reference_of
 
 if TYPE_CHECKING:
