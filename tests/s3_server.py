@@ -81,7 +81,7 @@ class S3Server:
 class FaultyS3Server(S3Server):
     """A server with one fault at a time, at a request that changes its data.
 
-    A part of a body is never data: S3 takes none, and test_storage.py kills a writer in mid-body.
+    A part of a body is never data: S3 takes none, and test_store.py kills a writer in mid-body.
     """
 
     def start(self):

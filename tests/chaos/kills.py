@@ -39,7 +39,6 @@ from s3_server import KEYS, S3Server
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.storage.durable import remove_unfinished
 from trishul_ray.tracking.store import open_client
 
 #: Process titles or names of the victims that are processes of a run.
@@ -301,13 +300,12 @@ def play(number, place):
             break
         played.counts["ended"] += 1
     new = [p for p in place.temporary.iterdir() if p not in before]
-    if plan.backend == "inline":
-        remove_unfinished(place.temporary)  # as `trishul doctor --clean`, or the next local Ray
     logs = [p for p in new if p.name.startswith(".trishul-ray.")]
     if len(logs) > played.counts["ended"]:
         played.find("left", f"{len(logs)} folders of Ray after {played.counts['ended']} ends")
     for path in new:
-        if path not in logs and path.exists():
+        # A later command removes the scratch folders of killed drivers.
+        if not path.name.startswith(".trishul-") and path.exists():
             played.find("left", f"{path}")
     if not any(kind == "lost" for kind, _ in played.findings):
         played.findings += audit(experiment, reference, place.files(plan), place.database(plan))

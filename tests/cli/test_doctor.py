@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from trishul_ray.cli import doctor
 from trishul_ray.data.user.python_rows import store_rows
 from trishul_ray.storage import durable as files
-from trishul_ray.storage.durable import KEPT_SECONDS, complete_file, scratch_folder
+from trishul_ray.storage.durable import KEPT_SECONDS, scratch_folder
 
 
 @pytest.fixture(autouse=True)
@@ -111,41 +111,29 @@ def test_stores_and_hub_must_answer(tmp_path, server, silent, monkeypatch):
     assert doctor.check_hub(tmp_path).detail.endswith(", 1 repositories")
 
 
-def test_leftovers_are_removed(called, monkeypatch, tmp_path):
+def test_old_leftovers_are_removed(called, monkeypatch, tmp_path):
     monkeypatch.setenv("TRISHUL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(files, "_SHORT", ())
     monkeypatch.chdir(tmp_path)
-    weights, run = tmp_path / "cache/weights", tmp_path / "runs/0123"
-    old = tmp_path / "cache/data/raw/table-0123456789ab"
-    for folder in (weights, run, old):
-        folder.mkdir(parents=True)
-    os.utime(old, (time.time() - 2 * KEPT_SECONDS,) * 2)
-    killed = """
-        import os, signal
-        from pathlib import Path
-        from trishul_ray.storage.durable import complete_file, complete_folder, scratch_folder
-        with (
-            scratch_folder("test"),
-            complete_folder(Path("cache/weights/key")),
-            complete_file(Path("runs/0123/result.json")),
-        ):
-            os.kill(os.getpid(), signal.SIGKILL)
-        """
-    with scratch_folder("used") as used, complete_file(run / "used") as unfinished:
-        subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(killed)],
-            env=os.environ | {"TMPDIR": str(tmp_path)},
-            check=False,
-        )
-        (abandoned,) = tmp_path.glob(".trishul-test.*.tmp")
-        (folder,), (file,) = weights.glob(".key.*"), run.glob(".result.json.*")
+    old = [
+        tmp_path / "cache/data/raw/table-0123456789ab",
+        tmp_path / "cache/weights/.key.01234567.tmp",
+        Path("runs/0123/.result.json.01234567.tmp"),
+        tmp_path / ".trishul-test.abcdefgh.tmp",
+    ]
+    new = [path.with_name(path.name.replace("a", "b").replace("0", "1")) for path in old[1:]]
+    for path in (*old, *new):
+        path.mkdir(parents=True)
+    for path in old:
+        os.utime(path, (time.time() - 2 * KEPT_SECONDS,) * 2)
+    with scratch_folder("used") as used:
+        os.utime(used, (0, 0))
         code, out, _ = called("doctor", "--clean")
-        assert Path(used).is_dir() and unfinished.is_file()
+        assert Path(used).is_dir()
     assert code == 0
-    removed = [old, folder, Path("runs/0123", file.name), abandoned]
-    assert out.splitlines() == [*(f"removed {path}" for path in removed), "4 removed"]
-    assert not any(path.exists() for path in [*removed, Path(used)])
+    assert out.splitlines() == [*(f"removed {path}" for path in old), "4 removed"]
+    assert not any(path.exists() for path in old) and all(path.exists() for path in new)
 
 
 def test_unused_rows_are_removed_after_a_month(called, monkeypatch, tmp_path):

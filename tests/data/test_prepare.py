@@ -120,7 +120,7 @@ def test_a_damaged_prepared_file_is_named_and_prepared_again(tmp_path, damage):
     again = prepare("digits", cache=tmp_path, hub=None)
     assert again.fingerprint == fingerprint and path.read_bytes() == content
     (line,) = take_remarks()
-    assert line.startswith(f"{first.folder} is damaged (test.arrow is ")
+    assert line.startswith(f"{first.folder} is damaged (test.arrow ")
 
 
 def test_concurrent_calls_prepare_once(tmp_path):

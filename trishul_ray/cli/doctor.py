@@ -87,9 +87,9 @@ def clean(cache: Path, runs: str = "runs") -> list[Path]:
     from trishul_ray.models.shared_weights import remove_unused_weights
 
     removed = [*remove_unused_data(cache), *remove_unused_weights(cache)]
-    removed += remove_unfinished(cache, below=True)
+    removed += remove_unfinished(cache)
     if "://" not in runs:
-        removed += remove_unfinished(Path(runs), below=True)
+        removed += remove_unfinished(Path(runs))
     return removed + remove_abandoned()
 
 

@@ -1,21 +1,17 @@
-"""Write files durably, and remove what killed processes have left and what nobody uses.
+"""Write files durably, and remove temporary files.
 
-All that must survive a killed process or a power cut is written by :func:`complete_file` or
-:func:`complete_folder`: beside its place, synced, renamed.
+:func:`complete_file` and :func:`complete_folder` write everything that must survive a killed
+process or a power cut: under a hidden name in the same folder, synced, then renamed.
 """
 
 import errno
 import fcntl
-import hashlib
 import os
-import platform
-import re
 import secrets
 import shutil
-import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,28 +21,22 @@ from trishul_ray.errors import InputError
 #: An object of JSON.
 Json: TypeAlias = dict[str, Any]
 
-#: Seconds after its last use that a part of the cache is kept; it is made again when needed.
+#: Seconds after its last use that a folder of the cache is kept; it is made again when needed.
 KEPT_SECONDS = 30 * 24 * 3600.0
 
-#: Seconds that the logs of a local Ray are kept after their last line, if it has not ended well.
+#: Seconds after its last change that an unfinished file is kept: its process may still write it.
+UNFINISHED_SECONDS = 24 * 3600.0
+
+#: Seconds after its last change that the scratch folder of a process that has ended is kept.
 LOG_SECONDS = 3600.0
 
-#: A file in a scratch folder whose logs are kept.
+#: A file in a scratch folder that is kept for its logs.
 _LOGS_KEPT = ".logs-kept"
 
-#: Places of scratch folders if the path of ``TMPDIR`` is too long for a socket.
+#: Parents of scratch folders if the path of ``TMPDIR`` is too long for a socket.
 _SHORT = ("/tmp", "/var/tmp")
 
-#: Folders from which this process has removed what killed ones have left there.
-_tidied: set[Path] = set()
-
-#: This machine, in the names of unfinished files: the locks of others may not be seen here.
-_HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
-
-#: Names of unfinished files and folders.
-_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{6}-[0-9a-f]{8}\.tmp")
-
-#: Answers of file systems that cannot sync a folder, or a file that this user cannot read.
+#: Errors of file systems that cannot sync a folder, or a file that this user cannot read.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES)
 
 
@@ -66,7 +56,7 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def why_not_writable(folder: Path) -> str:
-    """Return why a folder, which need not exist yet, cannot be written; ``""`` if it can."""
+    """Return why a folder, which need not exist yet, cannot be written, or an empty string."""
     nearest = nearest_existing(folder)
     try:
         # Write a file: permission bits do not show read-only mounts and quotas.
@@ -81,14 +71,14 @@ def check_writable(folder: Path, option: str) -> None:
     """Check that files can be written into a folder, which need not exist yet.
 
     Raises:
-        InputError: They cannot; ``option`` names what the user has given.
+        InputError: They cannot; the message names ``option``.
     """
     if fault := why_not_writable(folder):
         raise InputError(f"{option}: {fault}; choose another folder")
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents, durably: each is on the disk before anything is in it."""
+    """Create a folder and its parents durably: each is on the disk before its content."""
     if not folder.is_dir():
         if not folder.parent.exists():
             make_folder(folder.parent)
@@ -97,23 +87,31 @@ def make_folder(folder: Path) -> None:
 
 
 def write_file(file: Path, data: bytes) -> None:
-    """Write a file durably and as a whole; see :func:`complete_file`. Its folder is created."""
+    """Create the folder of a file, and write the file durably and completely."""
     make_folder(file.parent)
     with complete_file(file) as new:
         new.write_bytes(data)
 
 
+def temporary_name(name: str) -> str:
+    """Return a new hidden name for a file or folder while it is written."""
+    return f".{name}.{secrets.token_hex(4)}.tmp"
+
+
 @contextmanager
 def complete_file(file: Path) -> Iterator[Path]:
-    """Yield a temporary file beside ``file`` that replaces it on success, durably.
+    """Yield a temporary path in the same folder that replaces ``file`` on success, durably.
 
     No reader sees a part, and a power cut leaves the old file or the new one: the content is on the
-    disk before the name, and the name before this returns. The next process that writes into the
-    same folder removes the temporary file of one that was killed.
+    disk before the name, and the name before this returns. A process that is killed leaves the
+    temporary file; see :func:`remove_unfinished`.
     """
-    with _unfinished(file, lambda path: path.touch(exist_ok=False)) as temporary:
-        yield temporary
-        put_in_place(temporary, file)
+    new = file.with_name(temporary_name(file.name))
+    try:
+        yield new
+        put_in_place(new, file)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -124,115 +122,28 @@ def complete_folder(folder: Path) -> Iterator[Path]:
     permissions, since safetensors writes files that only their owner can read.
 
     Raises:
-        OSError: Something else is in the place of ``folder``, or the disk is full.
+        OSError: ``folder`` has content, or the disk is full.
     """
     make_folder(folder.parent)
-    # mkdir, unlike mkdtemp, gives the permissions that the umask leaves.
-    with _unfinished(folder, Path.mkdir) as temporary:
-        yield temporary
-        readable = temporary.stat().st_mode & 0o444
-        for path in (*temporary.rglob("*"), temporary):
-            if (mode := path.stat().st_mode) & readable != readable:
-                with suppress(OSError):  # some file systems know no permissions
-                    path.chmod(mode | readable)
-            if path != temporary:
-                _sync(path)
-        put_in_place(temporary, folder)
+    new = folder.with_name(temporary_name(folder.name))
+    new.mkdir()  # unlike mkdtemp, with the permissions that the umask leaves
+    try:
+        yield new
+        readable = new.stat().st_mode & 0o444
+        for path in new.rglob("*"):
+            with suppress(PermissionError):  # some file systems have no permissions
+                path.chmod(path.stat().st_mode | readable)
+            _sync(path)
+        put_in_place(new, folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
-    """Give a file its name, durably: content first; of a folder, the content must be synced."""
+    """Rename a file or folder durably: content first. The content of a folder must be synced."""
     _sync(temporary)
     os.replace(temporary, target)
     _sync(target.parent)
-
-
-@contextmanager
-def _unfinished(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
-    """Yield what becomes ``target``, made beside it under a hidden name; remove it at the end.
-
-    A lock tells :func:`remove_unfinished` that its writer lives, and is lost with the process.
-    """
-    if target.parent not in _tidied:
-        _tidied.add(target.parent)
-        remove_unfinished(target.parent)
-    while True:
-        path = target.with_name(f".{target.name}.{_HOST}-{secrets.token_hex(4)}.tmp")
-        make(path)
-        try:
-            owner = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:  # not locked yet, and so removed by another process
-            continue
-        try:
-            with suppress(OSError):  # some file systems know no locks
-                fcntl.flock(owner, fcntl.LOCK_SH)  # until this process and its forks have ended
-            if not path.exists():
-                continue
-            try:
-                yield path
-            finally:
-                if path.exists() and not Path(path, _LOGS_KEPT).exists():
-                    with suppress(OSError):
-                        _remove(path)
-            return
-        finally:
-            os.close(owner)
-
-
-def remove_unfinished(folder: Path, *, below: bool = False) -> list[Path]:
-    """Remove temporary files of killed processes directly in a folder, and return their paths.
-
-    Files of another machine, and files that cannot be locked, go after :data:`KEPT_SECONDS`; not so
-    in a folder that all users share, such as /tmp. With ``below``, search all folders in it, too.
-    """
-    removed = []
-    places = [Path(place) for place, _, _ in os.walk(folder)] if below else [folder]
-    for place in places:
-        with suppress(OSError):
-            shared = os.stat(place).st_mode & stat.S_ISVTX
-            for name in os.listdir(place):
-                path = place / name
-                if not _UNFINISHED.fullmatch(name) or (shared and not _is_ours(path)):
-                    continue
-                if _is_abandoned(path):
-                    with suppress(OSError):  # another process may be faster
-                        _remove(path)
-                        removed.append(path)
-                else:
-                    removed += remove_unused([path])
-    return removed
-
-
-def _is_ours(path: Path) -> bool:
-    """Return whether this user, on this machine, has made an unfinished file or folder."""
-    with suppress(OSError):
-        return f".{_HOST}-" in path.name and path.lstat().st_uid == os.getuid()
-    return False
-
-
-def _is_abandoned(path: Path) -> bool:
-    """Return whether an unfinished file or folder is of a process of this machine that has ended.
-
-    False if that cannot be known.
-    """
-    if f".{_HOST}-" not in path.name:
-        return False
-    with suppress(OSError):
-        lock = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            logs = [log.stat().st_mtime for log in path.glob("r/*/logs/*")]  # of a local Ray
-            return time.time() - max(logs, default=0.0) > LOG_SECONDS
-        finally:
-            os.close(lock)
-    return False
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:
@@ -248,49 +159,84 @@ def _sync(path: Path) -> None:
             raise
 
 
+def remove_unfinished(folder: Path) -> list[Path]:
+    """Remove the temporary files of killed processes below a folder, and return their paths.
+
+    A process may still write a file that has changed within :data:`UNFINISHED_SECONDS`.
+    """
+    return _remove_older([*folder.rglob(".*.????????.tmp")], UNFINISHED_SECONDS)
+
+
+def remove_unused(paths: Iterable[Path]) -> list[Path]:
+    """Remove files and folders that were not used for :data:`KEPT_SECONDS`, and return their paths.
+
+    The modification time counts as the last use.
+    """
+    return _remove_older(paths, KEPT_SECONDS)
+
+
+def _remove_older(paths: Iterable[Path], seconds: float) -> list[Path]:
+    oldest = time.time() - seconds
+    removed = []
+    for path in paths:
+        with suppress(OSError):  # another process may be faster
+            if path.lstat().st_mtime < oldest:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+                removed.append(path)
+    return removed
+
+
 @contextmanager
 def scratch_folder(purpose: str, place: Path | None = None) -> Iterator[str]:
-    """Yield a temporary folder of this process, for its user alone, which is removed at the end.
+    """Yield a temporary folder that only this user can read, and remove it at the end.
 
-    It is in the system's folder for temporary files, or another ``place``. If the process is
-    killed, or :func:`keep_logs` was called, a later one removes it.
+    Its parent is the system's folder for temporary files, or ``place``. If the process is killed,
+    or after :func:`keep_logs`, :func:`remove_abandoned` removes it. A lock on the folder ends with
+    this process and its forks.
     """
-    target = Path(place or tempfile.gettempdir(), f"trishul-{purpose}")
-    with _unfinished(target, lambda path: path.mkdir(0o700)) as folder:
+    folder = Path(tempfile.mkdtemp(".tmp", f".trishul-{purpose}.", place))
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_SH)
         yield str(folder)
+    finally:
+        if not (folder / _LOGS_KEPT).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def keep_logs(folder: str | Path) -> None:
-    """Keep a scratch folder for :data:`LOG_SECONDS` after its last line of a log."""
+    """Keep a scratch folder for :data:`LOG_SECONDS` after the last line in its logs."""
     with suppress(OSError):
         (Path(folder) / _LOGS_KEPT).touch()
 
 
 def temporary_folders() -> list[str]:
-    """Return where scratch folders may be: ``RAY_TMPDIR``, ``TMPDIR``, and folders of short names.
+    """Return possible parents of scratch folders: ``RAY_TMPDIR``, ``TMPDIR``, and short paths.
 
-    The last are for sockets, whose paths have a limit.
+    Sockets need a short path.
     """
     chosen = os.environ.get("RAY_TMPDIR")
     return list(dict.fromkeys(filter(None, [chosen, tempfile.gettempdir(), *_SHORT])))
 
 
 def remove_abandoned() -> list[Path]:
-    """Remove the scratch folders of processes that were killed, and return them."""
-    places = filter(os.path.isdir, temporary_folders())
-    return [path for place in places for path in remove_unfinished(Path(place))]
-
-
-def remove_unused(paths: Iterable[Path]) -> list[Path]:
-    """Remove the files and folders that were not used for :data:`KEPT_SECONDS`, and return them.
-
-    The modification time counts as the last use.
-    """
-    oldest = time.time() - KEPT_SECONDS
+    """Remove the scratch folders of this user's killed processes, and return their paths."""
+    oldest = time.time() - LOG_SECONDS
     removed = []
-    for path in paths:
-        with suppress(OSError):  # another process may be faster
-            if path.stat().st_mtime < oldest:
-                _remove(path)
-                removed.append(path)
+    for folder in (f for place in temporary_folders() for f in Path(place).glob(".trishul-*.tmp")):
+        with suppress(OSError):  # not a folder, or a living process holds its lock
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                changed = [path.stat().st_mtime for path in (folder, *folder.glob("r/*/logs/*"))]
+                if max(changed) < oldest and folder.stat().st_uid == os.getuid():
+                    shutil.rmtree(folder)
+                    removed.append(folder)
+            finally:
+                os.close(lock)
     return removed

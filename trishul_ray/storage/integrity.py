@@ -1,6 +1,6 @@
-"""Tell whether files have changed: checksums, sealed folders of the cache, remarks on damage.
+"""Find changed files: checksums, checked folders of the cache, and notices of damage.
 
-Folders of the cache, on which numbers rest, are sealed with checksums and checked before use.
+A folder of the cache has the checksums of its files, which are compared before use.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from filelock import FileLock
@@ -20,7 +21,7 @@ from filelock import FileLock
 from trishul_ray.errors import CorruptFileError, first_line
 from trishul_ray.storage.durable import Json, complete_folder, make_cache_folder, write_file
 
-#: Beginning of the text that stands for a file that Git LFS has not fetched.
+#: Beginning of a pointer file of Git LFS.
 _LFS = b"version https://git-lfs.github.com/spec/"
 
 #: A file may change again without a visible change of its times within this many seconds, because
@@ -33,7 +34,7 @@ SEAL = ".xxh128"
 #: Between the other fields of an object of JSON and the hex digits of its checksum.
 _CHECKSUM = b',\n  "checksum": "'
 
-#: Repairs of this process that its driver does not know yet, a line each.
+#: Notices of repairs that this process has not yet sent to its driver.
 _remarks: list[str] = []
 
 _logger = logging.getLogger(__name__)
@@ -41,47 +42,38 @@ _logger = logging.getLogger(__name__)
 
 def digest(file: Path) -> str:
     """Return the hex SHA-256 of a file's content, computed once per process unless it changes."""
-    return _remembered(_digest, file)
+    return _hash(file, hashlib.sha256)
+
+
+def checksum(file: Path) -> str:
+    """Return the 128-bit hex XXH3 of a file's content, computed as often as :func:`digest`."""
+    return _hash(file, xxhash.xxh3_128)
+
+
+def _hash(file: Path, algorithm: Callable[[], Any]) -> str:
+    path = file.resolve()
+    settled = abs(time.time() - path.stat().st_ctime) > SETTLING_SECONDS
+    return (_computed if settled else _computed.__wrapped__)(path, algorithm, stamp(path))
+
+
+@lru_cache(maxsize=100_000)
+def _computed(path: Path, algorithm: Callable[[], Any], stamp: tuple[int, ...]) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, algorithm).hexdigest()
 
 
 def stamp(file: Path) -> tuple[int, ...]:
     """Return device, inode, size and times of a file, which change with its content.
 
-    The last of them, ``ctime``, cannot be set: an edit that restores the modification time shows,
-    too. Only two edits at the same tick of the clock do not.
+    The last of them, ``ctime``, cannot be set, so an edit that restores the modification time also
+    shows. Only two edits at the same tick of the clock do not.
     """
     now = file.stat()
     return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
 
 
-def checksum(file: Path) -> str:
-    """Return the hex XXH3 of a file's content, 128 bits, remembered as in :func:`digest`."""
-    return _remembered(_checksum, file)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
-
-
-def _remembered(compute: Callable[[Path], str], file: Path) -> str:
-    path = file.resolve()
-    settled = abs(time.time() - path.stat().st_ctime) > SETTLING_SECONDS
-    return _computed(compute, path, stamp(path)) if settled else compute(path)
-
-
-@lru_cache(maxsize=100_000)
-def _computed(compute: Callable[[Path], str], path: Path, stamp: tuple[int, ...]) -> str:
-    return compute(path)
-
-
 def lfs_pointer(file: Path) -> str:
-    """Return what to do about a file that is only a pointer of Git LFS; empty for other files."""
+    """Return how to fetch a file that is only a pointer of Git LFS; empty for other files."""
     if not file.is_file():
         return ""
     with file.open("rb") as stream:
@@ -90,50 +82,49 @@ def lfs_pointer(file: Path) -> str:
     return f"{file.name} is a pointer of Git LFS, not the file: run `git lfs pull` in its folder"
 
 
-def seal(folder: Path, pattern: str = "[!.]*") -> None:
-    """Note the checksums of a cache folder's files that match, for :func:`fault_in`.
+def record_checksums(folder: Path) -> None:
+    """Record the checksums of a cache folder's files for :func:`find_corruption`.
 
-    They find damage, not malice: XXH3 is as fast as memory. ``xxhsum --check .xxh128`` reads the
-    file, too.
+    They find damage, not malice: XXH3 is as fast as memory. ``xxhsum --check .xxh128`` also reads
+    the file.
     """
-    found = {path.relative_to(folder).as_posix(): path for path in _files(folder, pattern)}
-    lines = [f"{checksum(path)}  {name}\n" for name, path in sorted(found.items())]
+    lines = [f"{checksum(folder / name)}  {name}\n" for name in _files(folder)]
     write_file(folder / SEAL, "".join(lines).encode())
 
 
-@contextmanager
-def sealed_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``folder``, sealed; see ``complete_folder``."""
-    with complete_folder(folder) as new:
-        yield new
-        seal(new)
-
-
-def fault_in(folder: Path, pattern: str = "[!.]*") -> str:
-    """Return what is wrong with a sealed folder: empty if it has the files that were sealed.
+def find_corruption(folder: Path) -> str:
+    """Return how a folder differs from its recorded checksums, or an empty string.
 
     Every file is read, once per process unless it changes.
     """
     try:
         lines = (folder / SEAL).read_text().splitlines()
-        noted = {name: value for value, _, name in (line.partition("  ") for line in lines)}
-        for path in _files(folder, pattern):
-            name = path.relative_to(folder).as_posix()
-            if noted.pop(name, None) != checksum(path):
-                return f"{name} is not as it was written"
+        recorded = {name: value for value, _, name in (line.partition("  ") for line in lines)}
+        for name in _files(folder):
+            if recorded.pop(name, None) != checksum(folder / name):
+                return f"{name} has changed"
     except FileNotFoundError:
         return "it has no checksums"
     except (OSError, ValueError) as error:
         return f"it cannot be read: {error}"
-    return f"{next(iter(noted))} is missing" if noted else ""
+    return f"{next(iter(recorded))} is missing" if recorded else ""
 
 
-def _files(folder: Path, pattern: str) -> list[Path]:
-    return [path for path in folder.rglob(pattern) if path.is_file()]
+def _files(folder: Path) -> list[str]:
+    found = folder.rglob("[!.]*")
+    return sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())
+
+
+@contextmanager
+def sealed_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``folder`` with the checksums of its files."""
+    with complete_folder(folder) as new:
+        yield new
+        record_checksums(new)
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Create a sealed folder of the cache unless it exists undamaged; note its use.
+    """Create a folder of the cache with checksums unless it exists undamaged; record its use.
 
     The first process to lock it makes it; the others wait. A damaged folder is replaced; its open
     mappings stay valid.
@@ -143,6 +134,8 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
     """
     make_cache_folder(folder.parent)
     with FileLock(f"{folder}.lock"):
+        for unfinished in folder.parent.glob(f".{folder.name}.*.tmp"):
+            shutil.rmtree(unfinished)  # of a killed process, which held this lock
         _remove_damaged(folder)
         if not folder.is_dir():
             with sealed_folder(folder) as new:
@@ -151,14 +144,14 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 def discard_damaged(folder: Path) -> None:
-    """Remove a sealed folder of the cache that is damaged: it is made again."""
-    if folder.is_dir() and fault_in(folder):
+    """Remove a damaged folder of the cache, which is then made again."""
+    if folder.is_dir() and find_corruption(folder):
         with FileLock(f"{folder}.lock"):
             _remove_damaged(folder)
 
 
 def _remove_damaged(folder: Path) -> None:
-    if folder.is_dir() and (fault := fault_in(folder)):
+    if folder.is_dir() and (fault := find_corruption(folder)):
         shutil.rmtree(folder)
         remark(f"{folder} is damaged ({fault}): it is made again")
 
@@ -166,7 +159,7 @@ def _remove_damaged(folder: Path) -> None:
 def to_checked_json(fields: Json) -> bytes:
     """Return an object as JSON with a last field ``checksum``: the SHA-256 of the bytes before.
 
-    It is of bytes, not of values: thousands of results are checked without encoding them again.
+    It covers bytes, not values: thousands of results are checked without encoding them again.
     """
     text = json.dumps(fields, indent=2, ensure_ascii=False)
     return _with_checksum(text.removesuffix("\n}").encode())
@@ -195,7 +188,7 @@ def _with_checksum(body: bytes) -> bytes:
 
 
 def remark(line: str) -> None:
-    """Tell the user what was mended: in a log line, and from a worker by :func:`take_remarks`."""
+    """Report a repair to the user: in a log line, and from a worker by :func:`take_remarks`."""
     _logger.warning(line)
     _remarks.append(line)
 

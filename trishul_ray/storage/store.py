@@ -7,7 +7,6 @@ disk) is retried with growing pauses for the store's ``retry_seconds``.
 import errno
 import logging
 import os
-import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,10 +17,7 @@ import tenacity
 from pyarrow import fs
 
 from trishul_ray.errors import InputError, StorageError, StorageRefusedError
-from trishul_ray.storage.durable import (
-    remove_unfinished,
-    write_file,
-)
+from trishul_ray.storage.durable import temporary_name, write_file
 from trishul_ray.storage.redaction import redact
 
 T = TypeVar("T")
@@ -29,7 +25,7 @@ T = TypeVar("T")
 #: Size in bytes of the largest object that S3 and compatible stores copy in one request.
 COPY_LIMIT = 5 * 2**30
 
-#: Failures that a retry cannot change.
+#: Permanent failures.
 _REFUSALS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _REFUSAL_NUMBERS = (errno.ENOENT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 _NO_BUCKET = ("NO_SUCH_BUCKET", "allow_bucket_creation")
@@ -87,7 +83,7 @@ class Store:
         return Store(self.filesystem, f"{self.root}/{name}", self.place(name), self.retry_seconds)
 
     def parent(self) -> "Store":
-        """Return the folder that this one is in; it has no address of its own."""
+        """Return the parent folder; messages name its path, not its address."""
         root = self.root.rpartition("/")[0]
         return Store(self.filesystem, root, root, self.retry_seconds)
 
@@ -98,24 +94,23 @@ class Store:
 
     def check_bucket(self, runs: str, field: str = "storage.runs") -> None:
         """Raise an InputError if the bucket of this folder, ``runs``, does not exist."""
-        if self.is_local or self.filesystem.type_name not in ("s3", "gcs", "abfs"):
+        if self.filesystem.type_name not in ("s3", "gcs", "abfs"):
             return
         bucket = self.root.partition("/")[0]
-        try:
+        # The permission to write below a prefix need not include this request.
+        with suppress(StorageRefusedError):
             info = self._retry("access", "", lambda: self.filesystem.get_file_info(bucket))
-        except StorageRefusedError:
-            return  # permission to write below a prefix need not include this request
-        if info.type == fs.FileType.NotFound:
-            raise InputError(
-                f"{field}={redact(runs)!r}: bucket {bucket!r} does not exist; create it or "
-                "choose another"
-            )
+            if info.type == fs.FileType.NotFound:
+                raise InputError(
+                    f"{field}={redact(runs)!r}: bucket {bucket!r} does not exist; create it or "
+                    "choose another"
+                )
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file as a whole: durably on this machine, and by a copy in an object store.
 
         Raises:
-            StorageError: The storage refuses, or fails for longer than :attr:`retry_seconds`;
+            StorageError: The storage fails permanently, or for longer than :attr:`retry_seconds`;
                 no partial file is left under ``name``.
         """
         self._retry("write", name, lambda: self._write(name, data))
@@ -126,19 +121,18 @@ class Store:
             return
         self.filesystem.create_dir(self.root, recursive=True)
         target = f"{self.root}/{name}"
-        if not data or len(data) > COPY_LIMIT:  # nothing has no part that could be published
+        if not data or len(data) > COPY_LIMIT:  # an empty object has no part to publish
             self._stream(target, data)
             return
-        # Never directly to the target: a stream that fails or is interrupted is closed on the way
-        # out, and an object store would publish the part written so far.
-        temporary = f"{self.root}/.{name}.{uuid.uuid4().hex[:8]}.tmp"
+        # Never directly to the target: a stream that fails or is interrupted is closed, and an
+        # object store would publish the part written so far.
+        temporary = f"{self.root}/{temporary_name(name)}"
         try:
             self._stream(temporary, data)
             self.filesystem.move(temporary, target)
         except BaseException:
             with suppress(OSError):
-                if self.filesystem.get_file_info(temporary).type != fs.FileType.NotFound:
-                    self.filesystem.delete_file(temporary)
+                self.filesystem.delete_file(temporary)
             raise
 
     def _stream(self, path: str, data: bytes) -> None:
@@ -158,7 +152,7 @@ class Store:
             with self.filesystem.open_input_stream(path, compression=None) as stream:
                 return bytes(stream.readall())
 
-        return self._retry("read", name, attempt, may_be_missing=True)
+        return self._retry("read", name, attempt)
 
     def exists(self, name: str = "") -> bool:
         """Return whether a file or folder ``name`` (or this folder itself) exists."""
@@ -189,18 +183,13 @@ class Store:
         """Delete a file if it exists."""
         path = f"{self.root}/{name}"
         with suppress(FileNotFoundError):
-            self._retry(
-                "delete", name, lambda: self.filesystem.delete_file(path), may_be_missing=True
-            )
+            self._retry("delete", name, lambda: self.filesystem.delete_file(path))
 
     def remove_unfinished(self) -> None:
-        """Delete what killed writers have left anywhere in this folder.
+        """Delete the temporary files of killed writers anywhere in this folder.
 
-        In an object store, nobody else may write into it meanwhile.
+        No other process may write into it meanwhile.
         """
-        if self.is_local:
-            remove_unfinished(Path(self.root), below=True)
-            return
         for info in self._list(below=True):
             if info.base_name.startswith(".") and info.base_name.endswith(".tmp"):
                 self.remove(info.path.removeprefix(f"{self.root}/"))
@@ -219,23 +208,12 @@ class Store:
             parent, _, file = name.rpartition("/")
             (self.child(parent) if parent else self).write(file, (folder / name).read_bytes())
 
-    def _retry(
-        self, verb: str, name: str, action: Callable[[], T], *, may_be_missing: bool = False
-    ) -> T:
-        """Call ``action`` until it succeeds, is refused, or :attr:`retry_seconds` have passed.
+    def _retry(self, verb: str, name: str, action: Callable[[], T]) -> T:
+        """Call ``action`` until it succeeds, fails permanently, or the retry time has passed.
 
-        With ``may_be_missing`` a FileNotFoundError is raised as it is.
+        A FileNotFoundError is raised unchanged.
         """
-        try:
-            return action()
-        except OSError as error:
-            failed = [error]
         address = self.place(name) if name else self.uri
-
-        def again() -> T:
-            if failed:  # the first attempt: a Retrying costs more than to read a small local file
-                raise failed.pop()
-            return action()
 
         def warn_once(call: tenacity.RetryCallState) -> None:
             if call.attempt_number == 1 and call.outcome is not None:
@@ -252,16 +230,14 @@ class Store:
             reraise=True,
         )
         try:
-            return retrying(again)
+            return retrying(action)
+        except FileNotFoundError:
+            raise
         except OSError as error:
-            if may_be_missing and isinstance(error, FileNotFoundError):
-                raise
             message = f"cannot {verb} {address}: {reason(error)}"
             if not _is_temporary(error):
                 raise StorageRefusedError(message) from error
-            count = retrying.statistics.get("attempt_number", 1)
-            tried = f"tried {'once' if count == 1 else f'{count} times'}"
-            raise StorageError(f"{message} ({tried} within {self.retry_seconds:g} s)") from error
+            raise StorageError(f"{message} (retried for {self.retry_seconds:g} s)") from error
 
 
 def reason(error: BaseException | None) -> str:
