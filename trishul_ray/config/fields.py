@@ -38,24 +38,24 @@ class DataConfig(Section):
 
     name: PathText = Field("digits", description="dataset: see `trishul list datasets`")
     path: PathText | None = Field(
-        None, description="your own data (dataset images, table or hub): folder, file or hub name"
+        None, description="user data (dataset images, table or hub): folder, file or hub name"
     )
     content: NotedText | None = not_in_id(
         None,
-        "noted when loaded: the hash of what is at data.path, and that path; in the id, the "
-        "hash replaces the path",
+        "stored when loaded: the content hash of data.path, and the path; in the id, the hash "
+        "replaces the path",
     )
     columns: dict[str, str] = Field(
         default_factory=dict,
-        description="your own data: names of its columns, e.g. {text: body, label: topic}",
+        description="user data: names of its columns, e.g. {text: body, label: topic}",
     )
     test_share: float = Field(
-        0.2, gt=0, lt=1, description="your own data without test rows: share set aside as test rows"
+        0.2, gt=0, lt=1, description="user data without test rows: share set aside as test rows"
     )
     skip_broken: bool = Field(
         False,
-        description="your own data: leave out images that cannot be read, and rows without label, "
-        "text or image, instead of refusing them all",
+        description="user data: skip images that cannot be read, and rows without label, text or "
+        "image, instead of rejecting all data",
     )
     validation_share: float = Field(
         0.0,
@@ -66,13 +66,13 @@ class DataConfig(Section):
     )
     test_groups: tuple[str, ...] = Field(
         (),
-        description="groups, such as categories or tasks, of which no row is trained on: all are "
-        "test rows",
+        description="groups, such as categories or tasks, without training rows: all their rows "
+        "are test rows",
     )
     drop_repeated: bool = Field(
         False,
-        description="instructions: leave out training rows that are test rows, too; else only "
-        "counted",
+        description="instructions: skip training rows that are also test rows; otherwise they are "
+        "only counted",
     )
     train_limit: int | None = Field(
         None, ge=1, description="use only the first N training rows of a seeded shuffle"
@@ -85,13 +85,13 @@ class DataConfig(Section):
         if not isinstance(columns, Mapping):
             return columns
         pairs = [(str(k).partition(":")[::2] if v is None else (k, v)) for k, v in columns.items()]
-        # In the Unicode form in which the data's columns are read.
+        # The data's columns are also read in this Unicode form.
         nfc = partial(unicodedata.normalize, "NFC")
         return {k: nfc(v) or None if isinstance(v, str) else v for k, v in pairs}
 
     @property
     def content_hash(self) -> str | None:
-        """The noted hash of what is at ``path``; a note on another path does not count."""
+        """The stored content hash of ``path``; None if it belongs to another path."""
         return self.content and self.content.hash_of(self.path)
 
 
@@ -174,15 +174,7 @@ class TaskConfig(Section):
         try:
             re.compile(value or "")
         except re.error as error:
-            raise ValueError(f"{value!r} is no regular expression: {error}") from None
-        return value
-
-    @field_validator("template", mode="before")
-    @classmethod
-    def _keep_braces(cls, value: Any) -> Any:
-        """Read ``{text}``, which is a mapping in YAML, as a text."""
-        if isinstance(value, Mapping) and not any(value.values()):
-            return f"{{{', '.join(value)}}}"
+            raise ValueError(f"{value!r} is not a regular expression: {error}") from None
         return value
 
     @field_validator("template")
@@ -211,14 +203,14 @@ class ModelConfig(Section):
     )
     content: NotedText | None = not_in_id(
         None,
-        "noted when loaded: the hash of a folder of your own, and its name; in the id, the "
-        "hash replaces the name",
+        "stored when loaded: the content hash of a local folder, and its name; in the id, the hash "
+        "replaces the name",
     )
     init: Literal["pretrained", "random"] = Field(
         "pretrained", description="random: draw the weights from the seed"
     )
     train_head: bool = Field(
-        True, description="train and average the classification head beside the adapter"
+        True, description="train and average the classification head in addition to the adapter"
     )
     precision: Literal["fp32", "tf32", "bf16"] = Field(
         "fp32",
@@ -241,7 +233,7 @@ class ModelConfig(Section):
 
     @property
     def content_hash(self) -> str | None:
-        """The noted hash of the folder ``name``; a note on another name does not count."""
+        """The stored content hash of the folder ``name``; None if it belongs to another name."""
         return self.content and self.content.hash_of(self.name)
 
     @field_validator("name")
@@ -394,8 +386,8 @@ class FederationConfig(Section):
     )
     held_out: float = Field(
         0.0,
-        description="share of the clients, rounded up, that the seed draws to take no part: what "
-        "they score beside the others is the participation gap (needs evaluation.per_client)",
+        description="share of the clients, rounded up, that the seed excludes from training: the "
+        "difference of their scores is the participation gap (needs evaluation.per_client)",
         ge=0,
         le=0.5,
     )
@@ -435,8 +427,8 @@ class EvaluationConfig(Section):
     limit: int | None = Field(
         None,
         ge=1,
-        description="evaluate on a subset of the test rows, drawn from the data alone: the same "
-        "for every seed, method and backbone",
+        description="evaluate on a random subset of the test rows: the same for every seed, method "
+        "and backbone",
     )
     diagnostics_every: int = Field(
         1,
@@ -446,9 +438,8 @@ class EvaluationConfig(Section):
     )
     diagnostics_cohort: Literal["round", "all"] = Field(
         "round",
-        description="whose updates diagnostics compare: those of each round's clients alone; all: "
-        "in the last round every other client (of at most 100) also trains, for this comparison "
-        "alone",
+        description="updates that diagnostics compare: of each round's clients; all: in the last "
+        "round every other client (of at most 100) also trains, only for this comparison",
     )
     top_k: int = Field(8, ge=1, description="directions in the principal-angle similarity")
     per_client: bool = Field(

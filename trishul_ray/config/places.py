@@ -1,4 +1,4 @@
-"""The folders of this machine that are no part of an experiment: the cache and the hub's mirror."""
+"""The folders of this machine outside an experiment: the cache and the hub's mirror."""
 
 import os
 from dataclasses import dataclass

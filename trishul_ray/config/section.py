@@ -16,6 +16,7 @@ from pydantic import (
     Field,
     PlainSerializer,
 )
+from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
@@ -23,8 +24,23 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    def identity(self) -> dict[str, Any]:
+        """Return the fields that are part of the id and not at their default, as JSON values."""
+        kept: dict[str, Any] = {}
+        values = vars(self)
+        for name, field in type(self).model_fields.items():
+            value = values[name]
+            if not identifies(field):
+                continue
+            if isinstance(value, Section):
+                if nested := value.identity():
+                    kept[name] = nested
+            elif value != field.get_default(call_default_factory=True, validated_data=values):
+                kept[name] = list(value) if isinstance(value, tuple) else value
+        return kept
+
     def reject_unused(self, names: Iterable[str], condition: str) -> None:
-        """Refuse fields that are not read under a condition, such as "with kind='none'".
+        """Reject fields that are not read under a condition, such as "with kind='none'".
 
         Raises:
             ValueError: One of them is not at its default.
@@ -39,8 +55,14 @@ def not_in_id(default: Any, description: str, **limits: Any) -> Any:
     return Field(default, description=description, json_schema_extra={"identity": False}, **limits)
 
 
+def identifies(field: FieldInfo) -> bool:
+    """Return whether a field can change a run's numbers, and so is part of its id."""
+    extra = field.json_schema_extra
+    return not (isinstance(extra, dict) and extra.get("identity") is False)
+
+
 def _usable_path(text: str) -> str:
-    """Return ``text`` if a file system accepts it as a path; names and URIs pass, too."""
+    """Return ``text`` if a file system accepts it as a path; also names and URIs."""
     parts = text.encode(errors="surrogateescape").split(b"/")
     if not text.strip() or "\0" in text or max(map(len, parts)) > 255 or len(text) > 4000:
         shown = repr(text if len(text) <= 40 else text[:37] + "...")
@@ -60,21 +82,21 @@ PathText = Annotated[str, AfterValidator(_usable_path)]
 
 
 class Noted(NamedTuple):
-    """The content of your own data or model as it was noted; one line ``hash path`` in files."""
+    """The content hash of user data or a user's model, and its path; one line in files."""
 
     hash: str
     path: str
 
     @classmethod
     def parse(cls, line: Any) -> Any:
-        """Return the note that a line holds; anything else as it is."""
+        """Return the hash and path in a line, or a value of another type unchanged."""
         return cls(*line.partition(" ")[::2]) if isinstance(line, str) else line
 
     def __str__(self) -> str:
         return f"{self.hash} {self.path}"
 
     def hash_of(self, path: str | None) -> str | None:
-        """Return the hash; None if the note is on another path."""
+        """Return the hash if it belongs to this path, or None."""
         return self.hash if self.hash and self.path == path else None
 
 

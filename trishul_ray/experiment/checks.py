@@ -1,4 +1,4 @@
-"""Settings of different sections that exclude each other. All raise a ValueError."""
+"""Settings of different sections that exclude each other. All checks raise a ValueError."""
 
 from trishul_ray.config.fields import (
     EvaluationConfig,
@@ -10,34 +10,30 @@ from trishul_ray.config.fields import (
 from trishul_ray.methods.base import MethodConfig, build_method, method_class, method_classes
 from trishul_ray.tasks.base import task_kinds
 
-#: Clients that ``evaluation.diagnostics_cohort=all`` compares at most: every pair, in memory.
+#: Largest number of clients with ``evaluation.diagnostics_cohort=all``: it compares every pair.
 MOST_COMPARED = 100
 
 
 def check_task(task: TaskConfig) -> None:
-    """Refuse a kind that is not registered."""
+    """Reject a kind that is not registered."""
     if task.kind != "auto" and task.kind not in task_kinds():
         raise ValueError(f"task.kind: {task.kind!r} is unknown; known: {', '.join(task_kinds())}")
 
 
-def check_cohort(federation: FederationConfig, evaluation: EvaluationConfig) -> None:
-    """Refuse a cohort larger than its clients, and evaluations that these clients do not have."""
-    fed = federation
+def check_cohort(fed: FederationConfig, evaluation: EvaluationConfig) -> None:
+    """Reject a cohort larger than the number of clients, and evaluations of missing clients."""
+    cohort = f"federation.clients_per_round={fed.clients_per_round}"
     if fed.clients_per_round > fed.clients:
-        raise ValueError(
-            f"federation.clients_per_round={fed.clients_per_round} exceeds "
-            f"federation.clients={fed.clients}"
-        )
+        raise ValueError(f"{cohort} exceeds federation.clients={fed.clients}")
     if fed.clients_per_round > fed.participants:
         raise ValueError(
             f"federation.held_out={fed.held_out:g} leaves {fed.participants} of "
-            f"federation.clients={fed.clients}, fewer than "
-            f"federation.clients_per_round={fed.clients_per_round}"
+            f"federation.clients={fed.clients}, fewer than {cohort}"
         )
     if fed.held_out and not evaluation.per_client:
         raise ValueError(
-            f"federation.held_out={fed.held_out:g} needs evaluation.per_client=true, which "
-            "scores those clients, too"
+            f"federation.held_out={fed.held_out:g} needs evaluation.per_client=true, which also "
+            "scores these clients"
         )
     if evaluation.diagnostics_cohort == "all" and fed.clients > MOST_COMPARED:
         raise ValueError(
@@ -47,12 +43,12 @@ def check_cohort(federation: FederationConfig, evaluation: EvaluationConfig) -> 
 
 
 def check_method(
-    method: MethodConfig, as_set: str, federation: FederationConfig, model: ModelConfig
+    method: MethodConfig, as_set: str, fed: FederationConfig, model: ModelConfig
 ) -> None:
-    """Refuse what a method cannot do; ``as_set`` names it as messages do."""
-    fed, trains_all = federation, method_class(method.name).train_all
+    """Reject settings that a method does not support; ``as_set`` is its name in messages."""
+    classes, trains_all = method_classes(), method_class(method.name).train_all
     if fed.compute != "full" and not build_method(method).takes_limits:
-        supported = [name for name, cls in method_classes().items() if cls.takes_limits]
+        supported = [name for name, cls in classes.items() if cls.takes_limits]
         raise ValueError(
             f"federation.compute={fed.compute!r} needs a method that supports limited clients "
             f"({', '.join(supported)}), not {as_set}"
@@ -63,33 +59,31 @@ def check_method(
             f"{method.name!r} trains them: use none, or a method with adapters"
         )
     if fed.stacked > 1 and trains_all:
-        fitting = [name for name, cls in method_classes().items() if not cls.train_all]
+        supported = [name for name, cls in classes.items() if not cls.train_all]
         raise ValueError(
             f"federation.stacked={fed.stacked} needs a method with adapters "
-            f"({', '.join(fitting)}), not method={method.name!r}, whose clients share no "
+            f"({', '.join(supported)}), not method={method.name!r}, whose clients share no "
             "frozen backbone"
         )
 
 
-def check_dropout(
-    federation: FederationConfig, model: ModelConfig, resources: ResourcesConfig
-) -> None:
-    """Refuse dropout where clients share a forward pass, or a CUDA graph repeats its draws."""
-    if federation.stacked > 1 and model.dropout:
+def check_dropout(fed: FederationConfig, model: ModelConfig, resources: ResourcesConfig) -> None:
+    """Reject dropout if clients share a forward pass, or a CUDA graph repeats its random masks."""
+    if fed.stacked > 1 and model.dropout:
         raise ValueError(
-            f"federation.stacked={federation.stacked}: stacked clients cannot use dropout; set "
+            f"federation.stacked={fed.stacked}: stacked clients cannot use dropout; set "
             "federation.stacked=1 or model.dropout=false"
         )
     if resources.cuda_graphs and model.dropout:
         raise ValueError(
-            "resources.cuda_graphs=true: a CUDA graph would repeat the draws of dropout; set "
-            "it to false or model.dropout=false"
+            "resources.cuda_graphs=true: a CUDA graph would repeat the random masks of dropout; "
+            "set it to false or model.dropout=false"
         )
 
 
-def check_actors(federation: FederationConfig, resources: ResourcesConfig) -> None:
-    """Refuse two settings of how many actors there are."""
-    if resources.actors != "auto" and federation.clients_per_actor != "auto":
+def check_actors(fed: FederationConfig, resources: ResourcesConfig) -> None:
+    """Reject two settings of the number of actors."""
+    if resources.actors != "auto" and fed.clients_per_actor != "auto":
         raise ValueError(
             "resources.actors and federation.clients_per_actor exclude each other; set only one"
         )

@@ -5,7 +5,10 @@ them from files and the command line. The id of an experiment is the hash of eve
 change its numbers. Fields that cannot (folders, tracking, number of actors) are left out.
 """
 
+import hashlib
+import json
 import math
+from collections.abc import Mapping
 from functools import cache, cached_property
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -33,7 +36,7 @@ from trishul_ray.config.fields import (
     TaskConfig,
     TrackingConfig,
 )
-from trishul_ray.config.section import Section, not_in_id
+from trishul_ray.config.section import Section, identifies, not_in_id
 from trishul_ray.experiment.checks import (
     check_actors,
     check_cohort,
@@ -41,7 +44,6 @@ from trishul_ray.experiment.checks import (
     check_method,
     check_task,
 )
-from trishul_ray.experiment.ids import id_of, identity_of
 from trishul_ray.methods.base import (
     MethodConfig,
     build_method,
@@ -53,14 +55,24 @@ from trishul_ray.plugins.loading import Plugin, find_plugin, find_stored
 from trishul_ray.stages import STAGES, Stages, noted_hashes, stage_names
 from trishul_ray.storage.durable import Json
 from trishul_ray.storage.redaction import redact_fields
+from trishul_ray.version import NUMERICS
 
 #: LoRA rank per adapted matrix of each named budget (paper, "Parameter Budget").
 BUDGET_RANKS = {"lower": 32, "higher": 64}
+
+#: Hex digits of an experiment's id.
+ID_LENGTH = 12
 
 _S = TypeVar("_S", bound=Section)
 
 #: Writes YAML; the one in C, which every wheel of PyYAML has, is four times faster.
 _YAML = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+def id_of(identity: Mapping[str, Any]) -> str:
+    """Return the id of an experiment with this :meth:`Experiment.identity`."""
+    text = json.dumps({"numerics": NUMERICS, **identity}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
 
 
 @cache
@@ -75,8 +87,8 @@ class Experiment(Section):
 
     name: str = not_in_id("run", "a label", max_length=100)
     plugins: tuple[Plugin, ...] = not_in_id(
-        (), "Python files with methods, tasks or datasets of your own; those that the run uses are "
-        "noted, with their content, which is in the id"
+        (), "Python files with custom methods, tasks or datasets; the run records the files that "
+        "it uses, with their content, which is in the id"
     )  # fmt: skip
     seed: int = Field(
         0, ge=0, lt=2**63, description="the only seed; every random stream derives from it"
@@ -95,7 +107,7 @@ class Experiment(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     federation: FederationConfig = FederationConfig()
     stages: dict[str, SerializeAsAny[Section]] = not_in_id(
-        {}, "the sections of stages that are set; they are written beside the others"
+        {}, "the sections of stages that are set; they are written next to the other sections"
     )
     evaluation: EvaluationConfig = EvaluationConfig()
     resources: ResourcesConfig = ResourcesConfig()
@@ -107,8 +119,8 @@ class Experiment(Section):
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, fields: Any) -> Any:
-        # First of all: the names of other fields may be a plug-in's. A stored configuration never
-        # brings code: a note is looked for among the plug-ins that this process has loaded.
+        # First: the names of other fields may be a plug-in's. A stored configuration never brings
+        # code: it names plug-ins that this process has loaded.
         if not isinstance(fields, dict):
             return fields
         if fields.get("plugins"):
@@ -158,22 +170,21 @@ class Experiment(Section):
         return tuple(field for stage in Stages.of(self) for field in stage.remembered)
 
     def is_set(self, section: str) -> bool:
-        """Return whether a section that is off by default, such as that of a stage, is on."""
+        """Return whether the section of a stage, which is off by default, is set."""
         return section in self.stages
 
     def section(self, kind: type[_S]) -> _S:
         """Return the section of a stage by its class, at its defaults if it is not set."""
-        found = (each for each in self.stages.values() if type(each) is kind)
-        return next((each for each in found if isinstance(each, kind)), kind())
+        return next((each for each in self.stages.values() if isinstance(each, kind)), kind())
 
     @property
     def method_as_set(self) -> str:
-        """The method and, if its class alone would do, how it differs from the default."""
+        """The method as messages name it, with fields that decide what it supports."""
         text, fields = f"method={self.method.name!r}", type(self.method).model_fields
         if method_class(self.method.name).mean_is_enough:
-            values = {name: getattr(self.method, name) for name in fields}
-            changed = {n: value for n, value in values.items() if value != fields[n].default}
-            text += "".join(f" method.{name}={value!r}" for name, value in changed.items())
+            for name, field in fields.items():
+                if (value := getattr(self.method, name)) != field.default:
+                    text += f" method.{name}={value!r}"
         return text
 
     @property
@@ -185,13 +196,13 @@ class Experiment(Section):
         """Return every field that can change a number and is not at its default, as JSON values.
 
         Fields that the method does not read are left out; see
-        :attr:`trishul_ray.methods.base.Method.fields_read`. A hash of the content takes the place
-        of a path of own data or models; see :mod:`trishul_ray.experiment.identity`.
+        :attr:`trishul_ray.methods.base.Method.fields_read`. A content hash replaces the path of
+        user data and models; see :mod:`trishul_ray.experiment.identity`.
         """
-        kept = identity_of(self)
+        kept = super().identity()
         kept["method"] = {"name": self.method.name} | kept.get("method", {})
         for name, section in self.stages.items():
-            kept[name] = identity_of(section)
+            kept[name] = section.identity()
         for stage in Stages.of(self):
             if hashes := noted_hashes(stage):
                 kept[stage.name] |= hashes
@@ -209,9 +220,25 @@ class Experiment(Section):
             kept.pop("budget", None)
         return kept
 
+    @classmethod
+    def may_identify(cls, field: str) -> bool:
+        """Return whether a field, by its dotted name, can be part of an id."""
+        section: Any = cls
+        first, _, field_of_stage = field.partition(".")
+        if first not in cls.model_fields and first in stage_names():
+            section, field = STAGES[first].Config, field_of_stage
+        for name in field.split("."):
+            if not (isinstance(section, type) and issubclass(section, BaseModel)):
+                break  # a method or task has its own fields
+            info = section.model_fields.get(name)
+            if info is not None and not identifies(info):
+                return False
+            section = info.annotation if info is not None else None
+        return True
+
     @property
     def fields_read(self) -> frozenset[str]:
-        """The fields that the method reads, of ``budget`` and those of the section ``adapter``."""
+        """The fields that the method reads, of ``budget`` and the section ``adapter``."""
         read = build_method(self.method).fields_read
         if read is None:
             return frozenset({"budget", *type(self.adapter).model_fields})
@@ -224,7 +251,7 @@ class Experiment(Section):
 
     def __copy__(self) -> Self:
         copied = super().__copy__()
-        copied.__dict__.pop("id", None)  # that of the fields before
+        copied.__dict__.pop("id", None)  # of the fields before the update
         return copied
 
     @property
@@ -238,7 +265,7 @@ class Experiment(Section):
         return self.evaluation.scored_rounds(self.federation.rounds)
 
     def scored_as(self, other: "Experiment") -> "Experiment":
-        """Return the run that serves this and another one of its id: scored where either is."""
+        """Return a run that is scored after every round in which this or ``other`` is scored."""
         every = math.gcd(self.evaluation.every, other.evaluation.every)
         if every == self.evaluation.every:
             return self
@@ -249,7 +276,7 @@ class Experiment(Section):
         """Return all fields as plain JSON values, for ``Experiment.model_validate``.
 
         Credentials in addresses of stores are masked, since files and pages show these values. With
-        ``sources``, for another process, they are not, and the texts of plug-ins are there, too.
+        ``sources``, for another process, they are not masked, and the texts of plug-ins are kept.
         """
         fields = self.model_dump(mode="json")
         if not sources:
@@ -275,7 +302,7 @@ STAGES.reserve(Experiment.model_fields)
 
 
 def received(fields: Json) -> Experiment:
-    """Return an experiment in the process that it was sent to; its plug-ins are loaded first.
+    """Load the plug-ins of an experiment that another process has sent, and return it.
 
     Raises:
         InputError: A plug-in cannot be loaded here.

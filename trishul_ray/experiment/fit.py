@@ -7,7 +7,6 @@ import sys
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ from torch import nn
 from trishul_ray.adapters.base import LayerSpec
 from trishul_ray.adapters.quantized import check_library, squared_norm
 from trishul_ray.adapters.targets import block_of, find_layers, scored_layers
-from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.prepare import prepare
 from trishul_ray.data.user.user_data import USER_DATA
 from trishul_ray.errors import InputError
@@ -26,23 +24,14 @@ from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.storage.durable import write_file
 from trishul_ray.version import __version__
 
-if TYPE_CHECKING:
-    from trishul_ray.models.backbone import Backbone
-
-#: Largest ratio of a dataset's images to the backbone's without a warning.
-MAX_REDUCTION = 4
-
-#: Tokens of an image up to which a dataset's images may be enlarged without a remark.
-MAX_TOKENS = 400
-
 
 def with_builtin_defaults(experiment: Experiment, *, budget: bool, weights: bool) -> Experiment:
-    """Return an experiment on own data with defaults that suit its built-in backbone.
+    """Return an experiment on user data with defaults that suit its built-in backbone.
 
     Args:
-        experiment: an experiment; others than these are returned as they are.
-        budget: whether to replace a budget that does not fit by the largest power of two that does.
-        weights: whether to draw the weights from the seed if the backbone has none.
+        experiment: An experiment; one without user data or a built-in is returned unchanged.
+        budget: Whether to replace a budget that does not fit by the largest fitting power of two.
+        weights: Whether to draw the weights from the seed if the backbone has none.
     """
     builtin = BUILTINS.get(experiment.model.name)
     if builtin is None or experiment.data.name not in USER_DATA:
@@ -50,11 +39,8 @@ def with_builtin_defaults(experiment: Experiment, *, budget: bool, weights: bool
     if weights and builtin.recipe is None:
         model = experiment.model.model_copy(update={"init": "random"})
         experiment = experiment.model_copy(update={"model": model})
-    choices = [
-        experiment,
-        *(experiment.model_copy(update={"budget": 2**n}) for n in (4, 3, 2, 1, 0)),
-    ]
-    for choice in choices if budget else ():
+    for rank in (experiment.budget, 16, 8, 4, 2, 1) if budget else ():
+        choice = experiment.model_copy(update={"budget": rank})
         with suppress(InputError):
             check_adapters(choice)
             return choice
@@ -62,42 +48,11 @@ def with_builtin_defaults(experiment: Experiment, *, budget: bool, weights: bool
 
 
 def random_weights_line(experiment: Experiment) -> str | None:
-    """Return a remark on a built-in backbone with random weights for own data; otherwise None."""
+    """Return a warning about a built-in backbone with random weights on user data, or None."""
     name, random = experiment.model.name, experiment.model.init == "random"
     if name not in BUILTINS or not random or experiment.data.name not in USER_DATA:
         return None
     return f"warning: the weights of {name} are random (model.init=random)"
-
-
-def image_size_line(backbone: "Backbone", info: DatasetInfo) -> str | None:
-    """Return a remark on a backbone whose images are much smaller or larger than a dataset's.
-
-    None if they are not, or if the rows are not images.
-
-    Raises:
-        InputError: the backbone cannot be found.
-    """
-    if info.kind != "image" or (side := backbone.preprocessing.image_size) is None:
-        return None
-    stored = max(info.image_shape[1:])
-    takes = f"{backbone.name} takes images of {side}x{side} pixels"
-    if stored > MAX_REDUCTION * side:
-        sizes = {b.name: b.architecture.get("image_size", 0) for b in BUILTINS.values()}
-        larger = [f"{name} ({size})" for name, size in sizes.items() if size > side]
-        return (
-            f"warning: {takes}, and those of dataset {info.name}, {stored}x{stored}, are scaled "
-            f"down to that: details are lost; for larger images: {', '.join(larger)}"
-            f"{', ' * bool(larger)}vit-b16 (224)"
-        )
-    patch = getattr(backbone.architecture, "patch_size", None)
-    if not isinstance(patch, int) or side <= stored:
-        return None
-    if (tokens := (side // patch) ** 2) > MAX_TOKENS:
-        return (
-            f"{takes} ({tokens + 1:,} tokens each), and those of dataset {info.name} "
-            f"have {stored}x{stored}: model.image_size={16 * patch} takes 257 tokens"
-        )
-    return None
 
 
 def check_fits(experiment: Experiment) -> None:
@@ -105,8 +60,8 @@ def check_fits(experiment: Experiment) -> None:
 
     Raises:
         InputError: A rank, or heads x rank, exceeds the width of a layer; a target is unknown; user
-            data are wrong, too; there is no GPU for ``resources.device=cuda``; or there is no
-            library for ``model.quantize``.
+            data are also wrong; ``resources.device=cuda`` and there is not a GPU; or the library
+            for ``model.quantize`` is missing.
     """
     if (kind := experiment.model.quantize) != "none":
         check_library(kind)
@@ -125,16 +80,16 @@ def check_fits(experiment: Experiment) -> None:
 
 
 def check_layers(experiment: Experiment) -> str:
-    """Check the adapters alone, by the layers that an earlier check of this backbone has noted.
+    """Check only the adapters, by the layers that an earlier check of this backbone has stored.
 
-    That spares the import of the backbone's modules, which takes seconds. Nothing rests on a note:
-    where there is none, or the adapters do not fit it, the modules decide.
+    This avoids the import of the backbone's modules, which takes seconds. If nothing is stored, or
+    the adapters do not fit the stored layers, the modules decide.
 
     Returns:
-        Why nothing could be checked, where the backbone is not on this machine; otherwise empty.
+        Why the adapters could not be checked: the backbone is not on this machine. Otherwise empty.
 
     Raises:
-        InputError: As :func:`check_fits`, of the adapters.
+        InputError: As :func:`check_fits`, about the adapters.
     """
     note = _layers_note(experiment)
     with suppress(OSError, ValueError, TypeError, KeyError, InputError):
@@ -161,7 +116,7 @@ def check_layers(experiment: Experiment) -> str:
 
 
 def _layers_note(experiment: Experiment) -> Path:
-    """Return the file for the layers that an experiment adapts, and those that score blocks."""
+    """Return the file for the layers that an experiment adapts, and layers that score blocks."""
     scores = build_method(experiment.method).block_scores
     software = __version__, metadata.version("transformers")
     key = [*software, experiment.model.model_dump(mode="json"), experiment.adapter.targets, scores]
@@ -170,7 +125,7 @@ def _layers_note(experiment: Experiment) -> Path:
 
 
 def check_adapters(experiment: Experiment) -> None:
-    """Check the adapters alone; see :func:`check_fits`."""
+    """Check only the adapters; see :func:`check_fits`."""
     _check_site(build_site(_shapes(experiment), experiment), experiment)
 
 

@@ -1,17 +1,17 @@
-"""The content of your own data and model folders, which is in an experiment's id, not their paths.
+"""The content of user data and model folders, which replaces their paths in an experiment's id.
 
-An id must not change with the place of a file (contract 5), and must change with its content: two
-files are two experiments. So the id has a hash of what lies at ``data.path`` or ``model.name`` in
-place of the path. The hash is noted in the experiment when it is loaded, because an id that is
-computed anew whenever it is asked for would change in the middle of a run with an edited file, and
-could not be computed on another machine. There, a run's ``config.yaml`` still has the note. An
-experiment whose path neither exists here nor has a note has the path itself in its id.
+An id must not change when a file moves, and must change with its content. So the id has a hash of
+the content of ``data.path``, ``model.name`` or a stage's file. Loading stores the hash in the
+experiment: otherwise an edited file would change the id in the middle of a run, and another machine
+could not compute it. If the path does not exist here and no hash is stored, the id has the path.
 
-Names of public datasets, and of models on the hub or in a mirror, are in the id as they are. Their
+Names of public datasets, and of models on the hub or in a mirror, are in the id unchanged. Their
 content, the sources of a run, is compared when a result is used; see :func:`local_sources`.
 """
 
 import hashlib
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,30 +29,39 @@ if TYPE_CHECKING:
     from trishul_ray.experiment.experiment import Experiment
 
 
-def note_content(experiment: "Experiment") -> "Experiment":
-    """Return the experiment with the content of its own data and model as it is here now.
-
-    A note is kept where the path does not exist on this machine.
-    """
+def _contents(
+    experiment: "Experiment",
+) -> Iterator[tuple[str, str, str, str | None, str | None]]:
+    """Yield section, field and path of each file, its stored hash, and its hash here."""
     data, model = experiment.data, experiment.model
-    if (found := _data_content(data)) is not None:
-        data = data.model_copy(update={"content": Noted(found, str(data.path))})
-    if (found := _model_content(model)) is not None:
-        model = model.model_copy(update={"content": Noted(found, model.name)})
-    stages = dict(experiment.stages)
+    yield "data", "path", str(data.path), data.content_hash, _data_content(data)
+    yield "model", "name", model.name, model.content_hash, _model_content(model)
     for stage in Stages.of(experiment):
-        notes = {
-            f"{name}_content": Noted(found, path)
-            for name, path in stage.files.items()
-            if (found := _file_content(path)) is not None
-        }
-        if notes:
-            stages[stage.name] = stage.config.model_copy(update=notes)
+        stored = noted_hashes(stage)
+        for name, path in stage.files.items():
+            yield stage.name, name, path, stored.get(name), _file_content(path)
+
+
+def note_content(experiment: "Experiment") -> "Experiment":
+    """Return the experiment with the hashes of the files that it names.
+
+    A hash from another machine is kept if the path does not exist on this machine.
+    """
+    found: dict[str, dict[str, Noted]] = defaultdict(dict)
+    for section, field, path, _, now in _contents(experiment):
+        if now is not None:
+            name = "content" if section in ("data", "model") else f"{field}_content"
+            found[section][name] = Noted(now, path)
+    stages = {
+        name: config.model_copy(update=found[name]) for name, config in experiment.stages.items()
+    }
+    data = experiment.data.model_copy(update=found["data"])
+    model = experiment.model.model_copy(update=found["model"])
     return experiment.model_copy(update={"data": data, "model": model, "stages": stages})
 
 
 def note_plugins(experiment: "Experiment") -> "Experiment":
-    """Return the experiment with the plug-ins that it uses, of all that are loaded."""
+    """Return the experiment with those loaded plug-ins that it uses."""
     kind = f"{experiment.task.kind}:"
     named: list[tuple[Registry[Any], str]] = [
         (METHODS, experiment.method.name),
@@ -71,36 +80,28 @@ def note_plugins(experiment: "Experiment") -> "Experiment":
 
 
 def check_content(experiment: "Experiment") -> None:
-    """Check that own data and model still are what they were when the experiment was loaded.
+    """Check that the files of an experiment have not changed since it was loaded.
 
     Raises:
-        InputError: They are not.
+        InputError: A file has changed.
     """
-    data, model = experiment.data, experiment.model
-    for field, path, noted, now in (
-        ("data.path", data.path, data.content_hash, _data_content(data)),
-        ("model.name", model.name, model.content_hash, _model_content(model)),
-        *(
-            (f"{stage.name}.{name}", path, noted_hashes(stage).get(name), _file_content(path))
-            for stage in Stages.of(experiment)
-            for name, path in stage.files.items()
-        ),
-    ):
-        if noted is not None and now is not None and noted != now:
+    for section, field, path, stored, now in _contents(experiment):
+        if stored is not None and now is not None and stored != now:
             raise InputError(
-                f"{field}={path!r} has changed: this experiment is on content {noted[:19]}, and it "
-                f"now has {now[:19]}; restore it, or start again: it is another experiment"
+                f"{section}.{field}={path!r} has changed: this experiment is on content "
+                f"{stored[:19]}, and it now has {now[:19]}; restore it, or start again: it is "
+                "another experiment"
             )
 
 
 def check_found(experiment: "Experiment") -> None:
-    """Check that the data and the model that an experiment names are there, without reading them.
+    """Check that the data and the model of an experiment exist, without reading them.
 
     Neither torch nor Ray is imported.
 
     Raises:
-        InputError: A name is unknown, or own files are missing or of another kind. Own files that
-            were noted on another machine need not be here.
+        InputError: A name is unknown, or user data are missing or of another kind. User data whose
+            hash is stored need not be on this machine.
     """
     from trishul_ray.data.prepare import find_source
     from trishul_ray.data.user.user_data import UserData
@@ -116,13 +117,12 @@ def check_found(experiment: "Experiment") -> None:
 def local_sources(
     experiment: "Experiment", progress: "ProgressCallback | None" = None
 ) -> tuple[dict[str, str], str]:
-    """Return the rows and the weights of an experiment as they are on this machine.
+    """Return the hashes of an experiment's rows and weights on this machine.
 
-    They are a part of ``Blueprint.sources``: its tokens and answers follow from the rows and from
-    the files of the backbone. Nothing is downloaded or pretrained, and torch is not imported.
+    Nothing is downloaded or pretrained, and torch is not imported.
 
     Returns:
-        The sources that can be read here, and what cannot be, as text; empty if all can.
+        The hashes of readable sources, and why other sources cannot be read, or an empty string.
     """
     from trishul_ray.data.prepare import prepare
     from trishul_ray.models.find_model import local_weights_source
@@ -149,7 +149,7 @@ def local_sources(
 
 
 def _data_content(data: "DataConfig") -> str | None:
-    """Return a hash of what ``data.path`` holds; None for hub data, or if it cannot be read."""
+    """Return a hash of the content of ``data.path``; None for hub data or unreadable files."""
     if data.path is None:
         return None
     from trishul_ray.data.user.user_data import USER_DATA
@@ -163,7 +163,7 @@ def _data_content(data: "DataConfig") -> str | None:
 
 
 def _file_content(path: str) -> str | None:
-    """Return a hash of a file; None if it is not here."""
+    """Return a hash of a file, or None if it cannot be read."""
     try:
         content = Path(path).expanduser().read_bytes()
     except OSError:
@@ -172,7 +172,7 @@ def _file_content(path: str) -> str | None:
 
 
 def _model_content(model: "ModelConfig") -> str | None:
-    """Return a hash of the folder ``model.name``; None if it is no folder, or cannot be read."""
+    """Return a hash of the folder ``model.name``, or None if it is not a readable folder."""
     if not Path(model.name).expanduser().is_dir():
         return None
     from trishul_ray.models.find_model import folder_source, local_folder

@@ -3,13 +3,14 @@
 Layers, later ones win: the defaults, the dataset's preset (``presets/<dataset>.yaml``), the user's
 YAML, the overrides. ``dataset``, ``model`` and ``method`` with a plain name are short for
 ``data.name``, ``model.name`` and ``method.name``. A field may be named by the last part of its name
-if no other field has it (``rounds=3``). A text becomes what the type of its field asks for. A
-learning rate that is not set is looked up in
-``learning_rates.yaml``. ``optimizer.rates`` names a file of tuned ones, which replace even
-one that is set.
+if no other field has it (``rounds=3``). pydantic converts a text to the type of its field. A
+learning rate that is not set comes from ``learning_rates.yaml``; a rate from the file
+``optimizer.rates`` replaces a set one.
 """
 
+import copy
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -44,6 +45,11 @@ _OTHER_NAMES = {
     "checkpoint_dir": "storage.runs",
     "output_dir": "storage.runs",
 }
+#: Fields of a preset that apply only to the preset's backbone: ranks, random weights, 4 bits.
+_OF_BACKBONE = (
+    ("adapter", "matching"), ("model", "init"), ("model", "quantize"),
+    ("model", "gradient_checkpointing"),
+)  # fmt: skip
 #: Fields that loading fills in.
 _NOTED = ("lr_source", "content")
 
@@ -56,7 +62,7 @@ def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> 
         overrides: ``key=value`` strings with dotted keys, or the last part of one.
 
     Raises:
-        InputError: One line that names the field, the value and what is allowed.
+        InputError: One line that names the field, the value and the allowed values.
     """
     given: list[tuple[str, Any]] = [] if path is None else [*read_yaml(path).items()]
     for text in overrides:
@@ -76,7 +82,7 @@ def experiment_of_arguments(
             last part of a name that only one field has (``rounds``).
 
     Raises:
-        InputError: One line that names the field, the value and what is allowed.
+        InputError: One line that names the field, the value and the allowed values.
     """
     fields = read_yaml(config) if isinstance(config, Path) else config or {}
     given = [*fields.items(), *arguments.items()]
@@ -87,7 +93,7 @@ def _value_of(word: str) -> Any:
     """Return the value of an override: null, a list or mapping in YAML, or a text."""
     if word in ("null", "~"):
         return None
-    if word[:1] in ("[", "{"):
+    if word[:1] == "[" or (word[:1] == "{" and ":" in word):  # not a template such as {text}
         with suppress(yaml.YAMLError):
             return parse_yaml(word, texts=True)
     return word
@@ -100,7 +106,6 @@ _FIRST = ("plugins", "method", "method.name")
 def _load(given: Sequence[tuple[str, Any]]) -> Experiment:
     """Set fields, later ones over earlier ones, and resolve them."""
     user: RawFields = {}
-    known: list[str] = []
     for key, value in sorted(given, key=lambda pair: [name != pair[0] for name in _FIRST]):
         if key == "plugins":
             user["plugins"] = value
@@ -111,20 +116,18 @@ def _load(given: Sequence[tuple[str, Any]]) -> Experiment:
                 set_field(user, f"{key}.{inner}", content)
             user.setdefault(key, {})
             continue
-        if key not in _FIRST and not known:
-            known = [*_core_names(_method_of(user))]
-        name = full_name(str(key), known)
+        name = full_name(str(key), [*_core_names(_method_of(user))])
         set_field(user, SHORT_FIELDS.get(name, name) if isinstance(value, str) else name, value)
     return resolve_experiment(user)
 
 
 def full_name(key: str, known: Sequence[str]) -> str:
-    """Return the dotted name of the field that ``key`` means: its own, or the last part of one.
+    """Return the dotted name of the field with this name or last part.
 
-    A field of a stage takes no short name from another one.
+    Fields in ``known`` precede fields of stages.
 
     Raises:
-        InputError: no field in ``known``, or of a stage, has this last part, or several have it.
+        InputError: No field has this last part, or several have it.
     """
     if "." in key or _is_top(key) or key in SHORT_FIELDS:
         return key
@@ -146,7 +149,7 @@ def full_name(key: str, known: Sequence[str]) -> str:
 
 
 def is_field(name: str) -> bool:
-    """Return whether a name, or its last part, is that of a field, of any method."""
+    """Return whether a name, or its last part, names a field of any method."""
     known = {field for method in method_names() for field in field_names(method)}
     parts = {field.rpartition(".")[2] for field in known}
     return name in known | parts | SHORT_FIELDS.keys()
@@ -164,9 +167,8 @@ def resolve_experiment(user: RawFields) -> Experiment:
     _load_plugins(user)
     data = user.get("data", {})
     dataset = data.get("name", "digits") if isinstance(data, dict) else None
-    experiment = build_experiment(
-        _merge(_preset(dataset) if isinstance(dataset, str) else {}, user)
-    )
+    preset = _preset(dataset) if isinstance(dataset, str) else {}
+    experiment = build_experiment(_over_preset(preset, user))
     if experiment.data.path is not None and "/" not in experiment.model.name:
         from trishul_ray.experiment.fit import with_builtin_defaults  # imports torch
 
@@ -176,21 +178,17 @@ def resolve_experiment(user: RawFields) -> Experiment:
             weights="init" not in (user.get("model") or {}),
         )
     experiment = with_learning_rate(experiment)
-    federation = experiment.federation
-    rounds = federation.rounds
+    rounds = experiment.federation.rounds
     for stage in Stages.of(experiment):
         rounds = stage.rounds(rounds)
-    if rounds == federation.rounds:
-        return experiment
-    federation = federation.model_copy(update={"rounds": rounds})
+    federation = experiment.federation.model_copy(update={"rounds": rounds})
     return experiment.model_copy(update={"federation": federation})
 
 
 def build_experiment(fields: RawFields, *, note: bool = True) -> Experiment:
     """Validate the fields of an experiment; raises as :func:`load_experiment`.
 
-    With ``note``, the content of its own data and model is noted as it is now; see
-    :mod:`trishul_ray.experiment.identity`.
+    With ``note``, the hashes of its files are stored; see :mod:`trishul_ray.experiment.identity`.
     """
     try:
         experiment = Experiment.model_validate(fields)
@@ -203,7 +201,7 @@ def build_experiment(fields: RawFields, *, note: bool = True) -> Experiment:
 
 
 def _load_plugins(fields: RawFields) -> None:
-    """Load the files that the field ``plugins`` names; what they register may be named, too."""
+    """Load the files that the field ``plugins`` names, before names that they register are read."""
     if given := fields.get("plugins"):
         given = given if isinstance(given, list | tuple) else [given]
         fields["plugins"] = [
@@ -235,7 +233,7 @@ def _stage_names() -> Iterator[str]:
 
 
 def _is_top(key: str) -> bool:
-    """Return whether a key is one at the top of an experiment: a field, or a section."""
+    """Return whether a key is a field or section at the top of an experiment."""
     return key != "stages" and (key in Experiment.model_fields or key in stage_names())
 
 
@@ -251,7 +249,7 @@ def _preset(dataset: str) -> RawFields:
     fields = yaml.safe_load(files[name].read_text(encoding="utf-8")) if name in files else {}
     assert isinstance(fields, dict)
     base = fields.pop("extends", None)
-    return _merge(_preset(base), fields) if base else fields
+    return _over_preset(_preset(base), fields) if base else fields
 
 
 def split_override(text: str) -> tuple[str, str]:
@@ -278,43 +276,40 @@ def set_field(fields: RawFields, dotted: str, value: Any) -> None:
     fields[last] = value
 
 
+def _over_preset(preset: RawFields, user: RawFields) -> RawFields:
+    """Return the user's fields over a preset's, without fields for its method or backbone only."""
+    preset = copy.deepcopy(preset)
+
+    def names(fields: RawFields, section: str) -> Any:
+        return fields[section].get("name") if isinstance(fields.get(section), dict) else None
+
+    method, model = names(user, "method"), names(user, "model")
+    if method and names(preset, "method") not in (None, method):
+        del preset["method"]
+    if isinstance(model, str) and SHORT_MODEL_NAMES.get(model.lower(), model) != names(
+        preset, "model"
+    ):
+        for section, field in _OF_BACKBONE:
+            preset.get(section, {}).pop(field, None)
+    return _merge(preset, user)
+
+
 def _merge(base: RawFields, over: RawFields) -> RawFields:
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
-    if "method" in over and isinstance(merged.get("method"), dict):
-        # A preset's hyper-parameters apply to the preset's method only.
-        name = over["method"].get("name") if isinstance(over["method"], dict) else None
-        if name and name != base.get("method", {}).get("name", name):
-            merged["method"] = over["method"]
-    if _changes_model(base, over):
-        # A preset's ranks, random weights and 4 bits are meant for the preset's backbone only.
-        of_model = [("model", "init"), ("model", "quantize"), ("model", "gradient_checkpointing")]
-        for section, field in (("adapter", "matching"), *of_model):
-            own, whole = over.get(section, {}), merged.get(section)
-            if isinstance(own, dict) and isinstance(whole, dict) and field not in own:
-                merged[section] = {k: v for k, v in whole.items() if k != field}
     return merged
 
 
-def _changes_model(base: RawFields, over: RawFields) -> bool:
-    model = over.get("model")
-    name = model.get("name") if isinstance(model, dict) else None
-    if not isinstance(name, str):
-        return False
-    of_preset: str | None = base.get("model", {}).get("name")
-    return SHORT_MODEL_NAMES.get(name.lower(), name) != of_preset
-
-
 def _describe_error(item: Any, fields: RawFields) -> str:
-    """Return one line with field, value and what is allowed, for an error of pydantic."""
+    """Return one line with field, value and allowed values for an error of pydantic."""
     path: list[str] = []
     model: type[BaseModel] = Experiment
     for part in map(str, item["loc"]):
         # A location also contains the types of union members: keep field names only.
         if part == "stages" and model is Experiment:
-            continue  # sections of stages are written beside the others
+            continue  # sections of stages are written next to the other sections
         section = _section_of(model, part, _method_of(fields))
         if part in model.model_fields or section is not None or item["type"] == "extra_forbidden":
             path.append(part)
@@ -332,21 +327,14 @@ def _describe_error(item: Any, fields: RawFields) -> str:
         advice = f"; write a list: [{given}]"
     elif item["type"] == "dict_type" and isinstance(given, str):
         advice = "; write a mapping: {name: value}"
-    value = str(given) if isinstance(given, str) and _is_number(given) else repr(given)
+    is_number = isinstance(given, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|nan", given)
+    value = given if is_number else repr(given)
     value = value if len(value) <= 60 else value[:57] + "..."
     if item["type"] == "model_type":
         inside = list(model.model_fields)
         named = f"{dotted}.{'name' if 'name' in inside else inside[0]}"
         return f"{dotted}={value}: {dotted} is a section; set a field of it, such as {named}=..."
     return f"{dotted}={value}: {item['msg'][0].lower()}{item['msg'][1:]}{advice}"
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
@@ -362,7 +350,7 @@ def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
             "method of this run"
         )
     meant = _OTHER_NAMES.get(last)
-    # A field that the platform notes is not one to set.
+    # Users do not set a field that loading fills in.
     names = [*SHORT_FIELDS, *(name for name in known if name.rpartition(".")[2] not in _NOTED)]
     near = [meant] if meant in names else difflib.get_close_matches(dotted, names, n=1, cutoff=0.6)
     if not near:

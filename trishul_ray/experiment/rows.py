@@ -16,7 +16,7 @@ def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partitio
     """Return the training rows of each client.
 
     Raises:
-        InputError: the rows cannot be partitioned as configured.
+        InputError: The rows cannot be partitioned as configured.
     """
     rows = np.arange(len(dataset.train))
     if experiment.data.train_limit is not None:
@@ -35,10 +35,10 @@ def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partitio
 def check_rows(experiment: Experiment, progress: ProgressCallback | None = None) -> None:
     """Check the rows that are on this machine, and that clients can share them as configured.
 
-    Rows that are on the hub alone are not downloaded.
+    Rows that are only on the hub are not downloaded.
 
     Raises:
-        InputError: own data are malformed or no data of a task, or the rows cannot be partitioned.
+        InputError: User data are malformed or suit no task, or the rows cannot be partitioned.
     """
     data, places = experiment.data, experiment.storage.places
     try:

@@ -13,37 +13,26 @@ RawFields: TypeAlias = dict[str, Any]
 
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Before merge keys (``<<``) are resolved, which repeats those that they override.
+        # Before merge keys (``<<``) are resolved, which repeat the keys that they override.
         node = super().compose_mapping_node(anchor)
-        first: dict[str, int] = {}
+        first: dict[str, yaml.ScalarNode] = {}
         for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in first:
-                raise RepeatedKeyError(
-                    problem=f"line {line}: {key.value!r} appears twice (first in line "
-                    f"{first[key.value]}); remove one"
+            if isinstance(key, yaml.ScalarNode) and first.setdefault(key.value, key) is not key:
+                lines = key.start_mark.line + 1, first[key.value].start_mark.line + 1
+                raise yaml.YAMLError(
+                    f"line {lines[0]}: {key.value!r} appears twice (first in line {lines[1]}); "
+                    "remove one"
                 )
-            first[key.value] = line
         return node
 
 
 class _TextLoader(_Loader):
-    """Reads every scalar but null as text, whose type the field decides."""
+    """Reads every scalar but null as text; the type of its field converts it."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # as the base class declares it
         first: [each for each in found if each[0].endswith((":null", ":merge"))]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
-
-class RepeatedKeyError(yaml.MarkedYAMLError):
-    """A mapping has a key twice; ``problem`` names it and its lines."""
-
-
-#: The ``problem`` of YAML that exceeds Python's stack.
-TOO_DEEP = "values are nested too deeply"
 
 
 def parse_yaml(text: str | bytes, *, texts: bool = False) -> Any:
@@ -54,10 +43,8 @@ def parse_yaml(text: str | bytes, *, texts: bool = False) -> Any:
     """
     try:
         return yaml.load(text, Loader=_TextLoader if texts else _Loader)  # noqa: S506
-    except RecursionError:
-        raise yaml.MarkedYAMLError(problem=TOO_DEEP) from None
-    except (ValueError, LookupError, AttributeError) as error:  # such as a date in month 13
-        raise yaml.MarkedYAMLError(problem=f"a value cannot be read: {first_line(error)}") from None
+    except (RecursionError, ValueError, LookupError, AttributeError) as error:  # or a month 13
+        raise yaml.YAMLError(f"a value cannot be read: {first_line(error)}") from None
 
 
 def read_yaml(path: Path) -> RawFields:
@@ -72,8 +59,6 @@ def read_yaml(path: Path) -> RawFields:
         raise InputError(f"config file {path} does not exist") from error
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"config file {path} cannot be read: {error}") from error
-    except RepeatedKeyError as error:
-        raise InputError(f"config file {path}, {error.problem}") from error
     except yaml.YAMLError as error:
         raise InputError(f"config file {path} is not YAML: {one_line(error)}") from error
     if loaded is None:

@@ -19,8 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from trishul_ray.data.coverage import Coverage
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
-from trishul_ray.experiment.experiment import Experiment
-from trishul_ray.experiment.ids import ID_LENGTH
+from trishul_ray.experiment.experiment import ID_LENGTH, Experiment
 from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.runtime.lazy import pd, pq
 from trishul_ray.runtime.memory import PeakMemory

@@ -11,7 +11,7 @@ _SECRET_WORDS = frozenset(
 )
 
 _SECRET_PAIRS = frozenset({"api_key", "access_key", "secret_key", "private_key"})
-# Up to the last @ of the host: a password may have one, too.
+# Up to the last @ of the host: a password may also have one.
 _USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/\s]+@")
 
 _QUERY = re.compile(

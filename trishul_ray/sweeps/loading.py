@@ -10,7 +10,6 @@ import yaml
 from trishul_ray.data.dataset import score_name
 from trishul_ray.errors import InputError, one_line
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.ids import may_identify
 from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.report.layouts import FigureLayout, Profile, TableLayout
 from trishul_ray.report.outcomes import SEED
@@ -153,7 +152,7 @@ def _build(
         overrides=tuple(
             f"{field}={value}"
             for field, value in overrides.items()
-            if may_identify(Experiment, field)
+            if Experiment.may_identify(field)
         ),
         cells=cells,
         file=path,
