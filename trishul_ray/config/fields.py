@@ -149,7 +149,7 @@ class TaskConfig(Section):
     template: str | None = Field(
         None,
         description="prompt with the dataset's fields in braces, e.g. '{sentence}\\nSentiment:'; "
-        "default: by dataset; with a classification head there is no prompt. instruction: chat, "
+        "default: by dataset; unused with a classification head. instruction: chat, "
         "alpaca, plain, turns, or a .yaml or .jinja file",
     )
     turns: Literal["all", "last"] = Field(

@@ -14,7 +14,6 @@ from torch import nn
 from trishul_ray.adapters.base import LayerSpec
 from trishul_ray.adapters.quantized import check_library, squared_norm
 from trishul_ray.adapters.targets import block_of, find_layers, scored_layers
-from trishul_ray.data.prepare import prepare
 from trishul_ray.data.user.user_data import USER_DATA
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
@@ -59,9 +58,9 @@ def check_fits(experiment: Experiment) -> None:
     """Check that the adapters fit the layers of the backbone, without loading its weights.
 
     Raises:
-        InputError: A rank, or heads x rank, exceeds the width of a layer; a target is unknown; user
-            data are also wrong; ``resources.device=cuda`` and there is not a GPU; or the library
-            for ``model.quantize`` is missing.
+        InputError: A rank, or heads x rank, exceeds the width of a layer; a target is unknown;
+            ``resources.device=cuda`` and there is not a GPU; or the library for ``model.quantize``
+            is missing.
     """
     if (kind := experiment.model.quantize) != "none":
         check_library(kind)
@@ -70,13 +69,7 @@ def check_fits(experiment: Experiment) -> None:
             "resources.device=cuda: torch finds no GPU on this machine; leave it at auto, which "
             "takes one where there is one, or join a cluster that has one (RAY_ADDRESS)"
         )
-    try:
-        check_adapters(experiment)
-    except InputError:
-        if experiment.data.name in USER_DATA:
-            places = experiment.storage.places
-            prepare(experiment.data, cache=places.cache, hub=places.hub)
-        raise
+    check_adapters(experiment)
 
 
 def check_layers(experiment: Experiment) -> str:
