@@ -20,7 +20,6 @@ from transformers import (
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config.fields import ModelConfig
 from trishul_ray.config.places import Places
-from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models import backbone as backbone_module
 from trishul_ray.models.backbone import Backbone

@@ -3,7 +3,6 @@
 import fcntl
 import os
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch

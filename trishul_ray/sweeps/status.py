@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from trishul_ray.data.dataset import ProgressCallback, score_name
 from trishul_ray.errors import CorruptFileError
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.identity import local_sources
 from trishul_ray.experiment.experiment import id_of
+from trishul_ray.experiment.identity import local_sources
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.messages import changed_sources, comparable
 from trishul_ray.report.outcomes import CellOutcome, CellStatus, SweepOutcome
