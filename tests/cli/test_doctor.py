@@ -35,7 +35,7 @@ def test_every_check_is_made_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TRISHUL_CACHE", str(tmp_path / "cache"))
     checks = doctor.diagnose(runs=str(tmp_path / "runs"))
     assert [check.name for check in checks] == [
-        "versions", "devices", "memory", "ray", "runs", "cache", "mlflow", "hub"
+        "versions", "devices", "ray", "runs", "cache", "mlflow", "hub"
     ]  # fmt: skip
     assert not [check for check in checks if check.status == "fail"]
     assert not any("\n" in check.detail for check in checks)
@@ -52,9 +52,9 @@ def test_failed_check_gives_exit_code_one(called, tmp_path):
 def test_missing_and_outdated_packages_are_named(monkeypatch):
     required = ["torch>=999", "not-a-package>=1", "lm-eval>1; extra == 'eval'"]
     monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: required)
-    check = doctor.check_packages()
-    assert check.status == "fail" and "not-a-package is missing" in check.detail
-    assert "is not >=999" in check.detail and "lm-eval" not in check.detail
+    status, detail = doctor.result_of(doctor.check_packages)
+    assert status == "fail" and "not-a-package is missing" in detail
+    assert "is not >=999" in detail and "lm-eval" not in detail
 
 
 def test_constraints_pin_every_required_package():
@@ -92,23 +92,28 @@ def silent():
         yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
-def test_stores_and_hub_must_answer(tmp_path, server, silent, monkeypatch):
-    assert doctor.check_mlflow(str(tmp_path)).detail.endswith("which the first run creates")
+def test_stores_and_hub_must_respond(tmp_path, server, silent, monkeypatch):
+    def mlflow(runs):
+        return doctor.result_of(lambda: doctor.check_mlflow(str(runs)))
+
+    def hub(mirror):
+        return doctor.result_of(lambda: doctor.check_hub(mirror))
+
+    assert mlflow(tmp_path)[1].endswith("which the first run creates")
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
         database.execute("create table runs (id text)")
-    assert doctor.check_mlflow(str(tmp_path)).detail.endswith("mlflow.db, 0 runs")
+    assert mlflow(tmp_path)[1].endswith("mlflow.db, 0 runs")
     (tmp_path / "mlflow.db").write_text("no database" * 99)
-    assert doctor.check_mlflow(str(tmp_path)).status == "fail"
-    assert doctor.check_mlflow("s3://bucket/runs").status == "fail"
+    assert mlflow(tmp_path)[0] == mlflow("s3://bucket/runs")[0] == "fail"
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    for address, answers in ((server, True), (f"{server}/broken", False), (silent, False)):
+    for address, responds in ((server, True), (f"{server}/broken", False), (silent, False)):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{address}")
         monkeypatch.setenv("HF_ENDPOINT", f"http://{address}")
-        assert doctor.check_mlflow("runs").status == ("ok" if answers else "fail")
-        assert doctor.check_hub(None).status == ("ok" if answers else "warn")
-    assert doctor.check_hub(tmp_path).status == "fail"
+        assert mlflow("runs")[0] == ("ok" if responds else "fail")
+        assert hub(None)[0] == ("ok" if responds else "warn")
+    assert hub(tmp_path)[0] == "fail"
     (tmp_path / "owner" / "name").mkdir(parents=True)
-    assert doctor.check_hub(tmp_path).detail.endswith(", 1 repositories")
+    assert hub(tmp_path)[1].endswith(", 1 repositories")
 
 
 def test_old_leftovers_are_removed(called, monkeypatch, tmp_path):

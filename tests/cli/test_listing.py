@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from method_runs import SINGLE
 from mlflow.tracking import MlflowClient
-from summaries import invented_summary
 from tiny_run import TINY
 
 from trishul_ray.cli import output
 from trishul_ray.cli.fields import allowed, field_list
-from trishul_ray.cli.run import _client_sentence
+from trishul_ray.cli.run import _describe_scores
 from trishul_ray.config.fields import FederationConfig
 from trishul_ray.data.partition import count_labels
 from trishul_ray.data.prepare import dataset_names
@@ -151,14 +150,13 @@ def test_every_field_is_listed(method):
 
 
 def test_allowed_values_of_fields_are_described():
-    fields = FederationConfig.model_fields
+    fields = FederationConfig.model_json_schema()["properties"]
     assert allowed(fields["quorum"]) == "number > 0, <= 1"
     assert allowed(fields["clients_per_actor"]) == "integer >= 1 or auto"
     assert allowed(fields["compute_shares"]) == "list of 4 numbers or null"
 
 
 def test_clients_are_named_worst_first():
-    summary = invented_summary(per_client={"Bern": 0.5, "Genf": 0.25})
-    assert _client_sentence(summary) == "mean accuracy of 2: 37.50%; Genf 25.00%, Bern 50.00%"
-    summary = invented_summary(per_client={str(n): n / 10 for n in range(10)})
-    assert _client_sentence(summary).endswith("6 60.00%, 7 70.00%, and 2 better ones")
+    scores = {"Bern": 0.5, "Genf": 0.25} | {str(n): 0.75 for n in range(2)}
+    told = "mean accuracy of 4: 56.25%; worst: Genf 25.00%, Bern 50.00%, 0 75.00%"
+    assert _describe_scores(scores, "accuracy") == told

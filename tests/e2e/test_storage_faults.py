@@ -226,7 +226,7 @@ def test_a_disk_too_full_for_the_first_files_is_left_unchanged(trishul_here, mou
     code, _, error = trishul_here("run", *TINY, *words)
     assert code == 1, error
     assert "No space left on device" in words_of(error)
-    assert "nothing is kept; to start again: trishul run" in words_of(error)
+    assert "checkpoints; to continue: trishul run" in words_of(error)
     assert [path.name for path in disk.iterdir() if not path.name.endswith(".lock")] == ["filler"]
 
 

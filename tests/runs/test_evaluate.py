@@ -165,15 +165,11 @@ def test_repetition_is_the_share_of_repeated_tokens():
     assert repeated_share(range(50)) == repeated_share([1, 1, 1]) == repeated_share([]) == 0
 
 
-@pytest.mark.parametrize(
-    ("ended", "repeated", "said"),
-    [(0.6, 0.9, ""), (0.4, 0.1, "hardly learned to stop"), (0.4, 0.6, "60% of their text repeats")],
-)
-def test_endless_answers_are_reported_with_the_reason(capsys, ended, repeated, said):
-    scores = {"rows": 80, "ended": ended, "repeated": repeated}
-    _print_scores({"rows": 80, "of": 80, "split": "test", "tuned": scores})
-    warned = capsys.readouterr().err
-    assert (said in warned) and bool(warned) == bool(said)
+def test_endless_responses_are_reported(capsys):
+    for ended, warns in ((0.6, False), (0.4, True)):
+        scores = {"rows": 80, "ended": ended}
+        _print_scores({"rows": 80, "of": 80, "split": "test", "tuned": scores})
+        assert ("only 40% of the responses end" in capsys.readouterr().err) == warns
 
 
 def test_rouge_is_that_of_another_implementation():

@@ -7,10 +7,8 @@ SIGHUP (the terminal was closed).
 
 import gc
 import io
-import math
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.completion import completion_init  # type: ignore[attr-defined]  # documented
 
-from trishul_ray.cli import listing, machine, run, sweeps, trained
+from trishul_ray.cli import listing, machine, run, runs, sweeps, trained
 from trishul_ray.cli.output import UsageError, wrapped
 from trishul_ray.cli.submit import submit
 from trishul_ray.errors import InputError, RunError, describe_os_error, stop_signals
@@ -40,8 +38,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"trishul-ray {__version__} (numerics {NUMERICS})")
         raise typer.Exit
 
@@ -55,12 +53,12 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Accept what stands before a command."""
+    """Accept the options before a command."""
 
 
 app.command()(run.run)
 app.command(short_help="Run a grid, a search or tables of the paper; write a report.")(sweeps.sweep)
-app.command("table", hidden=True)(sweeps.sweep)  # the same by another name
+app.command("table", hidden=True)(sweeps.sweep)  # an alias of sweep
 app.command(short_help="Write tables and figures of finished runs: HTML, LaTeX, CSV.")(
     sweeps.report
 )
@@ -68,22 +66,20 @@ app.command("eval")(trained.evaluate)
 app.command()(trained.export)
 app.command(short_help="Run a command on a Ray cluster, and show its output.")(submit)
 app.command("list")(listing.list_)
-app.command()(listing.show)
-app.command()(listing.rm)
+app.command()(runs.show)
+app.command()(runs.rm)
 app.command()(machine.check)
 app.command()(machine.doctor)
 app.command()(machine.ui)
-#: Seconds within which a second signal is ignored: ``timeout`` and Slurm send two at once.
-_REPEATED_SIGNAL_SECONDS = 10.0
 
 
 def main() -> None:
     """Run the command line and exit; turn errors into a message and an exit code."""
     completion_init()
-    # A command keeps nearly all it makes: looking for cyclic garbage in thousands of results as
-    # often as Python does would take a fifth of its time.
+    # A command keeps nearly all its objects: with Python's default threshold, the search for
+    # cyclic garbage takes a fifth of the time of a command that reads thousands of results.
     gc.set_threshold(100_000)
-    for stream in (sys.stdout, sys.stderr):  # a terminal or a log may have no Greek letters
+    for stream in (sys.stdout, sys.stderr):  # some terminals have no Greek letters
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -97,7 +93,7 @@ def main() -> None:
         code = 130
     except UsageError as error:
         code = 2
-        if message := _usage(error):  # none if the help was printed instead
+        if message := _usage(error):  # empty if the help was printed instead
             _fail(message, 2)
     except RunError as error:
         _fail(wrapped(str(error)), 1)
@@ -109,19 +105,13 @@ def main() -> None:
 
 
 def _usage(error: Any) -> str:
-    """Return what is wrong with a command line; an option that is a field is one to write so."""
+    """Return the fault of a command line; an option with the name of a field gets a hint."""
     from trishul_ray.experiment.loading import is_field
 
     message: str = error.format_message()
     option = getattr(error, "option_name", None) or ""
     name = option.lstrip("-").replace("-", "_")
-    if option and not hasattr(error, "param_hint"):
-        words = " ".join(sys.argv).replace(f"{option}=", f"{option} ").split()
-        after = words[words.index(option) + 1 :] if option in words else []
-        value = after[0] if after and not after[0].startswith("-") else "VALUE"
-        if is_field(name):
-            return f"No such option: {option}; a field is written {name}={value}"
-    return message
+    return f"{message}; a field is written {name}=VALUE" if is_field(name) else message
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -131,16 +121,13 @@ def _fail(message: str, code: int) -> NoReturn:
 
 @contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM and SIGHUP, unless they are ignored (``nohup``).
+    """Raise KeyboardInterrupt on the first SIGTERM or SIGHUP, unless it is ignored (``nohup``).
 
-    A process that was asked to end, and has said so, is not killed on its way by a second signal.
+    Later signals do not interrupt the end of the command: ``timeout`` and Slurm send two at once.
     """
-    last = -math.inf
 
     def interrupt(signum: int, _frame: FrameType | None) -> None:
-        nonlocal last
-        if time.monotonic() - last > _REPEATED_SIGNAL_SECONDS:
-            last = time.monotonic()
+        if not stop_signals:
             stop_signals.append(signum)
             raise KeyboardInterrupt
 

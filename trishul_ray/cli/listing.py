@@ -1,28 +1,36 @@
-"""Commands that list methods, models, datasets and runs, and show or remove a run."""
+"""The command ``list``: methods, models, datasets and runs; the clients and tokens of a dataset."""
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trishul_ray.cli.output import Plugins, Runs, err, print_field, print_line, print_table
+from trishul_ray.cli.output import (
+    AsJson,
+    Plugins,
+    Runs,
+    err,
+    print_line,
+    print_table,
+    show_progress,
+)
 from trishul_ray.errors import InputError
 
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
 
-#: Clients that the partition of a dataset lists; the others are one row.
+#: Number of clients with a row of their own in the partition of a dataset.
 MAX_ROWS = 30
 
-Row = Mapping[str, Any]
+Row = dict[str, Any]
 
 
 class Kind(StrEnum):
-    """What ``trishul list`` lists."""
+    """A subject of ``trishul list``."""
 
     methods = "methods"
     models = "models"
@@ -45,7 +53,7 @@ def list_(
         typer.Option(min=0, metavar="N", help="Show the tokens of training row N of the dataset."),
     ] = None,
     runs: Runs = "runs",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     plugin: Plugins = None,
 ) -> None:
     """List methods, models, datasets or runs; partition a dataset.
@@ -55,6 +63,8 @@ def list_(
     - `trishul list datasets digits partition.alpha=0.1 federation.clients=10`
     - `trishul list datasets synthetic/instructions --row 0` — tokens and labels of a row
     """
+    from rich.table import Table
+
     from trishul_ray.plugins.loading import faults
 
     if words and kind is not Kind.datasets:
@@ -64,32 +74,19 @@ def list_(
         title, rows = _partition(experiment) if row is None else _tokens(experiment, row)
         if not as_json:
             print_line(title)
-    elif kind is Kind.methods:
-        rows = _methods()
-    elif kind is Kind.models:
-        rows = _models()
-    elif kind is Kind.datasets:
-        rows = _datasets()
     else:
-        rows = _runs(runs)
+        rows = _runs(runs) if kind is Kind.runs else _LISTS[kind]()
     for fault in faults():
         print_line(f"warning: {fault}", err)
     if as_json:
-        print_line(json.dumps([dict(each) for each in rows], indent=2, ensure_ascii=False))
+        print_line(json.dumps(rows, indent=2, ensure_ascii=False))
     elif rows:
-        print_rows(rows)
+        table = Table(*rows[0])
+        for each in rows:
+            table.add_row(*("" if value is None else str(value) for value in each.values()))
+        print_table(table)
     else:
         print_line(f"no {kind} in {runs}")
-
-
-def print_rows(rows: Sequence[Row]) -> None:
-    """Print rows of one kind as a table."""
-    from rich.table import Table
-
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*("" if value is None else str(value) for value in row.values()))
-    print_table(table)
 
 
 def _methods() -> list[Row]:
@@ -149,19 +146,25 @@ def _datasets() -> list[Row]:
     return [{"name": name, "what it is": text} for name, text in describe_datasets().items()]
 
 
+_LISTS: dict[Kind, Callable[[], list[Row]]] = {
+    Kind.methods: _methods,
+    Kind.models: _models,
+    Kind.datasets: _datasets,
+}
+
+
 def _runs(place: str) -> list[Row]:
-    """Return the runs of a folder, finished ones with their score."""
+    """Return the runs of a folder, with the scores of finished runs."""
     from trishul_ray.report.summary import list_runs, run_ids
     from trishul_ray.storage.store import Store
 
-    finished = list_runs(place).reset_index().to_dict("records")
-    known = {each["id"]: each for each in finished}
-    rows: list[Row] = []
+    finished = list_runs(place).to_dict("index")
+    rows = []
     for id in run_ids(Store.open(place)):
-        found = known.get(id, {})
-        named = {key: found.get(key) for key in ("method", "dataset", "model", "alpha", "seed")}
-        score = f"{found['headline']} {found['final']:.2%}" if found else "not finished"
-        rows.append({"id": id, **named, "rounds": found.get("rounds"), "result": score})
+        run = finished.get(id, {})
+        columns = ("method", "dataset", "model", "alpha", "seed", "rounds")
+        score = f"{run['headline']} {run['final']:.2%}" if run else "not finished"
+        rows.append({"id": id, **{name: run.get(name) for name in columns}, "result": score})
     return rows
 
 
@@ -176,37 +179,35 @@ def _load(words: Sequence[str]) -> "Experiment":
 
 
 def _partition(experiment: "Experiment") -> tuple[str, list[Row]]:
-    """Return rows and largest classes of the first clients of a dataset, and of all."""
+    """Return the rows and largest classes of the first clients, and of all clients."""
     import numpy as np
 
-    from trishul_ray.cli.output import show_progress
     from trishul_ray.data.partition import count_labels
     from trishul_ray.federation.prepare import coverage_of, prepare_rows
 
     with show_progress() as progress:
         prepared = prepare_rows(experiment, progress.task_progress("preparing data"))
-    held = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)
-    counts, options = held.counts, experiment.partition
-    kind = f"Dirichlet({options.alpha})" if options.kind == "dirichlet" else options.kind
-
-    def row_of(client: str, rows: np.ndarray) -> Row:
-        order = np.argsort(-rows, kind="stable")[:4]
-        largest = ", ".join(f"{held.names[k]}: {rows[k]}" for k in order if rows[k])
-        classes = {f"largest by {held.what}": largest} if len(held.names) > 1 else {}
-        return {"client": client, "rows": int(rows.sum()), **classes}
-
-    names = held.clients or [str(number) for number in range(len(counts))]
-    rows = [row_of(names[client], counts[client]) for client in range(min(len(counts), MAX_ROWS))]
-    if len(counts) > MAX_ROWS:
-        rows.append(row_of(f"{len(counts) - MAX_ROWS} others", counts[MAX_ROWS:].sum(axis=0)))
-    rows.append(row_of("all", counts.sum(axis=0)))
-    coverage = coverage_of(experiment, prepared).sentence
-    return f"{len(counts)} clients, {kind}; {coverage}", rows
+    labels = count_labels(prepared.dataset.train, prepared.shards, experiment.partition)
+    counts, clients = labels.counts, len(labels.counts)
+    listed = {labels.clients[n] if labels.clients else str(n): counts[n] for n in range(clients)}
+    parts = dict(list(listed.items())[:MAX_ROWS])
+    if clients > MAX_ROWS:
+        parts[f"{clients - MAX_ROWS} others"] = counts[MAX_ROWS:].sum(axis=0)
+    parts["all"] = counts.sum(axis=0)
+    rows: list[Row] = []
+    for client, held in parts.items():
+        rows.append({"client": client, "rows": int(held.sum())})
+        if len(labels.names) > 1:
+            largest = [k for k in np.argsort(-held, kind="stable")[:4] if held[k]]
+            text = ", ".join(f"{labels.names[k]}: {held[k]}" for k in largest)
+            rows[-1][f"largest by {labels.what}"] = text
+    alpha, kind = experiment.partition.alpha, experiment.partition.kind
+    title = f"Dirichlet({alpha})" if kind == "dirichlet" else kind
+    return f"{clients} clients, {title}; {coverage_of(experiment, prepared).sentence}", rows
 
 
 def _tokens(experiment: "Experiment", row: int) -> tuple[str, list[Row]]:
-    """Return the tokens of a training row, and which of them are labels."""
-    from trishul_ray.cli.output import show_progress
+    """Return the tokens of a training row, and whether each token is a label."""
     from trishul_ray.federation.prepare import encoded_rows
 
     with show_progress() as progress:
@@ -216,67 +217,12 @@ def _tokens(experiment: "Experiment", row: int) -> tuple[str, list[Row]]:
         raise InputError(f"--row: dataset {split.info.name} contains no texts")
     if row >= len(split):
         raise InputError(f"--row {row}: there are {len(split):,} training rows, counted from 0")
-    spans = split.column("spans")[row] if "spans" in split.columns else None
-    labels = {
-        place for first, after in (() if spans is None else spans) for place in range(first, after)
-    }
     ids = split.column("input_ids")[row][: split.column("length")[row]].tolist()
-    rows: list[Row] = []
-    for position, number in enumerate(ids):
-        token = repr(task.tokens.tokenizer.decode([number]))
-        label = {} if spans is None else {"label": "yes" if position in labels else ""}
-        rows.append({"position": position, "id": number, "token": token, **label})
+    decode = task.tokens.tokenizer.decode
+    rows = [{"position": n, "id": id, "token": repr(decode([id]))} for n, id in enumerate(ids)]
+    if "spans" in split.columns:
+        spans = split.column("spans")[row]
+        for n, each in enumerate(rows):
+            is_label = any(first <= n < after for first, after in spans)
+            each["label"] = "yes" if is_label else ""
     return f"row {row} of {len(split):,}" + "".join(f"; {r}" for r in task.remarks(split)), rows
-
-
-def show(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")],
-    runs: Runs = "runs",
-    as_json: Annotated[bool, typer.Option("--json", help="Print result.json.")] = False,
-    plugin: Plugins = None,
-) -> None:
-    """Show a run: its settings, scores, cost and files."""
-    from trishul_ray.cli.run import print_result
-    from trishul_ray.federation.checkpoint import open_checkpoints
-    from trishul_ray.report.summary import RunSummary
-    from trishul_ray.runs.folder import open_run
-    from trishul_ray.runs.mlflow_log import describe
-
-    home, experiment = open_run(run, runs)
-    try:
-        summary = RunSummary.read(home)
-    except FileNotFoundError:
-        checkpoint = open_checkpoints(experiment).newest()
-        done = 0 if checkpoint is None else checkpoint.round
-        print_line(describe(experiment))
-        print_field("rounds", f"{done} of {experiment.federation.rounds}; the run has not finished")
-        print_field("continue", f"trishul run {home.place('config.yaml')}")
-        return
-    if as_json:
-        print_line(json.dumps(summary.to_dict(), indent=2, ensure_ascii=False))
-    else:
-        print_line(describe(experiment))
-        print_result([("", summary)], home)
-
-
-def rm(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")],
-    runs: Runs = "runs",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    plugin: Plugins = None,
-) -> None:
-    """Remove a run: its folder, and its run in MLflow."""
-    from trishul_ray.runs.folder import RunFolder, open_run
-    from trishul_ray.runs.mlflow_log import describe, mark_replaced
-
-    home, experiment = open_run(run, runs)
-    if not yes:
-        typer.confirm(f"Remove {home.uri}: {describe(experiment)}?", abort=True)
-    folder = RunFolder.of(experiment)
-    with folder.locked(read_only=False):
-        attempt = folder.attempt
-        folder.remove_result()
-        for refused in mark_replaced(experiment, attempt, by="trishul rm"):
-            print_line(f"not removed from MLflow: {refused}", err)
-        home.remove_all()
-    print_line(f"removed {home.uri}")

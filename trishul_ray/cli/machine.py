@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trishul_ray.cli.output import Plugins, print_field, print_line
+from trishul_ray.cli.output import Plugins, Runs, print_field, print_line
 from trishul_ray.errors import InputError
 from trishul_ray.plugins.loading import load_plugin
 
@@ -40,31 +40,33 @@ def doctor(
         bool,
         typer.Option(
             "--clean",
-            help="Instead, remove outdated preparations of your own data, Ray folders of finished "
-            "runs, temporary files of killed processes, and data and weights that no run has used "
-            "for a month.",
+            help="Only remove outdated preparations of user data, Ray folders of finished runs, "
+            "temporary files of killed processes, and data and weights that no run has used for a "
+            "month.",
         ),
     ] = False,
-    runs: Annotated[
-        str, typer.Option(help="Folder or URI where runs would be stored.", envvar="TRISHUL_RUNS")
-    ] = "runs",
+    runs: Runs = "runs",
 ) -> None:
-    """Check this machine: versions, devices, Ray, folders, the hub."""
-    from trishul_ray.cli.doctor import clean as remove_leftovers
-    from trishul_ray.cli.doctor import diagnose, render
+    """Check this machine: versions, devices, Ray, folders, MLflow, the hub."""
+    from trishul_ray.cli.doctor import diagnose, remove_leftovers
     from trishul_ray.config.places import Places
 
     if clean:
         removed = remove_leftovers(Places.at().cache, runs)
-        for folder in removed:
-            print_line(f"removed {folder}")
+        for path in removed:
+            print_line(f"removed {path}")
         print_line(f"{len(removed)} removed")
         return
-    raise typer.Exit(render(diagnose(runs, start_ray)))
+    checks = diagnose(runs, start_ray)
+    for check in checks:
+        print_line(f"{check.status:<4}  {check.name:<8}  {check.detail}")
+    failed = [check.name for check in checks if check.status == "fail"]
+    print_line(f"a run would fail here: {', '.join(failed)}" if failed else "runs work here")
+    raise typer.Exit(bool(failed))
 
 
 def ui(
-    runs: Annotated[str, typer.Option(help="Folder of runs.", envvar="TRISHUL_RUNS")] = "runs",
+    runs: Runs = "runs",
     uri: Annotated[
         str | None,
         typer.Option(help="MLflow tracking URI; default: mlflow.db in the folder of runs."),
@@ -83,7 +85,8 @@ def ui(
         raise InputError(f"{file} does not exist: no run was logged there; use --runs or --uri")
     print_field("MLflow", f"http://127.0.0.1:{port}/{view_of(store)}  (Ctrl-C ends it)")
     sys.stdout.flush()
-    # In the environment, where no other user sees a password; modules of this folder stay out.
+    # Other users cannot read the environment, which may contain a password; PYTHONSAFEPATH ignores
+    # modules in this folder.
     stores = {"MLFLOW_BACKEND_STORE_URI": store, "MLFLOW_REGISTRY_STORE_URI": store}
     safe = {"PYTHONSAFEPATH": "1", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     words = [sys.executable, "-m", "mlflow", "ui", "--host", "127.0.0.1", "--port", str(port)]

@@ -1,10 +1,9 @@
 """Output of commands: results on standard output, progress and errors on standard error."""
 
 import shlex
-import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from trishul_ray.errors import (
     BusyError,
@@ -27,7 +26,7 @@ from trishul_ray.storage.redaction import redact
 if TYPE_CHECKING:
     from trishul_ray.tracking.progress import RunProgress
 
-# Names of a user are shown as they are: "[red]" is no markup, and ":a:" no picture.
+# Names of a user are printed unchanged: "[red]" is no markup, and ":a:" no emoji.
 plain_console = partial(Console, markup=False, emoji=False, highlight=False)
 out = plain_console()
 err = plain_console(stderr=True)
@@ -48,16 +47,16 @@ Plugins = Annotated[
     typer.Option(
         "--plugin",
         metavar="FILE.py",
-        help="A file with a method, task or dataset of your own; may be repeated.",
+        help="File with custom methods, tasks or datasets; may be repeated.",
         callback=_load_plugins,
         show_default=False,
     ),
 ]
-
-
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")]
 Runs = Annotated[
     str, typer.Option(help="Folder or URI where runs are stored.", envvar="TRISHUL_RUNS")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def print_line(text: str, console: Console = out) -> None:
@@ -65,37 +64,22 @@ def print_line(text: str, console: Console = out) -> None:
     console.print(text, soft_wrap=True)
 
 
+def print_field(label: str, text: object) -> None:
+    """Print ``text`` on standard output after a label in a column of 10 characters."""
+    print_line(f"{label:<9} {text}")
+
+
 def print_table(table: Table) -> None:
-    """Print a table on standard output and cut none of it.
-
-    A pipe or a file gets it as wide as it is. On a terminal cells wrap between words; where even
-    the longest words do not fit beside each other, each row becomes a list of its cells.
-    """
-    whole = plain_console(width=10**4).measure(table)
-    if not out.is_terminal:
-        plain_console(width=max(out.width, whole.maximum)).print(table)
-    elif whole.minimum <= out.width:
-        for column in table.columns:
-            column.overflow = "fold"  # by default the end of a long word is cut
-        out.print(table)
-    else:
-        out.print(_stacked(table))
-
-
-def _stacked(table: Table) -> Table:
-    """Return a table of two columns, the heads and the cells of each row below each other."""
-    stacked = Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, 2))
-    stacked.title, stacked.caption = table.title, table.caption
-    for cells in zip(*(column.cells for column in table.columns), strict=True):
-        for column, cell in zip(table.columns, cells, strict=True):
-            if cell:
-                stacked.add_row(column.header, cell)
-        stacked.add_row()
-    return stacked
+    """Print a table on standard output: folded on a terminal, at its full width in a file."""
+    for column in table.columns:
+        column.overflow = "fold"  # by default the end of a long word is cut
+    full = plain_console(width=10**4).measure(table).maximum
+    console = out if out.is_terminal else plain_console(width=max(out.width, full))
+    console.print(table)
 
 
 def wrapped(text: str) -> str:
-    """Return a paragraph in lines of 100 characters, with the line breaks it has."""
+    """Wrap each line of a text at 100 characters."""
     # Do not break paths and commands, which people copy.
     wrapper = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
     return "\n".join(wrapper.fill(line) for line in text.splitlines())
@@ -109,53 +93,31 @@ def show_progress(rounds: int = 1) -> "RunProgress":
 
 
 @contextmanager
-def resumable(progress: "RunProgress", how: Callable[[bool], str]) -> Iterator[None]:
-    """Show progress; if the command fails or is stopped, print how to continue it.
-
-    ``how`` is told whether the same command would fail again.
-    """
+def resumable(progress: "RunProgress", kept: str) -> Iterator[None]:
+    """Show progress; if the command fails or is stopped, print what is kept and how to continue."""
+    how = f"{kept}; to continue: {typed()}"
     with progress:
         try:
             yield
-        except BusyError:  # another process runs it: nothing is to be repeated
+        except (BusyError, InputError, typer.Exit):
             raise
-        except (RunError, OSError) as error:
-            cause = str(error) if isinstance(error, RunError) else describe_os_error(error)
-            raise RunError(f"{cause}. {how(isinstance(error, FailsAgainError))}") from error
-        except (InputError, typer.Exit):
-            raise
-        except Exception:  # of a plug-in, or a bug: its traceback follows
-            with suppress(OSError):  # as below
-                print_line(f"failed. {how(False)}", err)
+        except FailsAgainError as error:
+            again = "The same command would fail again; change a field to start another run"
+            raise RunError(f"{error}. {again}. {kept}") from error
+        except RunError as error:
+            raise RunError(f"{error}. {how}") from error
+        except OSError as error:
+            raise RunError(f"{describe_os_error(error)}. {how}") from error
+        except Exception:  # an error of a plug-in, or a bug: its traceback follows
+            print_line(f"failed. {how}", err)
             raise
         except KeyboardInterrupt:
             with suppress(OSError):  # the terminal may be closed
-                print_line(f"stopped. {how(False)}", err)
+                print_line(f"stopped. {how}", err)
             raise typer.Exit(130) from None
 
 
-def print_field(label: str, text: object) -> None:
-    """Print ``text`` on standard output after a label in a column of 10 characters."""
-    print_line(f"{label:<9} {text}")
-
-
 def typed() -> str:
-    """Return the command of this process to be copied, without the credentials in it."""
-    return as_typed(redact(shlex.join(["trishul", *sys.argv[1:]])))
-
-
-def as_typed(command: str) -> str:
-    """Return a command ``trishul ...`` as it works when it is pasted where this one was typed.
-
-    ``trishul`` becomes the path that was typed if the shell does not find this one by its name.
-    Anything else, such as the address of a server, is returned unchanged.
-    """
-    if not command.startswith("trishul "):
-        return command
-    typed = Path(sys.argv[0])
-    program = "trishul"
-    if typed.name == program and typed.is_file():
-        found = shutil.which("trishul")
-        if found is None or not typed.samefile(found):
-            program = shlex.quote(sys.argv[0])
-    return program + command.removeprefix("trishul")
+    """Return this command as it continues: without ``--fresh`` and credentials."""
+    words = [word for word in sys.argv[1:] if word != "--fresh"]
+    return redact(shlex.join(["trishul", *words]))

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +9,6 @@ import typer
 
 from trishul_ray.cli.output import (
     Plugins,
-    as_typed,
     err,
     out,
     print_field,
@@ -18,7 +16,6 @@ from trishul_ray.cli.output import (
     print_table,
     resumable,
     show_progress,
-    typed,
 )
 from trishul_ray.errors import InputError
 from trishul_ray.runtime.lazy import import_ahead
@@ -33,8 +30,8 @@ if TYPE_CHECKING:
     from trishul_ray.storage.store import Store
     from trishul_ray.tracking.progress import RunProgress
 
-#: Clients that a result names.
-MAX_NAMED = 8
+#: Clients with the worst scores that a result names.
+MAX_NAMED = 3
 
 
 def run(
@@ -99,16 +96,16 @@ def run(
 
 
 def _run_and_show(experiment: "Experiment", *, fresh: bool, central: bool) -> None:
-    from trishul_ray.runs.runner import central_twin
-
     experiments = [("federated", experiment)]
     if central:
+        from trishul_ray.runs.runner import central_twin
+
         experiments.append(("central", central_twin(experiment)))
     results = [(label, _run_one(label, each, fresh)) for label, each in experiments]
     first = results[0][1]
     print_result([(label, result.summary) for label, result in results], first.home)
     if first.mlflow_command:
-        print_field("MLflow", as_typed(first.mlflow_command))
+        print_field("MLflow", first.mlflow_command)
 
 
 def print_result(results: "Sequence[tuple[str, RunSummary]]", home: "Store") -> None:
@@ -116,8 +113,9 @@ def print_result(results: "Sequence[tuple[str, RunSummary]]", home: "Store") -> 
     first = results[0][1]
     print_table(_summary_table(results))
     print_field("data", first.data.sentence)
-    if first.per_client:
-        print_field("clients", _client_sentence(first))
+    for label, scores in (("clients", first.per_client), ("own model", first.personal)):
+        if scores:
+            print_field(label, _describe_scores(scores, first.headline))
     for name, report in first.reports.items():
         if "sentence" in report:
             print_field(name, report["sentence"])
@@ -128,7 +126,7 @@ def print_result(results: "Sequence[tuple[str, RunSummary]]", home: "Store") -> 
 
 
 def _summary_table(results: "Sequence[tuple[str, RunSummary]]") -> "Table":
-    """Return the last scores and the cost of runs, next to the backbone before training."""
+    """Return the last scores and the cost of runs, after the scores of the untuned backbone."""
     from rich.table import Table
 
     from trishul_ray.tracking.progress import format_bytes, format_count, format_duration
@@ -150,25 +148,12 @@ def _summary_table(results: "Sequence[tuple[str, RunSummary]]") -> "Table":
     return table
 
 
-def _client_sentence(summary: "RunSummary") -> str:
-    """Return the mean and the worst scores of clients, of both models if they have their own."""
-
-    def scores(values: "Mapping[str, float]") -> str:
-        ordered = sorted(values.items(), key=lambda item: item[1])
-        named = ", ".join(f"{name} {score:.2%}" for name, score in ordered[:MAX_NAMED])
-        more = f", and {len(ordered) - MAX_NAMED} better ones" * (len(ordered) > MAX_NAMED)
-        mean = sum(values.values()) / len(values)
-        return f"mean {summary.headline} of {len(values)}: {mean:.2%}; {named}{more}"
-
-    line = scores(summary.per_client)
-    if not summary.personal:
-        return line
-    line = f"global model: {line}; own models: {scores(summary.personal)}"
-    found = summary.client_metrics
-    if "personal_gain" in found:
-        gain, hurt = found["personal_gain"], found["personal_hurt"]
-        line += f"; own minus global: {gain:+.2%}, negative for {hurt:.0%} of the clients"
-    return line
+def _describe_scores(scores: "Mapping[str, float]", metric: str) -> str:
+    """Return the mean of the clients' scores, and the worst ones by name."""
+    worst = sorted(scores, key=scores.__getitem__)[:MAX_NAMED]
+    mean = sum(scores.values()) / len(scores)
+    named = ", ".join(f"{name} {scores[name]:.2%}" for name in worst)
+    return f"mean {metric} of {len(scores)}: {mean:.2%}; worst: {named}"
 
 
 def load_arguments(arguments: list[str] | None) -> "Experiment":
@@ -176,23 +161,22 @@ def load_arguments(arguments: list[str] | None) -> "Experiment":
     from trishul_ray.experiment.loading import is_field, load_experiment
 
     words = list(arguments or [])
-    for name, value in zip(words, words[1:] or [""], strict=False):
-        if is_field(name) and not Path(name).exists() and "=" not in value:
-            meant = f"{name}={value or 'VALUE'}"
-            raise InputError(f"{name}: write a field and its value as one word, {meant}")
+    if words and is_field(words[0]) and not Path(words[0]).exists():
+        raise InputError(f"{words[0]}: write a field and its value as one word, {words[0]}=VALUE")
     path = Path(words.pop(0)) if words and "=" not in words[0] else None
     return load_experiment(path, words)
 
 
 def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun":
+    from trishul_ray.runs.folder import RunFolder
     from trishul_ray.runs.mlflow_log import describe
 
     print_line(f"{label}: {describe(experiment)}", err)
     progress = show_progress(experiment.federation.rounds)
-    earlier = _local_attempt(experiment) if fresh else ""
+    home = RunFolder.of(experiment).home
     with (
-        resumable(progress, partial(_how_to_continue, experiment, earlier)),
-        _workers_for(experiment, fresh, progress) as workers,
+        resumable(progress, f"Finished rounds are kept in {home.place('checkpoints')}"),
+        _workers_for(experiment, home, fresh, progress) as workers,
     ):
         from trishul_ray.runs.runner import run_experiment  # while the workers start
 
@@ -204,7 +188,7 @@ def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun"
 
 @contextmanager
 def _workers_for(
-    experiment: "Experiment", fresh: bool, progress: "RunProgress"
+    experiment: "Experiment", home: "Store", fresh: bool, progress: "RunProgress"
 ) -> Iterator["Workers | None"]:
     """Start Ray, and then the run's actors, while a thread imports the modules of this process.
 
@@ -217,12 +201,11 @@ def _workers_for(
     from trishul_ray.federation.on_ray.session import forks_workers, joins_cluster, ray_session
     from trishul_ray.federation.on_ray.slices import plan_slices
     from trishul_ray.runs.first_checks import check_first
-    from trishul_ray.runs.folder import RunFolder
     from trishul_ray.runtime.device import usable_cores
 
     resources, finished = experiment.resources, False
-    with suppress(OSError):  # reported by the run itself, with what is kept
-        finished = not fresh and RunFolder.of(experiment).home.exists("result.json")
+    with suppress(OSError):  # reported by the run itself
+        finished = not fresh and home.exists("result.json")
     # A run on a GPU may be rejected first, if there is neither a GPU nor a cluster.
     early = resources.backend == "ray" and resources.device != "cuda" and not finished
     if not early or joins_cluster():
@@ -241,36 +224,6 @@ def _workers_for(
         from trishul_ray.federation.on_ray.driver import Workers
 
         workers = stack.enter_context(Workers())
-        if forks:  # others import first, and would slow this one down
+        if forks:  # other workers import first, and would slow this process down
             workers.request(experiment)
         yield workers
-
-
-def _local_attempt(experiment: "Experiment") -> str:
-    """Return the attempt of a run's files; empty without them, or in a remote storage."""
-    from trishul_ray.report.summary import attempt_of
-    from trishul_ray.runs.folder import RunFolder
-
-    home = RunFolder.of(experiment).home
-    with suppress(OSError):  # reported by the run itself
-        return attempt_of(home) if home.is_local else ""
-    return ""
-
-
-def _how_to_continue(experiment: "Experiment", earlier: str, fails_again: bool) -> str:
-    """Return how to go on; ``earlier`` is the attempt that was to be removed, if any."""
-    from trishul_ray.runs.folder import RunFolder
-
-    if earlier and _local_attempt(experiment) == earlier:
-        return f"The earlier run is still there; to start over: {typed()}"
-    home = RunFolder.of(experiment).home
-    # A remote storage may have failed: do not read it.
-    any_kept = not home.is_local or home.child("checkpoints").names() != []
-    if any_kept:
-        kept = f"Finished rounds are kept in {home.place('checkpoints')}"
-    else:
-        kept = "No round was finished, so nothing is kept"
-    if fails_again:
-        return f"The same command would fail again; with a changed field it is another run. {kept}"
-    goal = "continue" if any_kept else "start again"
-    return f"{kept}; to {goal}: {typed().replace(' --fresh', '')}"

@@ -8,7 +8,6 @@ import typer
 
 from trishul_ray.cli.output import (
     Plugins,
-    as_typed,
     err,
     out,
     print_field,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from trishul_ray.sweeps.cells import Sweep, TuneOptions
     from trishul_ray.sweeps.run import Reproduced
 
+KEPT = "Finished cells and rounds are kept"
 Profile = Annotated[
     str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
 ]
@@ -219,7 +219,7 @@ def run_sweeps(sweeps: "Sequence[Sweep]", options: "TuneOptions", report: str) -
     result = _reproduce(sweeps, options)
     _show(result.outcomes, report)
     if result.mlflow_command:
-        print_field("MLflow", as_typed(result.mlflow_command))
+        print_field("MLflow", result.mlflow_command)
     if result.failures:
         raise RunError(_describe_failures(result))
 
@@ -229,7 +229,7 @@ def _reproduce(sweeps: "Sequence[Sweep]", options: "TuneOptions") -> "Reproduced
     from trishul_ray.tracking.progress import SweepProgress
 
     progress = SweepProgress(err)
-    with resumable(progress, lambda _: _how_to("continue")):
+    with resumable(progress, KEPT):
         return reproduce(sweeps, options, progress)
 
 
@@ -279,9 +279,5 @@ def _describe_failures(result: "Reproduced") -> str:
     more = f", and {len(result.failures) - 5} more" if len(result.failures) > 5 else ""
     return (
         f"{len(result.failures)} of {total} cells have no result: {'; '.join(shown)}{more}. "
-        f"{_how_to('try them again')}"
+        f"{KEPT}; to try them again: {typed()}"
     )
-
-
-def _how_to(goal: str) -> str:
-    return f"Finished cells and rounds are kept; to {goal}: {typed()}"

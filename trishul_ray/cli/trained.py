@@ -8,6 +8,7 @@ import typer
 
 from trishul_ray.cli.output import (
     Plugins,
+    Run,
     Runs,
     err,
     print_field,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")],
+    run_id: Run,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create.")],
     merged: Annotated[
         bool, typer.Option("--merged", help="Write the whole model with the update merged in.")
@@ -31,8 +32,8 @@ def export(
         str | None,
         typer.Option(
             metavar="N",
-            help="Write this client's own model, by number or name, for a method that leaves a "
-            "part of the model with each client.",
+            help="Write the personalized model of this client, by number or name; for methods "
+            "that keep a part of the model with each client.",
         ),
     ] = None,
     runs: Runs = "runs",
@@ -51,20 +52,20 @@ def export(
 
 
 def evaluate(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")],
+    run_id: Run,
     rows: Annotated[
-        int, typer.Option(min=1, help="Most rows, in equal shares of every group.")
+        int, typer.Option(min=1, help="Largest number of rows, spread evenly over groups.")
     ] = 500,
-    batch: Annotated[int, typer.Option(min=1, help="Rows answered at once.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 16,
     untuned: Annotated[
         bool, typer.Option("--untuned", help="Also evaluate the backbone before training.")
     ] = False,
     validation: Annotated[
-        bool, typer.Option("--validation", help="Take validation rows in place of test rows.")
+        bool, typer.Option("--validation", help="Evaluate validation rows instead of test rows.")
     ] = False,
     new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Most tokens of an answer. Default: task.target_length."),
+        typer.Option(min=1, help="Most tokens of a response. Default: task.target_length."),
     ] = None,
     tasks: Annotated[
         str | None,
@@ -84,39 +85,37 @@ def evaluate(
     """Score what a run of instruction tuning generates for test rows.
 
     Greedy, with the run's own template, precision and limits. Writes `eval.json` and, with each
-    answer, `answers.jsonl` next to `result.json`; repeat the command to show them. Tables show a
+    response, `answers.jsonl` next to `result.json`; repeat the command to show them. Tables show a
     score with `eval: {score: rouge_l}`.
     """
     from trishul_ray.runs.evaluate import evaluate_run
     from trishul_ray.runs.harness import run_harness
 
-    if tasks is not None:
-        given = {"--untuned": untuned, "--validation": validation, "--new-tokens": new_tokens}
-        if unread := [option for option, value in given.items() if value]:
-            raise InputError(f"{unread[0]}: --tasks runs the harness, which does not take it")
-        how = {"limit": rows, "batch_size": batch, "num_fewshot": shots}
-        _print_harness(run_harness(run_id, tasks.split(","), task_files, runs=runs, **how))
+    if tasks is None:
+        with show_progress() as progress:
+            found = evaluate_run(
+                run_id, runs=runs, rows=rows, batch_size=batch, untuned=untuned,
+                split="validation" if validation else "test", new_tokens=new_tokens,
+                progress=progress.task_progress("evaluating"),
+            )  # fmt: skip
+        _print_scores(found)
         return
-    with show_progress() as progress:
-        found = evaluate_run(
-            run_id, runs=runs, rows=rows, batch_size=batch, untuned=untuned,
-            split="validation" if validation else "test", new_tokens=new_tokens,
-            progress=progress.task_progress("evaluating"),
-        )  # fmt: skip
-    _print_scores(found)
-
-
-def _print_harness(results: "Json") -> None:
-    for name, numbers in results.items():
-        scores = {k: v for k, v in numbers.items() if isinstance(v, float)}
-        print_field(name, ", ".join(f"{k} {v:.4g}" for k, v in scores.items()))
+    if untuned or validation or new_tokens:
+        raise InputError("--tasks does not support --untuned, --validation and --new-tokens")
+    found = run_harness(
+        run_id, tasks.split(","), task_files, runs=runs, limit=rows, batch_size=batch,
+        num_fewshot=shots,
+    )  # fmt: skip
+    for name, numbers in found.items():
+        scores = [f"{k} {v:.4g}" for k, v in numbers.items() if isinstance(v, float)]
+        print_field(name, ", ".join(scores))
 
 
 def _print_scores(found: "Json") -> None:
-    """Print the scores of answers, by group too, and warn where hardly any answer ends."""
+    """Print the scores of responses, also by group, and warn if few responses end."""
     from rich.table import Table
 
-    from trishul_ray.runs.evaluate import FEW_END, MUCH_REPEATED
+    from trishul_ray.runs.evaluate import FEW_END
 
     models = [name for name in ("tuned", "untuned") if name in found]
     table = Table(
@@ -128,9 +127,5 @@ def _print_scores(found: "Json") -> None:
         each = [found[model]["groups"][group].get("rouge_l", math.nan) for model in models]
         table.add_row(f"rouge_l, {scores['rows']:,} rows of {group}", *(f"{x:.4g}" for x in each))
     print_table(table)
-    ended, repeated = found["tuned"]["ended"], found["tuned"].get("repeated", 0.0)
-    if ended < FEW_END:
-        why = "the model has hardly learned to stop, or the template has no end that is generated"
-        if repeated > MUCH_REPEATED:
-            why = f"{repeated:.0%} of their text repeats itself, as greedy ones of small models do"
-        print_line(f"warning: {ended:.0%} of the answers end: {why}; look at the answers", err)
+    if (ended := found["tuned"]["ended"]) < FEW_END:
+        print_line(f"warning: only {ended:.0%} of the responses end; see answers.jsonl", err)

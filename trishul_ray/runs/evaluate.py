@@ -48,10 +48,8 @@ from trishul_ray.version import versions
 
 #: File of a run's folder with a JSON line for each evaluated row.
 ANSWERS = "answers.jsonl"
-#: Share of answers that end below which the template is suspected.
+#: A smaller share of answers that end is reported.
 FEW_END = 0.5
-#: Share of repeated runs of tokens above which they are why answers do not end.
-MUCH_REPEATED = 0.3
 
 
 def evaluate_run(
