@@ -47,7 +47,7 @@ def doctor(
     ] = False,
     runs: Runs = "runs",
 ) -> None:
-    """Check this machine: versions, devices, Ray, folders, MLflow, the hub."""
+    """Check this machine: versions, devices, Ray, folders, the hub."""
     from trishul_ray.cli.doctor import diagnose, remove_leftovers
     from trishul_ray.config.places import Places
 
