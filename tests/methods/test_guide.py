@@ -55,4 +55,4 @@ def test_it_depends_on_what_was_broadcast_and_kept(example, executor, tmp_path):
 def test_it_takes_the_rate_of_the_method_it_is_compared_with(example):
     rate = load_experiment(None, ["method=feddyn"]).optimizer
     assert rate.lr == load_experiment(None, ["method=fedit"]).optimizer.lr
-    assert "borrowed from fedit, for feddyn" in rate.lr_source
+    assert "borrowed from method fedit, for feddyn" in rate.lr_source

@@ -387,7 +387,7 @@ def test_a_failing_export_costs_no_result(tiny, monkeypatch):
     assert again.summary.state_sha256 == result.state_sha256
 
 
-def test_photos_for_a_small_backbone_are_reported(tiny, tmp_path):
+def test_resized_and_broken_photos_are_reported(tiny, tmp_path):
     for name in ("a", "b"):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for number in range(4):
@@ -395,14 +395,9 @@ def test_photos_for_a_small_backbone_are_reported(tiny, tmp_path):
             Image.new("RGB", (160, 100), color).save(tmp_path / "photos" / name / f"{number}.png")
     (tmp_path / "photos/a/9.png").write_bytes(b"?")
     photos = ["dataset=images", f"data.path={tmp_path / 'photos'}", "data.skip_broken=true"]
-    for model, warned in (("vit-digits", True), ("vit-tiny", False)):
-        screen = io.StringIO()
-        experiment = tiny(*photos, f"model={model}", "partition.kind=iid", "budget=4")
-        finished = numbers_alone(experiment, RunProgress(2, Console(file=screen, width=400)))
-        assert ("vit-digits takes images of 8x8 pixels" in screen.getvalue()) == warned
-        assert ("100x100, are scaled down" in screen.getvalue()) == warned
-        data = finished.summary.data
-        assert data.skipped == (str(tmp_path / "photos/a/9.png"),)
-        assert data.sentence.endswith(
-            "8 of 8 images resized and cropped to 100x100, 1 broken images skipped"
-        )
+    experiment = tiny(*photos, "model=vit-tiny", "partition.kind=iid", "budget=4")
+    data = numbers_alone(experiment, quiet()).summary.data
+    assert data.skipped == (str(tmp_path / "photos/a/9.png"),)
+    assert data.sentence.endswith(
+        "8 of 8 images resized and cropped to 100x100, 1 broken images skipped"
+    )

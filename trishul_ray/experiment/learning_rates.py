@@ -17,7 +17,6 @@ from trishul_ray.methods.base import method_class
 
 #: α of the Dirichlet partitions that rates were published for.
 PUBLISHED_ALPHA = 0.3
-_PARTITION_NAMES = {"iid": "IID", "dirichlet": "Dirichlet", "natural": "natural clients"}
 
 
 def with_learning_rate(experiment: Experiment) -> Experiment:
@@ -32,7 +31,7 @@ def with_learning_rate(experiment: Experiment) -> Experiment:
     found = _tuned_rate(experiment)
     if found is None and "lr" not in optimizer.model_fields_set:
         found = default_learning_rate(experiment)
-    # The rate's source names the file: the run depends on the rate alone.
+    # The rate's source names the file: the run depends only on the rate.
     read: dict[str, object] = {"rates": None}
     if found is not None:
         read |= {"lr": found[0], "lr_source": found[1]}
@@ -44,54 +43,66 @@ def default_learning_rate(experiment: Experiment) -> tuple[float, str] | None:
 
     A row may be for a dataset with a backbone. ``glue/rte`` has the rates of ``glue``. A budget of
     rank 32 or less counts as the lower one. The source names every setting in which the experiment
-    differs from what the rate was published for.
+    differs from the settings of the rate.
     """
-    dataset, method = experiment.data.name, experiment.method.name
-    partition, rank = experiment.partition, experiment.lora_rank
-    iid = partition.kind == "iid"
-    table = _table()
-    names = f"{dataset} {experiment.model.name}", dataset, dataset.partition("/")[0], "default"
-    lenders, unpublished = _lenders(method), table["unpublished"]
+    dataset, table, lenders = experiment.data.name, _table(), _lenders(experiment.method.name)
+    iid, is_higher = experiment.partition.kind == "iid", experiment.lora_rank > 32
     own = {name: vars(method_class(name)).get("rates", {}) for name in lenders}
-    for row in (name for name in names if name in table):
-        rows = {name: rates[row] for name, rates in own.items() if row in rates} | table[row]
-        known = next((m for m in lenders if m in rows or m in unpublished), None)
-        if known is not None:
-            break
-    else:
-        return None
-    borrowed = [] if known == method else [f"from {known}, for {method}"]
-    if known in unpublished:
-        rate, source = unpublished[known], f"our choice: no source names a rate for {known}"
-    else:
-        cells = rows[known]
-        column = (0 if iid else 2) + (0 if rank <= 32 else 1)
-        rate, source = cells[column] if isinstance(cells, list) else cells, str(rows["source"])
-        if experiment.optimizer.name != "adam":
-            borrowed.append(f"from Adam, for {experiment.optimizer.name.upper()}")
-        if "model" not in rows:  # not published
-            source += f" {dataset}"
+    for row in (
+        f"{dataset} {experiment.model.name}",
+        dataset,
+        dataset.partition("/")[0],
+        "default",
+    ):
+        if row not in table:
+            continue
+        content = {name: rates[row] for name, rates in own.items() if row in rates} | table[row]
+        if (lender := next(filter(content.__contains__, lenders), None)) is None:
+            continue
+        rate, source = content[lender], content["source"]
+        settings = {"method": lender, "optimizer": "adam"}
+        if "model" in content:  # published
+            settings |= {"model": content["model"], "rank": 64 if is_higher else 32}
+            settings["partition"] = content.get("partition", "iid" if iid else "dirichlet")
+            settings["α ="] = PUBLISHED_ALPHA
         else:
-            if rank not in (32, 64):
-                borrowed.append(f"from the budgets of LoRA rank 32 and 64, for {rank}")
-            published_for = "iid" if iid or "partition" in rows else "dirichlet"
-            if partition.kind != published_for:
-                article = "an" if published_for == "iid" else "a"
-                published, used = _PARTITION_NAMES[published_for], _PARTITION_NAMES[partition.kind]
-                borrowed.append(f"from {article} {published} partition, for {used}")
-            elif partition.kind == "dirichlet" and partition.alpha != PUBLISHED_ALPHA:
-                borrowed.append(f"from α = {PUBLISHED_ALPHA}, for {partition.alpha:g}")
-            if experiment.model.name != rows["model"]:
-                borrowed.append(f"from {rows['model']}, for {experiment.model.name}")
-    return float(rate), f"{source}; borrowed {'; '.join(borrowed)}" if borrowed else source
+            source += f" {dataset}"
+        if isinstance(rate, list):
+            rate = rate[2 * (not iid) + is_higher]
+        return float(rate), source + _borrowed(_differences(settings, experiment))
+    return None
 
 
 def _lenders(method: str) -> list[str]:
-    """Return the method, the one whose rates it uses if it has none, the one of that, and so on."""
+    """Return the method, the method whose rates it uses if it has none, and so on."""
     found = [method]
     while (like := method_class(found[-1]).rates_like) is not None and like not in found:
         found.append(like)
     return found
+
+
+def _differences(settings: Mapping[str, Any], experiment: Experiment) -> list[str]:
+    """Return every setting of a rate that differs from the experiment's, as a phrase."""
+    partition = experiment.partition
+    ours = {
+        "method": experiment.method.name,
+        "rank": experiment.lora_rank,
+        "partition": partition.kind,
+        "α =": partition.alpha if settings.get("partition") == "dirichlet" else None,
+        "model": experiment.model.name,
+        "optimizer": experiment.optimizer.name,
+    }
+    if partition.kind != "dirichlet":
+        ours["α ="] = None
+    return [
+        f"{name} {settings[name]}, for {value}"
+        for name, value in ours.items()
+        if value is not None and settings.get(name, value) != value
+    ]
+
+
+def _borrowed(differences: list[str]) -> str:
+    return f"; borrowed from {'; '.join(differences)}" if differences else ""
 
 
 class TunedRate(Section):
@@ -123,63 +134,37 @@ class TunedRates(Section):
 def _tuned_rate(experiment: Experiment) -> tuple[float, str] | None:
     """Return the rate that ``optimizer.rates`` has for an experiment, and its source.
 
-    It has one if it was tuned for the dataset, the budget and the kind of partition, and for the
-    method or the one that it borrows rates from. The source names what else differs.
+    The rate was tuned for the dataset, the budget and the kind of partition, and for the method or
+    a method that it borrows rates from. The source names all other differences.
     """
-    optimizer, partition = experiment.optimizer, experiment.partition
-    if optimizer.rates is None:
+    if experiment.optimizer.rates is None:
         return None
-    file, method = Path(optimizer.rates).expanduser(), experiment.method.name
-    lenders = _lenders(method)
-    alpha = partition.alpha if partition.kind == "dirichlet" else None
-    meant = (experiment.data.name, experiment.lora_rank, partition.kind == "iid")
-    found: list[tuple[int, str, TunedRate]] = []
-    for tuned in _read_tuned_rates(file):
-        if (tuned.dataset, tuned.rank, tuned.partition == "iid") != meant:
-            continue
-        if tuned.method not in lenders:
-            continue
-        differences = [
-            f"{name} {theirs}, for {ours}"
-            for name, theirs, ours in (
-                ("method", tuned.method, method),
-                ("partition", tuned.partition, partition.kind),
-                ("α =", tuned.alpha, alpha),
-                ("model", tuned.model, experiment.model.name),
-                ("optimizer", tuned.optimizer, optimizer.name),
-            )
-            if theirs != ours
-        ]
-        borrowed = f"; borrowed from {'; '.join(differences)}" if differences else ""
-        # Prefer a rate tuned for this method to a closer setting of another.
-        found.append((10 * lenders.index(tuned.method) + len(differences), borrowed, tuned))
+    file, lenders = Path(experiment.optimizer.rates).expanduser(), _lenders(experiment.method.name)
+    is_iid = experiment.partition.kind == "iid"
+    found: list[tuple[int, list[str], TunedRate]] = []
+    for rate in _read_tuned_rates(file, file.stat().st_mtime_ns if file.exists() else 0):
+        same = rate.dataset == experiment.data.name and rate.rank == experiment.lora_rank
+        if same and (rate.partition == "iid") == is_iid and rate.method in lenders:
+            settings = {"α =" if name == "alpha" else name: value for name, value in rate}
+            found.append((lenders.index(rate.method), _differences(settings, experiment), rate))
     if not found:
         return None
-    _, borrowed, best = min(found, key=lambda each: each[0])
+    # Prefer a rate tuned for this method to a closer setting of another method.
+    _, differences, best = min(found, key=lambda each: (each[0], len(each[1])))
     edge = f", the {best.edge}" if best.edge else ""
     source = f"{file.name}: best of {len(best.grid)} rates{edge}, {best.metric} {best.score:.4g}"
-    return best.rate, source + borrowed
-
-
-def _read_tuned_rates(file: Path) -> tuple[TunedRate, ...]:
-    try:
-        changed = file.stat().st_mtime_ns
-    except OSError as error:
-        raise InputError(
-            f"optimizer.rates={str(file)!r} does not exist; `trishul sweep --rates FILE` writes it"
-        ) from error
-    return _parse_tuned_rates(file, changed)
+    return best.rate, source + _borrowed(differences)
 
 
 @lru_cache
-def _parse_tuned_rates(file: Path, changed: int) -> tuple[TunedRate, ...]:
+def _read_tuned_rates(file: Path, changed: int) -> tuple[TunedRate, ...]:
     try:
         return TunedRates.model_validate(read_yaml(file)).rates
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise InputError(
-            f"optimizer.rates={str(file)!r} is no file of tuned rates: {where}: {first['msg']}"
+            f"optimizer.rates={str(file)!r} is not a file of tuned rates: {where}: {first['msg']}"
         ) from error
 
 
