@@ -50,19 +50,11 @@ def test_every_method_and_dataset_is_listed(listed):
         assert code == 0 and all(f" {name} " in out for name in names)
 
 
-def test_models_are_listed_with_their_size(listed, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRISHUL_CACHE", str(tmp_path))
+def test_models_are_listed_with_their_source(listed):
     rows = {row["name"]: row for row in json.loads(listed("models", "--json")[1])}
-    assert {*BUILTINS, "all-MiniLM-L6-v2"} <= set(rows)
-    assert not list(tmp_path.iterdir())  # nothing is loaded or written
-    # 85.8 M: transformers' own count of the ViT without pooler, and 1,538 of a head for two.
+    assert {*BUILTINS, "all-MiniLM-L6-v2", "meta-llama/Llama-3.2-1B"} <= set(rows)
     vit = rows["google/vit-base-patch16-224-in21k"]
-    assert list(vit.values())[1:] == [
-        "vit-b16", "85.8 M", "12 x q_proj 768x768\n12 x v_proj 768x768", "mirror or hub"
-    ]  # fmt: skip
-    llama = rows["meta-llama/Llama-3.2-1B"]
-    assert llama["adapted by default"] == "16 x q_proj 2048x2048\n16 x v_proj 512x2048"
+    assert [*vit.values()][1:] == ["vit-b16", "mirror or hub"]
 
 
 def test_rows_of_each_client_are_shown(listed):

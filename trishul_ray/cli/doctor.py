@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import sqlite3
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import closing
@@ -175,9 +174,6 @@ def check_hub(mirror: Path | None) -> str:
 def _responds(address: str) -> str:
     try:
         urllib.request.urlopen(address, timeout=TIMEOUT).close()
-    except urllib.error.HTTPError as error:
-        if error.code >= 500:  # a rejected request is a response
-            raise
     except OSError as error:
-        raise OSError(f"{address}: {getattr(error, 'reason', error)}") from error
+        raise OSError(f"{address}: {error}") from error
     return f"{redact(address)} responds"

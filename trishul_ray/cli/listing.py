@@ -1,11 +1,8 @@
 """The command ``list``: methods, models, datasets and runs; the clients and tokens of a dataset."""
 
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
-from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -29,13 +26,7 @@ MAX_ROWS = 30
 Row = dict[str, Any]
 
 
-class Kind(StrEnum):
-    """A subject of ``trishul list``."""
-
-    methods = "methods"
-    models = "models"
-    datasets = "datasets"
-    runs = "runs"
+Kind = Literal["methods", "models", "datasets", "runs"]
 
 
 def list_(
@@ -67,7 +58,7 @@ def list_(
 
     from trishul_ray.plugins.loading import faults
 
-    if words and kind is not Kind.datasets:
+    if words and kind != "datasets":
         raise InputError(f"{words[0]!r}: only datasets are shown by name")
     if words:
         experiment = _load(words)
@@ -75,7 +66,8 @@ def list_(
         if not as_json:
             print_line(title)
     else:
-        rows = _runs(runs) if kind is Kind.runs else _LISTS[kind]()
+        lists = {"methods": _methods, "models": _models, "datasets": _datasets}
+        rows = _runs(runs) if kind == "runs" else lists[kind]()
     for fault in faults():
         print_line(f"warning: {fault}", err)
     if as_json:
@@ -104,53 +96,26 @@ def _methods() -> list[Row]:
 
 
 def _models() -> list[Row]:
-    """Return the known backbones, which are not downloaded: size, adapted matrices, source."""
+    """Return the known backbones and the sources of their weights; nothing is downloaded."""
     from trishul_ray.config.fields import SHORT_MODEL_NAMES
     from trishul_ray.models.builtin import BUILTINS
-    from trishul_ray.models.find_model import KNOWN, PACKAGED, packaged_folder
+    from trishul_ray.models.find_model import KNOWN, PACKAGED
 
     short = {name: alias for alias, name in SHORT_MODEL_NAMES.items()}
-    sources = {name: "mirror or hub" for name in KNOWN}
+    sources = dict.fromkeys(KNOWN, "mirror or hub")
     for name, (_, package, extra) in PACKAGED.items():
-        there = packaged_folder(name) is not None
-        sources[name] = f"package {package}" + ("" if there else f", extra {extra}")
+        sources[name] = f"package {package}, extra {extra}"
     sources |= {name: f"built in: {b.description}" for name, b in BUILTINS.items()}
-    rows: list[Row] = []
-    for name, source in sources.items():
-        size = ("", "") if ", extra" in source else _size(name)
-        columns = {"short name": short.get(name, ""), "parameters": size[0]}
-        rows.append({"name": name, **columns, "adapted by default": size[1], "weights": source})
-    return rows
-
-
-def _size(name: str) -> tuple[str, str]:
-    """Return the number of parameters without a classification head, and the adapted matrices."""
-    from trishul_ray.adapters.targets import find_layers
-    from trishul_ray.config.fields import ModelConfig
-    from trishul_ray.config.places import Places
-    from trishul_ray.models.backbone import Backbone
-    from trishul_ray.tracking.progress import format_count
-
-    # These architectures need neither cache nor mirror.
-    model = Backbone(ModelConfig(name=name), Places(Path(), hub=None)).meta_model()
-    shapes = Counter(
-        f"{spec.name.rpartition('.')[2]} {spec.d_out}x{spec.d_in}" for spec in find_layers(model)
-    )
-    adapted = "\n".join(f"{times} x {shape}" for shape, times in shapes.items())
-    return format_count(sum(p.numel() for p in model.parameters())), adapted
+    return [
+        {"name": name, "short name": short.get(name, ""), "weights": source}
+        for name, source in sources.items()
+    ]
 
 
 def _datasets() -> list[Row]:
     from trishul_ray.data.prepare import describe_datasets
 
     return [{"name": name, "what it is": text} for name, text in describe_datasets().items()]
-
-
-_LISTS: dict[Kind, Callable[[], list[Row]]] = {
-    Kind.methods: _methods,
-    Kind.models: _models,
-    Kind.datasets: _datasets,
-}
 
 
 def _runs(place: str) -> list[Row]:
