@@ -17,7 +17,7 @@ from trishul_ray.data.sampling import batch_order
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.on_ray.driver import Workers, open_driver
 from trishul_ray.federation.on_ray.session import ray_session
-from trishul_ray.federation.worker.workbench import Workbench
+from trishul_ray.federation.worker.context import WorkerContext
 from trishul_ray.runtime.random_streams import numpy_rng
 
 #: Rounds shorter than this are dominated by fixed costs; the goal for Ray does not speak of them.
@@ -27,14 +27,16 @@ LONG_ROUND = 2.0
 NICENESS = "RAY_worker_niceness"
 
 
-def round_limit(limit: Limit, bench: Workbench, cohort: list[int], number: int) -> float:
+def round_limit(limit: Limit, context: WorkerContext, cohort: list[int], number: int) -> float:
     """Seconds of the limit on the very batches of a round; their preparation is not counted."""
-    fed, seed, seconds = bench.settings.federation, bench.settings.seed, 0.0
+    fed, seed, seconds = context.settings.federation, context.settings.seed, 0.0
     for client in cohort:
         rng = numpy_rng(seed, "batches", number, client)
-        rows = bench.shards.shard(client)
+        rows = context.shards.shard(client)
         for indices in batch_order(rows, fed.local_steps, fed.batch_size, rng):
-            batch = bench.task.prepare_batch(bench.train.batch(indices), bench.device, bench.dtype)
+            batch = context.task.prepare_batch(
+                context.train.batch(indices), context.device, context.dtype
+            )
             seconds += sum(limit.seconds(batch))
     return seconds
 
@@ -61,11 +63,11 @@ def backends(setup: Setup) -> Section:
         assert isinstance(inline, InlineDriver)
         inline.begin()
         ray.begin()
-        bench: Workbench = inline.executor.bench
-        limit = Limit(bench)
+        context: WorkerContext = inline.executor.context
+        limit = Limit(context)
         for number in range(1, fed.rounds + 1):
             cohort = inline.draw(number)
-            took = {"limit": round_limit(limit, bench, cohort, number)}
+            took = {"limit": round_limit(limit, context, cohort, number)}
             both = [("inline", inline), ("ray", ray)]
             # In turn first, so that a machine that slows down or speeds up favours neither.
             for name, driver in both if number % 4 < 2 else both[::-1]:

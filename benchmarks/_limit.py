@@ -22,8 +22,8 @@ from trishul_ray.adapters.model import Trained
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import Prepared
+from trishul_ray.federation.worker.context import WorkerContext, build_context
 from trishul_ray.federation.worker.local import train_client
-from trishul_ray.federation.worker.workbench import Workbench, build_workbench
 
 #: Parts of a step, in order.
 PARTS = ("data", "forward", "backward", "optimizer", "prox")
@@ -37,13 +37,13 @@ def now(device: torch.device) -> float:
 
 
 class Limit:
-    """The frozen backbone's forward and input gradient. Shares its weights with ``bench``."""
+    """The frozen backbone's forward and input gradient. Shares its weights with ``context``."""
 
-    def __init__(self, bench: Workbench) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         """Copy the model's structure, not its weights."""
-        self.device, self.dtype, self.task = bench.device, bench.dtype, bench.task
-        self.model = bench.model.merge(Trained(bench.initial))
-        adapted = dict(bench.model.model.named_parameters())
+        self.device, self.dtype, self.task = context.device, context.dtype, context.task
+        self.model = context.model.merge(Trained(context.initial))
+        adapted = dict(context.model.model.named_parameters())
         for name, _ in list(self.model.named_parameters()):
             owner, _, attribute = name.rpartition(".")
             # An untrained update leaves every weight as it is, so sharing changes no number.
@@ -99,17 +99,17 @@ class Steps:
 class _Clocked:
     """The training rows of a workbench whose steps are timed; runs the limit before each."""
 
-    def __init__(self, bench: Workbench) -> None:
-        self.rows, self.device, self.steps = bench.train, bench.device, Steps()
-        self.limit = Limit(bench)
+    def __init__(self, context: WorkerContext) -> None:
+        self.rows, self.device, self.steps = context.train, context.device, Steps()
+        self.limit = Limit(context)
         self.marks: list[float] = []
-        bench.train = self  # type: ignore[assignment]  # in the place of the rows
-        self._prepare = bench.task.prepare_batch
-        self._after(bench.task, "prepare_batch")
-        self._after(bench.task, "loss")
-        self._before(bench.method, "before_step")
-        self._before(bench.method, "after_steps")
-        self._after(bench.method, "after_steps")
+        context.train = self  # type: ignore[assignment]  # in the place of the rows
+        self._prepare = context.task.prepare_batch
+        self._after(context.task, "prepare_batch")
+        self._after(context.task, "loss")
+        self._before(context.method, "before_step")
+        self._before(context.method, "after_steps")
+        self._after(context.method, "after_steps")
 
     def _mark(self) -> None:
         if self.marks:  # empty while the limit runs
@@ -157,10 +157,10 @@ def time_steps(experiment: Experiment, prepared: Prepared, steps: int) -> Steps:
     """
     fed = experiment.federation.model_copy(update={"local_steps": steps + 2})
     experiment = experiment.model_copy(update={"federation": fed})
-    bench = build_workbench(experiment, prepared)
-    start = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
-    clocked = _Clocked(bench)
-    train_client(bench, start, TrainJob(round=1, client=0))
+    context = build_context(experiment, prepared)
+    start = context.method.initial_state(context.model.layout, context.initial, {}).map(to_array)
+    clocked = _Clocked(context)
+    train_client(context, start, TrainJob(round=1, client=0))
     found = clocked.steps
     inner = slice(1, -1)
     return Steps(

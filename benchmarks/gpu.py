@@ -44,9 +44,9 @@ from trishul_ray.federation.determinism import deterministic, set_environment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
 from trishul_ray.federation.prepare import Prepared, prepare_run
+from trishul_ray.federation.worker.context import WorkerContext, build_context, new_run
 from trishul_ray.federation.worker.evaluation import EvaluatedModel, evaluate_chunk
 from trishul_ray.federation.worker.local import LocalSteps, train_client, train_together
-from trishul_ray.federation.worker.workbench import Workbench, build_workbench, new_run
 from trishul_ray.methods.base import method_names
 from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.spectral.svt import svt, svt_stats
@@ -112,10 +112,10 @@ def vision(
     return experiment, dealt(experiment, synthetic(place.scratch / "noise", rows))
 
 
-def first_steps(bench: Workbench) -> LocalSteps:
+def first_steps(context: WorkerContext) -> LocalSteps:
     """Return the local steps of client 0 in round 1; compute them inside ``bound()``."""
-    start = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
-    return LocalSteps(bench, new_run(bench, start, 1, 0), TrainJob(round=1, client=0))
+    start = context.method.initial_state(context.model.layout, context.initial, {}).map(to_array)
+    return LocalSteps(context, new_run(context, start, 1, 0), TrainJob(round=1, client=0))
 
 
 def endless(steps: LocalSteps) -> Callable[[], None]:
@@ -315,17 +315,19 @@ def measured_steps(place: Place, experiment: Experiment, prepared: Prepared) -> 
     jobs = [TrainJob(round=1, client=client) for client in range(3)]
     for graphs in (False, True):
         way = "as CUDA graphs" if graphs else "eager"
-        bench = build_workbench(with_graphs(experiment, graphs), prepared)
-        start = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
+        context = build_context(with_graphs(experiment, graphs), prepared)
+        start = context.method.initial_state(context.model.layout, context.initial, {}).map(
+            to_array
+        )
         for _ in range(2):
-            sent = [train_client(bench, start, job)[0] for job in jobs]
-            sent += [upload for upload, _ in train_together(bench, start, jobs)]
+            sent = [train_client(context, start, job)[0] for job in jobs]
+            sent += [upload for upload, _ in train_together(context, start, jobs)]
             uploads.append([upload.arrays.shared for upload in sent])
         together = [
-            sum(report.seconds for _, report in train_together(bench, start, jobs)) / count
+            sum(report.seconds for _, report in train_together(context, start, jobs)) / count
             for _ in range(place.times(5))
         ]
-        limit, local = Limit(bench), first_steps(bench)
+        limit, local = Limit(context), first_steps(context)
         compute = endless(local)
         with local.bound():
             batch = local.batch(1)
@@ -334,7 +336,7 @@ def measured_steps(place: Place, experiment: Experiment, prepared: Prepared) -> 
             least: Callable[[], object] = lambda: limit.loss(batch).backward()  # noqa: B023, E731
             low = per_call(place, captured(place, least) if graphs else least)
             whole, alone = per_call(place, compute), launches(place, compute)
-        model, size = EvaluatedModel(bench), min(500, len(bench.test))
+        model, size = EvaluatedModel(context), min(500, len(context.test))
         chunk = EvalJob(round=1, start=0, stop=size)
         scored = per_call(place, partial(evaluate_chunk, model, start, chunk), 3)
         model.release()

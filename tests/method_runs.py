@@ -14,8 +14,8 @@ from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.messages import TrainJob, to_array, to_tensor
 from trishul_ray.federation.reduce import Reducer, finish, partial_sum
 from trishul_ray.federation.server import Server
+from trishul_ray.federation.worker.context import global_model
 from trishul_ray.federation.worker.local import train_client
-from trishul_ray.federation.worker.workbench import global_model
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.methods.base.messages import LocalRun, State
 from trishul_ray.models.backbone import Backbone
@@ -36,7 +36,7 @@ RUNS = iter(range(10_000))
 
 def server_of(inline, tmp_path, name=None):
     """A server with the checkpoints of that name, by default with none."""
-    experiment = inline.bench.settings
+    experiment = inline.context.settings
     store = Store.open(str(tmp_path / (name or f"run-{next(RUNS)}")))
     return Server(experiment, inline, CheckpointStore(store, experiment.id), "attempt")
 
@@ -76,8 +76,8 @@ class Recording:
 
 
 def weights_of(inline, broadcast):
-    trained = global_model(inline.bench, broadcast, 0)
-    return inline.bench.model.deltas(trained)
+    trained = global_model(inline.context, broadcast, 0)
+    return inline.context.model.deltas(trained)
 
 
 def same_run(executor, tmp_path, first, second):
@@ -86,32 +86,32 @@ def same_run(executor, tmp_path, first, second):
 
 
 def initial_state(inline):
-    bench = inline.bench
-    return bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
+    context = inline.context
+    return context.method.initial_state(context.model.layout, context.initial, {}).map(to_array)
 
 
 def one_round(inline, clients=(0, 1, 2)):
-    blueprint, bench = inline.describe({}), inline.bench
+    spec, context = inline.describe({}), inline.context
     before = initial_state(inline)
-    uploads = [train_client(bench, before, TrainJob(1, c))[0] for c in clients]
-    weighting = bench.settings.federation.weighting
-    reducer = Reducer(bench.method, bench.model.layout, weighting, blueprint.expected)
+    uploads = [train_client(context, before, TrainJob(1, c))[0] for c in clients]
+    weighting = context.settings.federation.weighting
+    reducer = Reducer(context.method, context.model.layout, weighting, spec.expected)
     mean, trained = finish(partial_sum(uploads, reducer), before, reducer)
     return uploads, mean, trained
 
 
-def local_run(bench, vector):
+def local_run(context, vector):
     run = LocalRun(
-        layout=bench.model.layout,
+        layout=context.model.layout,
         vector=vector,
         grad=torch.zeros_like(vector),
-        broadcast=State(bench.method.pack(bench.model.layout, vector)),
+        broadcast=State(context.method.pack(context.model.layout, vector)),
         client_state={},
-        optimizer=bench.settings.optimizer,
+        optimizer=context.settings.optimizer,
         generator=torch_rng(0, "test"),
         common=torch_rng(0, "common"),
     )
-    bench.method.start(run, vector)
+    context.method.start(run, vector)
     return run
 
 
@@ -142,23 +142,23 @@ def assert_alpha_scales_the_update(executor, tmp_path, name, *own):
     recording = Recording(executor(f"method={name}", "adapter.alpha=24", "budget=8", *own, *one))
     server = server_of(recording, tmp_path)
     server.step()
-    bench = recording.inner.bench
+    context = recording.inner.context
     if name != "ffalora":
-        assert {adapter.scale for adapter in bench.model.adapters.values()} == {3.0}
-    vector = bench.initial.clone()
+        assert {adapter.scale for adapter in context.model.adapters.values()} == {3.0}
+    vector = context.initial.clone()
     shared = torch.from_numpy(recording.uploads[0].arrays.shared)
-    server.method.unpack(bench.model.layout, vector, shared)
-    clients = bench.model.deltas(Trained(vector))
+    server.method.unpack(context.model.layout, vector, shared)
+    clients = context.model.deltas(Trained(vector))
     found = weights_of(recording.inner, server.broadcast())
     for layer, update in clients.items():
-        adapter = bench.model.adapters[layer]
-        factors = bench.model.layout.views(vector)
+        adapter = context.model.adapters[layer]
+        factors = context.model.layout.views(vector)
         left = factors[f"{layer}.lora_B"].double()
-        right = factors.get(f"{layer}.lora_A", bench.model.constants(layer).get("lora_A"))
+        right = factors.get(f"{layer}.lora_A", context.model.constants(layer).get("lora_A"))
         torch.testing.assert_close(update, 24 / adapter.rank * left @ right.double())
         torch.testing.assert_close(found[layer], update, atol=1e-6, rtol=1e-5)
-    trained = global_model(bench, server.broadcast(), 1)
-    export_peft(bench.model, trained, tmp_path / "adapter", "base")
+    trained = global_model(context, server.broadcast(), 1)
+    export_peft(context.model, trained, tmp_path / "adapter", "base")
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     for layer, update in found.items():
         path = f"base_model.model.{layer}"
@@ -182,16 +182,16 @@ def errors_of_the_mean(executor, tmp_path, name, weighting, own=()):
     server = server_of(recording, tmp_path)
     server.step()
     server.step()
-    bench = recording.inner.bench
+    context = recording.inner.context
     by = {"size": lambda u: u.rows, "tokens": lambda u: u.tokens}.get(weighting, lambda u: 1.0)
     weights = np.array([by(upload) for upload in recording.uploads], dtype=float)
     sent = recording.broadcast.map(to_tensor)
     clients = []
     for upload in recording.uploads:
-        vector = bench.initial.clone()
+        vector = context.initial.clone()
         shared = torch.from_numpy(upload.arrays.shared)
-        server.method.unpack(bench.model.layout, vector, shared)
-        clients.append(bench.model.deltas(Trained(vector, sent.base, sent.constants)))
+        server.method.unpack(context.model.layout, vector, shared)
+        clients.append(context.model.deltas(Trained(vector, sent.base, sent.constants)))
     errors = []
     for layer, found in weights_of(recording.inner, server.broadcast()).items():
         exact = sum(w * c[layer] for w, c in zip(weights / weights.sum(), clients, strict=True))

@@ -61,7 +61,7 @@ def digits(count):
 
 def seen_by(result, images):
     """The images as the model of a result is given them, float32 [N, 1, 8, 8]."""
-    task = result._trained.bench.task
+    task = result._trained.context.task
     pixels = torch.from_numpy(np.stack(images)[:, None] / 255).float()
     return (pixels - task.mean[0]) / task.std[0]
 

@@ -146,7 +146,7 @@ class Result:
     @property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes, in the order of the columns of probabilities."""
-        return self._trained.bench.info.classes
+        return self._trained.context.info.classes
 
     @own_errors()
     def model(self, client: int | str | None = None) -> nn.Module:
@@ -164,8 +164,8 @@ class Result:
             RunError: The last checkpoint is missing, or the backbone has changed.
         """
         run = self._trained_by(client)
-        configure_answers(run.bench)
-        return as_passed(merge_trained(run.bench.model, run.trained)).eval()
+        configure_answers(run.context)
+        return as_passed(merge_trained(run.context.model, run.trained)).eval()
 
     @own_errors()
     def predict(

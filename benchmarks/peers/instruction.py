@@ -53,8 +53,8 @@ def ours(words: dict[str, Any]) -> None:
     from trishul_ray.federation.determinism import deterministic
     from trishul_ray.federation.messages import TrainJob, to_array
     from trishul_ray.federation.prepare import prepare_run
+    from trishul_ray.federation.worker.context import build_context, new_run
     from trishul_ray.federation.worker.local import LocalSteps
-    from trishul_ray.federation.worker.workbench import build_workbench, new_run
 
     experiment = load_experiment(
         None,
@@ -74,7 +74,7 @@ def ours(words: dict[str, Any]) -> None:
         ],
     )
     with deterministic(experiment), ExitStack() as stack:
-        bench = build_workbench(experiment, prepare_run(experiment))
+        bench = build_context(experiment, prepare_run(experiment))
         start = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
         run = new_run(bench, start, 1, 0)
         steps, numbers = LocalSteps(bench, run, TrainJob(round=1, client=0)), iter(range(1, 10**6))

@@ -23,7 +23,7 @@ def test_spectra_of_what_is_sent_are_recorded_with_and_without_a_prox(small, inl
     final = inline_result(small(f"method={name}", *more, *INLINE))
     values = final.checkpoint.spectra["uploaded"]
     heads, rank = values.shape
-    assert heads == sum(e.shape[0] for e in final.blueprint.layout.entries if "core" in e.name)
+    assert heads == sum(e.shape[0] for e in final.spec.layout.entries if "core" in e.name)
     assert rank > 1 and (np.diff(values) <= 0).all() and (values[:, 0] > 0).all()
     assert ("before" in final.checkpoint.spectra) == (method == "trishul")
     if method == "trishul":
@@ -156,9 +156,9 @@ def test_the_time_of_a_client_is_that_of_its_local_steps(small, monkeypatch, eve
     monkeypatch.setattr(local, "new_run", slow(local.new_run, 10.0))
     monkeypatch.setattr(Trishul, "upload", slow(Trishul.upload, 100.0))
     monkeypatch.setattr(Trishul, "after_steps", slow(Trishul.after_steps, 1.0))
-    bench = InlineExecutor(experiment, prepare_run(experiment)).bench
-    start = bench.method.initial_state(bench.model.layout, bench.initial, {})
-    _, report = local.train_client(bench, start.map(to_array), TrainJob(1, 0))
+    context = InlineExecutor(experiment, prepare_run(experiment)).context
+    start = context.method.initial_state(context.model.layout, context.initial, {})
+    _, report = local.train_client(context, start.map(to_array), TrainJob(1, 0))
     assert report.seconds == experiment.federation.local_steps
     assert bool(report.spectra) == (every == 1)
 
@@ -169,7 +169,7 @@ def test_limited_clients_are_compared_over_the_heads_that_both_trained(small, in
     assert np.nanmax(np.abs(cosine)) <= 1 + 1e-9
     np.testing.assert_allclose(np.diagonal(cosine, axis1=1, axis2=2), 1.0)
     trained = final.checkpoint.spectra["uploaded"]
-    cores = sum(e.shape[0] for e in final.blueprint.layout.entries if "core" in e.name)
+    cores = sum(e.shape[0] for e in final.spec.layout.entries if "core" in e.name)
     assert 0 < len(trained) <= -(-cores // 2)
 
 

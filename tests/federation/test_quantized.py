@@ -11,8 +11,8 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.worker.context import build_context, build_model_context
 from trishul_ray.federation.worker.survey import weight_gradients
-from trishul_ray.federation.worker.workbench import build_model_bench, build_workbench
 
 ROUNDS = ["federation.rounds=2", "federation.local_steps=2"]
 KINDS = ("nf4", "int8")
@@ -78,11 +78,11 @@ def test_heads_are_divided_by_the_unquantized_weights(small):
     blocks = []
     for kind in ("none", "nf4", "int8"):
         run = small("method=trishul", f"model.quantize={kind}")
-        bench = build_model_bench(run, prepare_run(run).dataset.info)
-        linear = bench.site.layers[0].name
-        stored = getattr(bench.model.model.get_submodule(linear), "stored", None)
+        context = build_model_context(run, prepare_run(run).dataset.info)
+        linear = context.site.layers[0].name
+        stored = getattr(context.model.model.get_submodule(linear), "stored", None)
         assert (stored is None) == (kind == "none")
-        blocks.append((bench.site.squared_norms, bench.model.layout))
+        blocks.append((context.site.squared_norms, context.model.layout))
     assert blocks[0] == blocks[1] == blocks[2]
 
 
@@ -126,15 +126,15 @@ def test_a_model_from_python_is_quantized_too(tmp_path):
         "digits", model=Net(), runs=tmp_path, cache=tmp_path, progress="off", lr=0.01,
         method="fedit", **{"model.quantize": "nf4"}, **fields,
     )  # fmt: skip
-    bench = result._trained.bench
-    kinds = [type(layer.stored) for layer in bench.model.model.layers]
+    context = result._trained.context
+    kinds = [type(layer.stored) for layer in context.model.model.layers]
     assert kinds == [QuantizedLinear, QuantizedLinear]
 
 
 def test_a_survey_of_a_quantized_model_holds_no_dense_parameters(small):
     run = small("method=fedsb", "model.quantize=nf4")
-    bench = build_workbench(run, prepare_run(run))
-    names = {spec.name for spec in bench.model.specs}
-    held = {name.rpartition(".")[0] for name, _ in bench.model.model.named_parameters()}
+    context = build_context(run, prepare_run(run))
+    names = {spec.name for spec in context.model.specs}
+    held = {name.rpartition(".")[0] for name, _ in context.model.model.named_parameters()}
     assert not names & {name for name in held if name + ".weight" in held}
-    assert all(f"{name}.weight" not in bench.model.model.state_dict() for name in names)
+    assert all(f"{name}.weight" not in context.model.model.state_dict() for name in names)

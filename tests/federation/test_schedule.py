@@ -17,7 +17,7 @@ from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.worker.local import train_client
 from trishul_ray.federation.worker.schedule import learning_rates
-from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.proportions import exact_fraction
 
 SPANS = st.tuples(st.integers(1, 6), st.integers(1, 9))
 
@@ -39,7 +39,7 @@ def test_decay_over_a_run_matches_torch_schedulers(span, warmup, name):
     total = rounds * steps
     settings = OptimizerConfig(lr=0.5, schedule=name, warmup=warmup)
     rates = rates_of(settings, rounds, steps).ravel()
-    rise = math.ceil(exact_share(total, warmup))
+    rise = math.ceil(exact_fraction(total, warmup))
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     fall = total - rise
     if name == "linear":
@@ -80,10 +80,10 @@ def short(small):
 
 def round_of(experiment, number):
     executor = InlineExecutor(experiment, prepare_run(experiment))
-    bench = executor.bench
-    broadcast = bench.method.initial_state(bench.model.layout, bench.initial, {})
-    upload, report = train_client(bench, broadcast.map(to_array), TrainJob(number, 0))
-    return bench, upload.arrays.shared, report
+    context = executor.context
+    broadcast = context.method.initial_state(context.model.layout, context.initial, {})
+    upload, report = train_client(context, broadcast.map(to_array), TrainJob(number, 0))
+    return context, upload.arrays.shared, report
 
 
 def test_a_step_uses_its_own_rate(short):
@@ -92,8 +92,8 @@ def test_a_step_uses_its_own_rate(short):
     experiment = short(*overrides, "federation.local_steps=1", "federation.rounds=4")
     moved = []
     for number in (1, 2, 4):
-        bench, shared, _ = round_of(experiment, number)
-        start = bench.method.pack(bench.model.layout, bench.initial).numpy()
+        context, shared, _ = round_of(experiment, number)
+        start = context.method.pack(context.model.layout, context.initial).numpy()
         moved.append(np.abs(shared - start).max())
     np.testing.assert_allclose(moved, [0.01, 0.0075, 0.0025], rtol=1e-3)
 
@@ -125,11 +125,11 @@ def test_scaffolds_variate_is_the_mean_gradient_under_a_schedule(short):
     ]
     experiment = short(*overrides)
     executor = InlineExecutor(experiment, prepare_run(experiment))
-    bench, seen = executor.bench, []
-    broadcast = bench.method.initial_state(bench.model.layout, bench.initial, {})
-    inner = bench.method.before_step
-    bench.method.before_step = lambda run: (seen.append(run.grad.double().clone()), inner(run))
-    upload, _ = train_client(bench, broadcast.map(to_array), TrainJob(1, 0))
+    context, seen = executor.context, []
+    broadcast = context.method.initial_state(context.model.layout, context.initial, {})
+    inner = context.method.before_step
+    context.method.before_step = lambda run: (seen.append(run.grad.double().clone()), inner(run))
+    upload, _ = train_client(context, broadcast.map(to_array), TrainJob(1, 0))
     rates = learning_rates(experiment.optimizer, 1, 2, 3)
     assert len(set(rates)) == 3
     mean = sum(rate * grad for rate, grad in zip(rates, seen, strict=True)) / sum(rates)
@@ -145,8 +145,8 @@ def test_a_gradient_is_clipped_to_the_norm(short):
     ]
 
     def moved(*more):
-        bench, shared, _ = round_of(short(*options, *more), 1)
-        return shared - bench.method.pack(bench.model.layout, bench.initial).numpy()
+        context, shared, _ = round_of(short(*options, *more), 1)
+        return shared - context.method.pack(context.model.layout, context.initial).numpy()
 
     free, clipped = moved(), moved("optimizer.clip_norm=0.001")
     assert np.linalg.norm(free) > 0.01

@@ -77,8 +77,8 @@ def test_each_client_trains_as_alone(overrides, second_round):
     inline, broadcast, states = second_round(*overrides)
     jobs = [TrainJob(2, client, states.get(client, {})) for client in (0, 1, 3)]
     with deterministic(inline.experiment):
-        alone = [train_client(inline.bench, broadcast, job) for job in jobs]
-        together = train_together(inline.bench, broadcast, jobs)
+        alone = [train_client(inline.context, broadcast, job) for job in jobs]
+        together = train_together(inline.context, broadcast, jobs)
     for (upload, report), (shared, beside) in zip(alone, together, strict=True):
         assert (shared.client, shared.rows) == (upload.client, upload.rows)
         assert np.array_equal(shared.active, upload.active)
@@ -99,8 +99,8 @@ def test_clients_in_bf16_train_as_alone(second_round):
         inline, broadcast, _ = second_round(f"method={method}", *options)
         jobs = [TrainJob(2, client) for client in (0, 1)]
         with deterministic(inline.experiment):
-            alone = [train_client(inline.bench, broadcast, job) for job in jobs]
-            together = train_together(inline.bench, broadcast, jobs)
+            alone = [train_client(inline.context, broadcast, job) for job in jobs]
+            together = train_together(inline.context, broadcast, jobs)
         for (upload, _), (shared, _) in zip(alone, together, strict=True):
             arrays = shared.arrays.shared, upload.arrays.shared
             assert relative(*arrays, broadcast.shared) < 0.05

@@ -27,7 +27,9 @@ def test_the_average_is_the_central_step_if_loss_and_weights_fit(executor, tmp_p
         mean = moved(*TWO, f"task.loss={loss}", f"federation.weighting={weighting}")
         return np.linalg.norm(mean - whole) / np.linalg.norm(whole)
 
-    tokens = prepare_run(executor(*ROWS, *TWO, "federation.weighting=tokens").bench.settings).tokens
+    tokens = prepare_run(
+        executor(*ROWS, *TWO, "federation.weighting=tokens").context.settings
+    ).tokens
     assert tokens[0] != tokens[1] and len(tokens) == 2
     assert differ("tokens", "tokens") < 1e-5
     assert differ("rows", "size") < 1e-5

@@ -24,8 +24,10 @@ from trishul_ray.runtime.device import cap_device_memory
 
 def main(file, device, limit):
     experiment = load_experiment(Path(file), [f"resources.device={device}"])
-    bench = InlineExecutor(experiment, prepare_run(experiment)).bench
-    broadcast = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
+    context = InlineExecutor(experiment, prepare_run(experiment)).context
+    broadcast = context.method.initial_state(context.model.layout, context.initial, {}).map(
+        to_array
+    )
     before = resource.getrlimit(resource.RLIMIT_AS)
     if device == "cuda":
         cap_device_memory(float(limit))
@@ -33,7 +35,7 @@ def main(file, device, limit):
         most = psutil.Process().memory_info().vms + int(float(limit) * 2**20)
         resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
     try:
-        upload, _ = train_client(bench, broadcast, TrainJob(round=1, client=2))
+        upload, _ = train_client(context, broadcast, TrainJob(round=1, client=2))
     except RunError as error:
         print(f"RunError: {error}")
     else:

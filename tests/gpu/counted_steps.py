@@ -26,7 +26,7 @@ from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
 from trishul_ray.federation.worker import evaluation, local
-from trishul_ray.federation.worker.workbench import ModelBench, Workbench, build_model_bench
+from trishul_ray.federation.worker.context import ModelContext, WorkerContext, build_model_context
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import cast, configure_compute, run_dtype
 from trishul_ray.models.find_model import KNOWN
@@ -135,27 +135,29 @@ def counted(device, experiment, info, row, evaluated):
         states.append((device.kernels.total(), device.bytes, len(device.waits)))
         device.peak = device.peak if states[2:] else device.bytes
 
-    bench = build_model_bench(experiment, info)
-    parts = {part.name: getattr(bench, part.name) for part in fields(ModelBench)}
-    bench = Workbench(
+    context = build_model_context(experiment, info)
+    parts = {part.name: getattr(context, part.name) for part in fields(ModelContext)}
+    context = WorkerContext(
         **parts, train=StepRows(row, note), scored={"test": (Rows(row), np.arange(1000))},
         shards=Shards(), stages=Stages.of(experiment),
     )  # fmt: skip
-    bench.task.prepare_batch(Rows(row).batch([0]), bench.device, bench.dtype)  # copies constants
-    method, layout, answers = bench.method, bench.model.layout, {}
+    context.task.prepare_batch(
+        Rows(row).batch([0]), context.device, context.dtype
+    )  # copies constants
+    method, layout, answers = context.method, context.model.layout, {}
     if method.survey_plan is not None:
-        answers = {spec.name: torch.zeros(spec.d_out, spec.d_in) for spec in bench.model.specs}
-    start = method.initial_state(layout, bench.model.initial(), answers).map(to_array)
+        answers = {spec.name: torch.zeros(spec.d_out, spec.d_in) for spec in context.model.specs}
+    start = method.initial_state(layout, context.model.initial(), answers).map(to_array)
     jobs = [TrainJob(round=2, client=client) for client in range(experiment.federation.stacked)]
     device.raising.clear()
     with suppress(Enough):
-        local.train_together(bench, start, jobs)
+        local.train_together(context, start, jobs)
     # The first step makes the optimizer's state, too.
     _, (began, _, first), (ended, _, last) = states
     found = {"kernels": ended - began, "waits": device.waits[first:last]}
     found["GiB"] = device.peak / 2**30
     if evaluated:
-        model, size = evaluation.EvaluatedModel(bench), experiment.evaluation.batch_size
+        model, size = evaluation.EvaluatedModel(context), experiment.evaluation.batch_size
         for first in (0, size):  # the model is bound for both
             before, device.peak = device.kernels.total(), device.bytes
             evaluation.evaluate_chunk(model, start, EvalJob(2, first, first + size))

@@ -76,7 +76,7 @@ def server_of(experiment):
     store = CheckpointStore(
         Store.open(tempfile.mkdtemp(dir=experiment.storage.runs)), experiment.id
     )
-    return Server(experiment, executor, store, "attempt"), executor.bench
+    return Server(experiment, executor, store, "attempt"), executor.context
 
 
 def trained(server):
@@ -98,9 +98,9 @@ def on_cpu(experiment):
 
 def emulated(experiment, device):
     resources = experiment.resources.model_copy(update={"device": NAME})
-    server, bench = server_of(experiment.model_copy(update={"resources": resources}))
+    server, context = server_of(experiment.model_copy(update={"resources": resources}))
     waits, marks, spans = device.waits, [], []
-    bench.train = MarkedRows(bench.train, waits, marks)
+    context.train = MarkedRows(context.train, waits, marks)
 
     def train_together(*args):
         waits.clear()

@@ -11,10 +11,10 @@ from method_runs import SINGLE, Recording, run, server_of
 from newcomers import NEWCOMERS, unloaded_after
 
 from trishul_ray.federation.messages import to_tensor
-from trishul_ray.federation.worker.workbench import new_run
+from trishul_ray.federation.worker.context import new_run
 from trishul_ray.methods.base import build_method, method_class, register
 from trishul_ray.methods.fedit import FedIT
-from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.proportions import exact_fraction
 
 
 def takes_limits(name):
@@ -38,19 +38,19 @@ def test_limited_clients_send_less(executor, tmp_path, name):
 @pytest.mark.parametrize("name", ["trishul", "ravan", "fedit", "ffalora"])
 def test_what_is_drawn_from_the_seed_is_not_downloaded(executor, tmp_path, name):
     server = run(executor(f"method={name}"), tmp_path)
-    wire = server.blueprint.expected.lengths["shared"]
+    wire = server.spec.expected.lengths["shared"]
     assert [r.downloaded_parameters for r in server.checkpoint.records[1:]] == [3 * wire, 3 * wire]
 
 
-def carried(server, bench, broadcast, client):
+def carried(server, context, broadcast, client):
     """Number of entries of the shared broadcast that reach a client and move its trainables."""
     starts = []
     for seed in (1, 2):
         draw = np.random.default_rng(seed).normal(size=broadcast.shared.shape)
-        run = new_run(bench, replace(broadcast, shared=draw.astype(np.float32)), 1, client)
+        run = new_run(context, replace(broadcast, shared=draw.astype(np.float32)), 1, client)
         kept = server.checkpoint.client_states.get(client, {})
         run.client_state = {name: to_tensor(value) for name, value in kept.items()}
-        server.method.start(run, bench.initial)
+        server.method.start(run, context.initial)
         starts.append(run.vector.clone())
     return int((starts[0] != starts[1]).sum())
 
@@ -80,7 +80,7 @@ def test_downloads_are_what_the_broadcast_carries(executor, tmp_path, options):
         frozen = sum(v.size for v in broadcast.survey.values())
         frozen += sum(v.size for found in broadcast.constants.values() for v in found.values())
         beside = sum(v.size for v in broadcast.extra.values())
-        reach = [carried(server, inline.bench, broadcast, c) for c in cohort]
+        reach = [carried(server, inline.context, broadcast, c) for c in cohort]
         expected = sum(reach) + len(cohort) * beside + len(set(cohort) - known) * frozen
         if base:
             what = folded[server.method.config.name]
@@ -89,15 +89,15 @@ def test_downloads_are_what_the_broadcast_carries(executor, tmp_path, options):
         known |= set(cohort)
         record = server.checkpoint.records[-1]
         assert record.downloaded_parameters == expected >= 0
-        stack = record.uploaded_parameters - len(cohort) * server.blueprint.parameters["head"]
+        stack = record.uploaded_parameters - len(cohort) * server.spec.parameters["head"]
 
 
 @given(st.integers(1, 400), st.integers(1, 1000), st.integers(1, 1000))
 def test_exact_share_is_exact(count, first, second):
     """Compare with integer arithmetic on thousandths."""
-    share = exact_share(count, first / 1000, second / 1000)
+    share = exact_fraction(count, first / 1000, second / 1000)
     assert share * 10**6 == count * first * second
-    assert math.ceil(exact_share(5, 0.8, 0.75)) == 3
+    assert math.ceil(exact_fraction(5, 0.8, 0.75)) == 3
 
 
 def test_a_promise_about_the_mean_is_inherited_only_with_what_is_averaged():
@@ -165,7 +165,7 @@ def test_hooks_know_the_client_the_step_and_its_loss(executor, tmp_path, watchin
 def test_a_state_that_nobody_left_is_named(executor, tmp_path):
     inline = executor("method=fedit")
     broadcast = server_of(inline, tmp_path).broadcast()
-    started = new_run(inline.bench, broadcast, 1, 0)
+    started = new_run(inline.context, broadcast, 1, 0)
     with pytest.raises(LookupError, match="no dict was left"):
         started.state_of(dict)
     with pytest.raises(LookupError, match="no mini-batches"):

@@ -13,7 +13,7 @@ from trishul_ray.contract import methods
 from trishul_ray.contract.checks import BrokenPromiseError
 from trishul_ray.contract.methods import Shuffled, untimed
 from trishul_ray.federation.checkpoint import state_digest
-from trishul_ray.federation.worker.workbench import global_model
+from trishul_ray.federation.worker.context import global_model
 from trishul_ray.methods.base import method_class
 
 METHODS = [*SINGLE, *NEWCOMERS]
@@ -68,8 +68,8 @@ def test_clients_of_local_move_no_global_model(executor, tmp_path):
     inline = executor("method=local")
     server = run(inline, tmp_path)
     assert [r.uploaded_parameters for r in server.checkpoint.records[1:]] == [0, 0]
-    trained = global_model(inline.bench, server.broadcast(), 2)
-    assert torch.equal(methods.logits(inline.bench, trained), methods.logits(inline.bench))
+    trained = global_model(inline.context, server.broadcast(), 2)
+    assert torch.equal(methods.logits(inline.context, trained), methods.logits(inline.context))
 
 
 def test_they_describe_themselves():
@@ -79,12 +79,12 @@ def test_they_describe_themselves():
 
 def test_fedsb_starts_at_the_leading_part_of_a_step(executor, tmp_path):
     """Fed-SB starts at W0 + U S V^T, the rank-r part of -eta0 sign(mean gradient)."""
-    bench = executor("method=fedsb").bench
+    context = executor("method=fedsb").context
     server = server_of(executor("method=fedsb"), tmp_path)
-    trained = global_model(bench, server.broadcast(), 0)
+    trained = global_model(context, server.broadcast(), 0)
     survey = server.survey()
-    for layer, delta in bench.model.deltas(replace(trained, base={})).items():
-        step = -bench.method.config.init_lr * np.sign(survey[layer].astype(np.float64))
+    for layer, delta in context.model.deltas(replace(trained, base={})).items():
+        step = -context.method.config.init_lr * np.sign(survey[layer].astype(np.float64))
         u, s, vt = np.linalg.svd(step)
         rank = trained.constants[layer]["basis_A"].shape[0]
         expected = (u[:, :rank] * s[:rank]) @ vt[:rank]
@@ -113,7 +113,7 @@ def test_dropout_draws_from_the_clients_own_stream(name, executor, dropout_backb
     inline = executor(*with_dropout(name, dropout_backbone))
     torch.manual_seed(1)
     plain = run(inline, tmp_path, "plain")
-    inline.bench.model.train(True)  # as a job that was interrupted may leave it
+    inline.context.model.train(True)  # as a job that was interrupted may leave it
     torch.manual_seed(2)
     again = run(Shuffled(inline, 2), tmp_path, "again")
     assert state_digest(again.checkpoint.state) == state_digest(plain.checkpoint.state)
@@ -175,5 +175,5 @@ def test_a_rank_may_exceed_the_width_of_a_matrix(method, executor, tmp_path):
     """The factors then have directions that stay zero."""
     inline = executor(f"method={method}", "adapter.rank=80", "federation.rounds=1")
     server = run(inline, tmp_path)
-    assert all(min(spec.d_out, spec.d_in) < 80 for spec in inline.bench.model.specs)
+    assert all(min(spec.d_out, spec.d_in) < 80 for spec in inline.context.model.specs)
     assert np.isfinite(server.checkpoint.state.shared).all()

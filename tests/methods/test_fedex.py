@@ -9,9 +9,9 @@ def test_fedex_counts_its_residual(executor, tmp_path):
     inline = executor("method=fedex")
     dense = run(inline, tmp_path)
     factors = run(executor("method=fedex", "method.ship=factors"), tmp_path)
-    lora = dense.blueprint.parameters["adapter"]
-    head = dense.blueprint.parameters["head"]
-    widths = len(inline.bench.model.specs) * 64 * 64
+    lora = dense.spec.parameters["adapter"]
+    head = dense.spec.parameters["head"]
+    widths = len(inline.context.model.specs) * 64 * 64
     cohort = 3
     assert [r.downloaded_parameters for r in dense.checkpoint.records[1:]] == [
         cohort * (lora + head),

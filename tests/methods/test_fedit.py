@@ -6,7 +6,7 @@ import torch
 from method_runs import assert_alpha_scales_the_update, run, same_run
 
 from trishul_ray.adapters.model import Trained
-from trishul_ray.federation.worker.workbench import global_model
+from trishul_ray.federation.worker.context import global_model
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ def test_bfloat16_keeps_folded_updates(executor, tmp_path, name, lr):
         "federation.rounds=1",
     ]
     inline = executor(f"method={name}", "model.precision=bf16", *options)
-    trained = global_model(inline.bench, run(inline, tmp_path).broadcast(), 2)
-    model, gains, kept = inline.bench.model, [], []
+    trained = global_model(inline.context, run(inline, tmp_path).broadcast(), 2)
+    model, gains, kept = inline.context.model, [], []
     generator = torch.Generator().manual_seed(0)
     for layer, base in list(trained.base.items())[:4]:
         d_in = base.shape[1]

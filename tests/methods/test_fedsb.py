@@ -15,9 +15,9 @@ def test_round_0_is_the_pretrained_backbone_for_every_method(executor, tmp_path)
 def test_fedsb_counts_its_bases_once_for_each_client(executor, tmp_path):
     inline = executor("method=fedsb", "federation.rounds=3")
     server = run(inline, tmp_path)
-    specs, adapters = inline.bench.model.specs, inline.bench.model.adapters
+    specs, adapters = inline.context.model.specs, inline.context.model.adapters
     bases = sum(adapters[spec.name].rank * (spec.d_out + spec.d_in) for spec in specs)
-    core = sum(server.blueprint.parameters.values())
+    core = sum(server.spec.parameters.values())
     known = set()
     for record in server.checkpoint.records[1:]:
         new = set(record.clients) - known

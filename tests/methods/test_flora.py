@@ -11,10 +11,10 @@ def test_flora_with_one_client_is_merging(executor, tmp_path):
     recording = Recording(executor("method=flora", *one))
     server = server_of(recording, tmp_path)
     server.step()
-    bench = recording.inner.bench
-    vector = bench.initial.clone()
+    context = recording.inner.context
+    vector = context.initial.clone()
     shared = torch.from_numpy(recording.uploads[0].arrays.shared)
-    server.method.unpack(bench.model.layout, vector, shared)
-    merged = bench.model.deltas(Trained(vector))
+    server.method.unpack(context.model.layout, vector, shared)
+    merged = context.model.deltas(Trained(vector))
     for layer, value in weights_of(recording.inner, server.broadcast()).items():
         torch.testing.assert_close(value, merged[layer], atol=1e-7, rtol=1e-6)

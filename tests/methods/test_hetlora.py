@@ -13,7 +13,7 @@ from trishul_ray.methods.base.messages import State
 def test_hetlora_of_equal_ranks_and_norms_is_fedit(executor):
     """Weights are the norms alone, so equal norms give the plain mean."""
     inline = executor("method=hetlora")
-    method, layout = inline.bench.method, inline.bench.model.layout
+    method, layout = inline.context.method, inline.context.model.layout
     vectors = []
     for seed in (1, 2, 3):
         shared = torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
@@ -29,11 +29,11 @@ def test_hetlora_of_equal_ranks_and_norms_is_fedit(executor):
 
 def test_hetlora_weight_is_the_norm_of_the_update(executor):
     inline = executor("method=hetlora")
-    bench = inline.bench
-    shared = torch.randn(bench.model.layout.size, generator=torch.Generator().manual_seed(1))
-    deltas = bench.model.deltas(Trained(shared))
+    context = inline.context
+    shared = torch.randn(context.model.layout.size, generator=torch.Generator().manual_seed(1))
+    deltas = context.model.deltas(Trained(shared))
     norm = torch.stack([d.square().sum() for d in deltas.values()]).sum().sqrt()
-    found = bench.method.weight(State(shared), bench.model.layout, 1.0)
+    found = context.method.weight(State(shared), context.model.layout, 1.0)
     assert found == pytest.approx(float(norm), rel=1e-5)
 
 
@@ -45,9 +45,9 @@ def test_hetlora_prunes(executor, tmp_path):
     assert min(ranks) < 4
 
 
-def live_components(bench, shared):
+def live_components(context, shared):
     """Return [layers, r] bool: components that can train (a nonzero row of A or column of B)."""
-    pairs = lora_pairs(bench.method.named_tensors(bench.model.layout, torch.from_numpy(shared)))
+    pairs = lora_pairs(context.method.named_tensors(context.model.layout, torch.from_numpy(shared)))
     return torch.stack([(a != 0).any(1) | (b != 0).any(0) for _, a, b in pairs])
 
 
@@ -57,13 +57,13 @@ def test_limited_cohorts_leave_every_component_alive(executor, tmp_path, name):
     words = [f"method={name}", "federation.compute=skewed-right", "federation.clients_per_round=1"]
     recording = Recording(executor(*words, "federation.rounds=6", "federation.local_steps=1"))
     server = server_of(recording, tmp_path)
-    bench, least = recording.inner.bench, 1.0
+    context, least = recording.inner.context, 1.0
     while not server.finished:
         server.step()
         sent = recording.uploads[0].arrays.shared
-        least = min(least, float(live_components(bench, sent).float().mean()))
+        least = min(least, float(live_components(context, sent).float().mean()))
     assert least < 1, "choose another seed: no limited client took part"
-    assert live_components(bench, server.checkpoint.state.shared).all()
+    assert live_components(context, server.checkpoint.state.shared).all()
 
 
 def test_hetlora_of_zeros_sent_by_all_is_the_formula(executor, tmp_path):
@@ -76,7 +76,7 @@ def test_hetlora_of_zeros_sent_by_all_is_the_formula(executor, tmp_path):
         server.step()
         states[unsent] = (
             server.checkpoint.state.shared,
-            live_components(inline.bench, server.checkpoint.state.shared),
+            live_components(inline.context, server.checkpoint.state.shared),
         )
     assert states["keep"][1].all() and not states["zero"][1].all()
     sent = states["zero"][0] != 0
@@ -89,11 +89,11 @@ def test_hetlora_averages_the_classification_head_by_federation_weighting(execut
     recording = Recording(executor(*words))
     server = server_of(recording, tmp_path)
     server.step()
-    bench, rows = recording.inner.bench, [u.rows for u in recording.uploads]
+    context, rows = recording.inner.context, [u.rows for u in recording.uploads]
     assert len(set(rows)) > 1
 
     def heads(shared):
-        named = bench.method.named_tensors(bench.model.layout, torch.from_numpy(shared))
+        named = context.method.named_tensors(context.model.layout, torch.from_numpy(shared))
         return np.concatenate([v.ravel() for k, v in named.items() if k.startswith("head:")])
 
     mean = np.average([heads(u.arrays.shared) for u in recording.uploads], axis=0, weights=rows)

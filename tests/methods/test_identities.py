@@ -51,24 +51,24 @@ def test_exact_methods_average_updates_exactly(executor, tmp_path, name, weighti
         assert min(errors) > 1e-3
 
 
-def plain_training(bench, method, lam, train_scale=True):
+def plain_training(context, method, lam, train_scale=True):
     """Algorithm 1 of the paper for one client, by torch's own autograd, Adam and SVD."""
-    settings = bench.settings
-    model = bench.model
-    base = model.merge(Trained(bench.initial))  # a plain copy of the backbone
+    settings = context.settings
+    model = context.model
+    base = model.merge(Trained(context.initial))  # a plain copy of the backbone
     state = {k: v.detach().clone() for k, v in base.state_dict().items()}
-    views = model.layout.views(bench.initial.clone())
+    views = model.layout.views(context.initial.clone())
     leaves = {k: v.detach().clone().requires_grad_() for k, v in views.items()}
     optimizer = torch.optim.Adam(leaves.values(), lr=settings.optimizer.lr)
     fed = settings.federation
     order = batch_order(
-        bench.shards.shard(0),
+        context.shards.shard(0),
         fed.local_steps,
         fed.batch_size,
         numpy_rng(settings.seed, "batches", 1, 0),
     )
     for rows in order:
-        batch = bench.task.prepare_batch(bench.train.batch(rows), "cpu", torch.float32)
+        batch = context.task.prepare_batch(context.train.batch(rows), "cpu", torch.float32)
         weights = dict(state)
         for spec in model.specs:
             weight, constants = state[f"{spec.name}.weight"], model.constants(spec.name)
@@ -112,10 +112,10 @@ def test_a_clients_round_is_the_papers_algorithm(executor, method, lam):
     if method == "trishul":
         options.append(f"method.lam={lam}")
     inline = executor(*options)
-    bench = inline.bench
-    upload, report = train_client(bench, initial_state(inline), TrainJob(1, 0))
-    expected = plain_training(bench, method, lam)
-    wire = bench.method.wire(bench.model.layout)
+    context = inline.context
+    upload, report = train_client(context, initial_state(inline), TrainJob(1, 0))
+    expected = plain_training(context, method, lam)
+    wire = context.method.wire(context.model.layout)
     flat = torch.cat([expected[name].reshape(-1) for name in wire]).numpy()
     moved = np.abs(flat - initial_state(inline).shared).max()
     assert moved > 1e-3
@@ -128,6 +128,6 @@ def test_a_clients_round_is_the_papers_algorithm(executor, method, lam):
 
 def test_without_a_prox_nothing_is_zeroed(executor):
     inline = executor("method=trishul", "method.lam=0", "federation.local_steps=1")
-    _, report = train_client(inline.bench, initial_state(inline), TrainJob(1, 0))
+    _, report = train_client(inline.context, initial_state(inline), TrainJob(1, 0))
     assert report.metrics == {"svt_zeroed": 0.0, "svt_energy_removed": 0.0}
     assert not report.spectra

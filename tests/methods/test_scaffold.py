@@ -53,10 +53,10 @@ def test_variates_of_clients_follow_what_is_left_of_their_changes(executor, tmp_
 def variate(executor, *words):
     """The control variate of one client after round 1, in which there is no correction."""
     inline = executor("method=scaffold", *words)
-    bench = inline.bench
-    start = bench.method.initial_state(bench.model.layout, bench.initial, {})
-    with deterministic(bench.settings):
-        _, report = train_client(bench, start.map(to_array), TrainJob(1, 0))
+    context = inline.context
+    start = context.method.initial_state(context.model.layout, context.initial, {})
+    with deterministic(context.settings):
+        _, report = train_client(context, start.map(to_array), TrainJob(1, 0))
     return report.state["control"].astype(np.float64)
 
 
@@ -96,7 +96,7 @@ def test_the_classification_head_may_stay_uncorrected(executor, tmp_path):
     """Its variates stay zero, and without drift of the adapter it is averaged as FedIT's."""
     words = ["method=scaffold", "method.corrects=adapter"]
     server = run(executor(*words), tmp_path)
-    layout = executor(*words).bench.model.layout
+    layout = executor(*words).context.model.layout
     control = server.checkpoint.state.extra["control"]
     for entry in layout.entries:
         part = control[entry.offset : entry.offset + entry.numel]

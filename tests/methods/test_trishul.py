@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.messages import to_array
+from trishul_ray.federation.worker.context import new_run
 from trishul_ray.federation.worker.local import gradient_mask
-from trishul_ray.federation.worker.workbench import new_run
 from trishul_ray.methods.trishul import TrishulConfig
 from trishul_ray.runtime.random_streams import torch_rng
 
@@ -20,31 +20,31 @@ def test_measured_allocations(executor, tmp_path, allocation):
     inline = executor("method=trishul", f"method.allocation={allocation}")
     server = server_of(inline, tmp_path)
     asked = server.checkpoint.records[0].uploaded_parameters
-    assert asked == 4 * len(inline.bench.model.specs), "one number per layer and asked client"
-    heads = server.blueprint.heads
-    assert sum(heads.values()) == 4 * len(inline.bench.site.blocks())
+    assert asked == 4 * len(inline.context.model.specs), "one number per layer and asked client"
+    heads = server.spec.heads
+    assert sum(heads.values()) == 4 * len(inline.context.site.blocks())
     blocks = {}
-    for spec in inline.bench.model.specs:
+    for spec in inline.context.model.specs:
         score = float(server.checkpoint.state.survey[spec.name][0])
         blocks[spec.block] = blocks.get(spec.block, 0.0) + score
     order = sorted(blocks, key=blocks.get)
     counts = [heads.get(block, 0) for block in order]
     assert counts == sorted(counts), "more gradient, no fewer heads"
     resumed = server_of(inline, tmp_path)
-    assert resumed.blueprint.heads == heads
+    assert resumed.spec.heads == heads
 
 
 @pytest.mark.parametrize("allocation", ["gradient", "curvature"])
 def test_measured_scores_cannot_give_one_block_all_heads(executor, allocation, caplog):
     def heads(*words):
         inline = executor("method=trishul", f"method.allocation={allocation}", *words)
-        site = inline.bench.site
+        site = inline.context.site
         blocks = list(site.blocks())
         survey = {
             layer.name: torch.tensor([1e9 if layer.block == blocks[0] else 1e-9])
             for layer in site.layers
         }
-        found = inline.bench.method.adapters(replace(site, survey=survey))
+        found = inline.context.method.adapters(replace(site, survey=survey))
         return {layer.block: found[layer.name].heads for layer in site.layers}, site, found
 
     counts, site, found = heads()
@@ -71,10 +71,12 @@ def test_water_filling_changes_the_heads_and_keeps_the_total(executor):
 def test_blocks_are_scored_by_the_configured_weights(executor):
     for scores, count in (("adapted", 2), ("attention", 4), ("all", 6)):
         inline = executor("method=trishul", f"method.block_scores={scores}")
-        site = inline.bench.site
+        site = inline.context.site
         weights = {
             n: p.double().square().sum()
-            for n, p in inline.bench.model.merge(Trained(inline.bench.initial)).named_parameters()
+            for n, p in inline.context.model.merge(
+                Trained(inline.context.initial)
+            ).named_parameters()
         }
         assert len(site.scored) == count * len(site.blocks())
         for layer in site.scored:
@@ -85,10 +87,10 @@ def test_blocks_are_scored_by_the_configured_weights(executor):
     heavy = site.scored[-1]
     assert "mlp" in heavy.name
     norms = dict(site.squared_norms) | {heavy.name: 1e6}
-    found = inline.bench.method.adapters(replace(site, squared_norms=norms))
+    found = inline.context.method.adapters(replace(site, squared_norms=norms))
     heads = {layer.block: found[layer.name].heads for layer in site.layers}
     assert max(heads, key=heads.get) == heavy.block
-    plain = executor("method=trishul", "method.block_scores=adapted").bench
+    plain = executor("method=trishul", "method.block_scores=adapted").context
     found = plain.method.adapters(replace(plain.site, squared_norms=norms))
     assert max(adapter.heads for adapter in found.values()) < max(heads.values())
 
@@ -97,12 +99,12 @@ def test_blocks_are_scored_by_the_configured_weights(executor):
 def test_prox_cadence_keeps_the_total_threshold(executor, steps):
     """k times the threshold every k steps is the same shrinkage where nothing else moves."""
     every, thirds = executor("method.lam=2"), executor("method.lam=2", "method.prox_every=3")
-    start = torch.randn(every.bench.initial.shape, generator=torch_rng(0, "x")) * 0.1
+    start = torch.randn(every.context.initial.shape, generator=torch_rng(0, "x")) * 0.1
     results = []
     for inline in (every, thirds):
-        run = local_run(inline.bench, start.clone())
+        run = local_run(inline.context, start.clone())
         for step in range(1, steps + 1):
-            inline.bench.method.after_steps([run], step, steps)
+            inline.context.method.after_steps([run], step, steps)
         results.append(run.vector)
         banks = zip(run.layout.core_banks(run.vector), run.layout.core_banks(start), strict=True)
         for after, before in banks:
@@ -115,11 +117,11 @@ def test_prox_cadence_keeps_the_total_threshold(executor, steps):
 
 def test_scalars_are_clipped(executor):
     inline = executor("method.scalar_max=1.5")
-    run = local_run(inline.bench, torch.full_like(inline.bench.initial, 3.0))
+    run = local_run(inline.context, torch.full_like(inline.context.initial, 3.0))
     views = run.layout.views(run.vector)
     names = [n for n in views if n.endswith(".scale")]
     views[names[0]].fill_(-2.0)
-    inline.bench.method.after_steps([run], 1, 4)
+    inline.context.method.after_steps([run], 1, 4)
     assert (views[names[0]] == 0).all()
     assert all((views[n] == 1.5).all() for n in names[1:])
 
@@ -133,18 +135,18 @@ def test_a_bound_below_the_scalars_start_is_refused():
 def test_the_prox_on_the_change_shrinks_the_change(executor, share):
     words = ["method=trishul", "method.prox_on=change", "method.lam=2"]
     inline = executor(*words, f"method.head_fraction={share}")
-    bench = inline.bench
-    start = bench.method.initial_state(bench.model.layout, bench.initial, {})
+    context = inline.context
+    start = context.method.initial_state(context.model.layout, context.initial, {})
     generator = torch.Generator().manual_seed(0)
     start = replace(start, shared=torch.randn(start.shared.shape, generator=generator))
-    run_ = new_run(bench, start.map(to_array), 1, 0)
-    bench.method.start(run_, bench.initial)
+    run_ = new_run(context, start.map(to_array), 1, 0)
+    context.method.start(run_, context.initial)
     before = run_.vector.clone()
-    mask = gradient_mask(run_, bench.method.wire(run_.layout))
+    mask = gradient_mask(run_, context.method.wire(run_.layout))
     step = 0.1 * torch.randn(before.shape, generator=generator)
     step = step if mask is None else step * mask
     run_.vector.add_(step)
-    bench.method.after_steps([run_], 1, 4)
+    context.method.after_steps([run_], 1, 4)
     banks = [run_.layout.core_banks(v) for v in (before, step, run_.vector)]
     for old, change, new in zip(*banks, strict=True):
         u, s, vt = torch.linalg.svd(change.double())

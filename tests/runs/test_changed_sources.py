@@ -15,7 +15,7 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.worker.workbench import build_workbench
+from trishul_ray.federation.worker.context import build_context
 
 OWN = ["dataset=table", "data.path=hub/me/notes/train.csv", "model=hub/me/bert"]
 WORDS = ["dataset=hub", "data.path=me/notes", "model=me/bert", *TINY_TEXT]
@@ -167,10 +167,10 @@ def test_node_with_other_data_is_named(place):
     there = experiment.model_copy(update={"storage": elsewhere})
     moved = replace(prepared.dataset, folder=place / "not-here")
     away = replace(prepared, dataset=moved)
-    assert build_workbench(there, away).sources == build_workbench(experiment, prepared).sources
+    assert build_context(there, away).sources == build_context(experiment, prepared).sources
     change_notes(place)
     with pytest.raises(InputError, match=r"^node .* has other data than the driver: data\.path, "):
-        build_workbench(there, away)
+        build_context(there, away)
 
 
 def test_only_sources_known_on_both_sides_are_compared():

@@ -236,7 +236,7 @@ def chosen(cache, tmp_path_factory):
 def test_choices_are_scored_by_their_log_likelihoods(chosen):
     scores = evaluate_run(chosen.path)["tuned"]
     own = [row for row in answers_of(chosen) if row["reference"] != "it"]
-    tokens, model = chosen._trained.bench.task.tokens, chosen.model()
+    tokens, model = chosen._trained.context.task.tokens, chosen.model()
     right = {"acc": 0, "acc_norm": 0}
     for row in own:
         prompt = begin_ids(tokens) + tokens.ids(row["messages"][0]["content"] + " is:")
@@ -255,11 +255,11 @@ def test_choices_are_scored_by_their_log_likelihoods(chosen):
 
 def test_choice_may_exceed_the_answer_limit(chosen):
     run, row = chosen._trained, Row.of("say it", "", "-")
-    task, model = run.bench.task, run.bench.model
+    task, model = run.context.task, run.context.model
     choices = ["x" * task.target_length + end for end in ("", "a", "ab")]
-    with computing(run.bench, run.trained):
+    with computing(run.context, run.trained):
         rows = [row.answered(choice) for choice in choices]
-        found = task.log_likelihoods(model, rows, run.bench.device, run.bench.dtype)
+        found = task.log_likelihoods(model, rows, run.context.device, run.context.dtype)
     assert found[0] > found[1] > found[2]
 
 

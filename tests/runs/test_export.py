@@ -89,7 +89,7 @@ def test_exports_of_every_method_score_alike_elsewhere(run, tmp_path):
     methods = [{"name": name} for name in SINGLE]
     methods.append({"name": "flexlora", "truncate": False})
     results = [run(method=method, evaluation={"limit": 100}) for method in methods]
-    bench = results[0]._trained.bench
+    context = results[0]._trained.context
     test = trishul_ray_rows(results[0])
     exports = []
     for method, result in zip(methods, results, strict=True):
@@ -103,7 +103,7 @@ def test_exports_of_every_method_score_alike_elsewhere(run, tmp_path):
             folded = method["name"] in ("fedex", "flora", "frlora") or "truncate" in method
             assert ("changes of the frozen weights" in export["note"]) == folded
             assert export["relative_error"] <= 1e-6 and export["ranks"][1] <= 64
-        exports.append((folder, test, list(bench.info.classes)))
+        exports.append((folder, test, list(context.info.classes)))
     found = score(exports, tmp_path)
     for result, accuracy in zip(results, found, strict=True):
         # One row may be at the border of two classes.
@@ -202,10 +202,10 @@ def loaded_by_peft(folder):
 def trishul_ray_rows(result):
     """The test rows that a run on digits scored."""
     from trishul_ray.federation.prepare import prepare_run
-    from trishul_ray.federation.worker.workbench import build_workbench
+    from trishul_ray.federation.worker.context import build_context
 
-    bench = build_workbench(result._experiment, prepare_run(result._experiment))
-    batch = bench.test.batch(bench.scored["test"][1])
+    context = build_context(result._experiment, prepare_run(result._experiment))
+    batch = context.test.batch(context.scored["test"][1])
     return [
         {"pixels": pixels.flatten().tolist(), "label": int(label)}
         for pixels, label in zip(batch["pixels"], batch["label"], strict=True)

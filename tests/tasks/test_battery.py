@@ -13,7 +13,7 @@ from trishul_ray.contract import tasks
 from trishul_ray.contract.tasks import DATA, MODELS, outputs_of
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.worker.workbench import build_workbench
+from trishul_ray.federation.worker.context import build_context
 from trishul_ray.plugins.loading import load_plugin
 from trishul_ray.tasks.base import task_classes
 
@@ -27,7 +27,7 @@ NEWCOMER = ("rating", "text", "sequence-classification")
 
 
 @pytest.fixture(scope="module", params=[*CASES, NEWCOMER], ids="-".join)
-def bench(request, tmp_path_factory):
+def context(request, tmp_path_factory):
     with unloaded_after():
         if request.param == NEWCOMER:
             load_plugin(Path(__file__).parent / "newcomers" / "rating.py")
@@ -40,23 +40,23 @@ def made(case, tmp_path_factory):
     words += [f"model={MODELS[family]}", f"task.kind={kind}"]
     words += ["model.init=random", f"storage.cache={tmp_path_factory.mktemp('cache')}"]
     experiment = load_experiment(None, [*words, "tracking.mlflow=false"])
-    bench = build_workbench(experiment, prepare_run(experiment))
-    assert type(bench.task) is task_classes()[kind, reads]
-    bench.model.bind(Trained(bench.initial))
-    return bench
+    context = build_context(experiment, prepare_run(experiment))
+    assert type(context.task) is task_classes()[kind, reads]
+    context.model.bind(Trained(context.initial))
+    return context
 
 
 @pytest.mark.parametrize("check", tasks.PROMISES.values(), ids=lambda check: check.__name__)
-def test_it_keeps_a_promise_of_the_contract(bench, check):
-    check(bench)
+def test_it_keeps_a_promise_of_the_contract(context, check):
+    check(context)
 
 
-def test_the_coordinator_needs_no_model(bench):
+def test_the_coordinator_needs_no_model(context):
     """Metrics reach it as bytes, in a process that knows neither task nor model."""
-    sums = [bench.task.evaluate(*reversed(outputs_of(bench, range(8))))]
+    sums = [context.task.evaluate(*reversed(outputs_of(context, range(8))))]
     code = (
         "import pickle, sys\n"
-        f"metrics, sums = pickle.loads({pickle.dumps((bench.task.metrics, sums))!r})\n"
+        f"metrics, sums = pickle.loads({pickle.dumps((context.task.metrics, sums))!r})\n"
         "heavy = {'torch', 'transformers', 'trishul_ray.tasks.base'} & set(sys.modules)\n"
         "print([metrics.merge(sums), sorted(heavy)])"
     )
@@ -64,4 +64,4 @@ def test_the_coordinator_needs_no_model(bench):
         [sys.executable, "-c", code], cwd=Path(__file__).parents[2],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    assert done.stdout.strip() == str([bench.task.metrics.merge(sums), []])
+    assert done.stdout.strip() == str([context.task.metrics.merge(sums), []])

@@ -22,7 +22,7 @@ from trishul_ray.config.section import (
     Section,
     not_in_id,
 )
-from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.proportions import exact_fraction
 from trishul_ray.spectral.bases import BasisInit
 
 #: Short names of the paper's backbones, replaced by the hub's names before anything is hashed.
@@ -395,7 +395,7 @@ class FederationConfig(Section):
     @property
     def participants(self) -> int:
         """Number of clients that may take part: all but those held out."""
-        return self.clients - math.ceil(exact_share(self.clients, self.held_out))
+        return self.clients - math.ceil(exact_fraction(self.clients, self.held_out))
 
     @field_validator("compute_shares")
     @classmethod

@@ -31,8 +31,8 @@ from trishul_ray.federation.reduce import (
     round_units,
 )
 from trishul_ray.federation.server import Server
+from trishul_ray.federation.worker.context import WorkerContext, global_model
 from trishul_ray.federation.worker.local import train_client
-from trishul_ray.federation.worker.workbench import Workbench, global_model
 from trishul_ray.methods.base import method_class
 from trishul_ray.methods.base.messages import Round
 from trishul_ray.models.find_model import quiet_transformers
@@ -96,8 +96,8 @@ def describes_itself(name: str) -> None:
 def starts_pretrained(folder: Path, name: str, executor: Executors) -> None:
     """The model of the first broadcast is the pretrained one."""
     inline = executor(f"method={name}")
-    trained = global_model(inline.bench, server_of(inline, folder).broadcast(), 0)
-    found, plain = logits(inline.bench, trained), logits(inline.bench)
+    trained = global_model(inline.context, server_of(inline, folder).broadcast(), 0)
+    found, plain = logits(inline.context, trained), logits(inline.context)
     require_close(
         found, plain, "logits of the first broadcast and the backbone", atol=1e-6, rtol=1e-6
     )
@@ -107,19 +107,19 @@ def uploads_as_declared(folder: Path, name: str, executor: Executors) -> None:
     """Uploads have the declared tensors, all finite; what is not trained stays as it was."""
     inline = executor(f"method={name}")
     server = server_of(inline, folder)
-    broadcast, expected = server.broadcast(), server.blueprint.expected
+    broadcast, expected = server.broadcast(), server.spec.expected
     declared = expected.lengths["shared"]
     require(
         sum(expected.unit_sizes) == declared,
         f"upload_lengths() says {declared} for shared, and wire() has {sum(expected.unit_sizes)}",
     )
     for number in (1, 2):
-        upload, report = train_client(inline.bench, broadcast, TrainJob(number, 2))
+        upload, report = train_client(inline.context, broadcast, TrainJob(number, 2))
         refused = rejection_reason(upload, expected)
         require(refused is None, f"upload() and upload_lengths(): {refused}")
         units = upload.active
         if units is None:
-            units = round_units(server.method, server.blueprint.layout, number)
+            units = round_units(server.method, server.spec.layout, number)
         rests = 0 if units is None else int(sum(expected.unit_sizes[~units]))
         counted = sum(expected.lengths.values()) - rests
         require(
@@ -143,10 +143,10 @@ def call_repeats(folder: Path, name: str, executor: Executors) -> None:
     """The same job gives the same bytes, whatever ran in between."""
     inline = executor(f"method={name}")
     broadcast, job = server_of(inline, folder).broadcast(), TrainJob(3, 1)
-    first, kept = train_client(inline.bench, broadcast, job)
-    train_client(inline.bench, broadcast, TrainJob(3, 2))  # another client in between
+    first, kept = train_client(inline.context, broadcast, job)
+    train_client(inline.context, broadcast, TrainJob(3, 2))  # another client in between
     torch.rand(5)  # and a draw from the global stream
-    second, again = train_client(inline.bench, broadcast, job)
+    second, again = train_client(inline.context, broadcast, job)
     same = state_digest(first.arrays) == state_digest(second.arrays)
     require(same, "the upload of a repeated job differs: an instance must hold no state")
     require(
@@ -185,17 +185,17 @@ def mean_decides(folder: Path, name: str, executor: Executors) -> None:
     """Uploads of another spread and the same mean give the same next state, up to rounding."""
     inline = executor(f"method={name}")
     server = server_of(inline, folder)
-    method, state, layout = server.method, server.checkpoint.state, server.blueprint.layout
+    method, state, layout = server.method, server.checkpoint.state, server.spec.layout
     broadcast = server.broadcast()
     same = np.array_equal(broadcast.shared, state.shared)
     require(same, "broadcast() sends other shared numbers than the state's: mean_is_enough = False")
     first, second, *rest = inline.run(broadcast, [TrainJob(1, c) for c in range(3)]).uploads
     fed = inline.experiment.federation
-    reducer = Reducer(method, layout, fed.weighting, server.blueprint.expected)
+    reducer = Reducer(method, layout, fed.weighting, server.spec.expected)
     moved = (first.arrays.shared - broadcast.shared).astype(np.float64)
     units = round_units(method, layout, 1)
     if units is not None:
-        moved[np.repeat(~units, server.blueprint.expected.unit_sizes)] = 0
+        moved[np.repeat(~units, server.spec.expected.unit_sizes)] = 0
     spread = np.random.default_rng(0).permutation(moved) * (moved != 0)
 
     def shifted(upload: Upload, sign: float) -> Upload:
@@ -233,19 +233,19 @@ def is_central(folder: Path, name: str, executor: Executors, options: Sequence[s
     """With one client that takes part in every round, the global model is the client's."""
     one = ["federation.clients=1", "federation.clients_per_round=1"]
     inline = executor(f"method={name}", *one, *options)
-    bench, server = inline.bench, server_of(inline, folder)
+    context, server = inline.context, server_of(inline, folder)
     broadcast = server.broadcast()
     for number in (1, 2):
         state = server.checkpoint.client_states.get(0, {})
         with deterministic(inline.experiment):
-            upload, _ = train_client(bench, broadcast, TrainJob(number, 0, state))
-        vector, sent = bench.initial.clone(), broadcast.map(to_tensor)
+            upload, _ = train_client(context, broadcast, TrainJob(number, 0, state))
+        vector, sent = context.initial.clone(), broadcast.map(to_tensor)
         shared = torch.from_numpy(upload.arrays.shared)
-        server.method.unpack(bench.model.layout, vector, shared)
-        alone = model_of(bench, Trained(vector, sent.base, sent.constants))
+        server.method.unpack(context.model.layout, vector, shared)
+        alone = model_of(context, Trained(vector, sent.base, sent.constants))
         server.step()
         broadcast = server.broadcast()
-        together = model_of(bench, global_model(bench, broadcast, 0))
+        together = model_of(context, global_model(context, broadcast, 0))
         for key, value in alone.items():
             what = f"weights {key!r} of the client and the global model after round {number}"
             require_close(together[key], value, what, atol=1e-6, rtol=1e-5)
@@ -253,7 +253,7 @@ def is_central(folder: Path, name: str, executor: Executors, options: Sequence[s
 
 def adapters_agree(folder: Path, name: str, executor: Executors) -> None:
     """Forward, merged weight and update of each kind of adapter say the same thing."""
-    model = executor(f"method={name}").bench.model
+    model = executor(f"method={name}").context.model
     kinds = {(type(model.adapters[s.name]), s.d_out, s.d_in): s for s in model.specs}
     for spec in kinds.values():
         if (adapter := model.adapters[spec.name]).shapes(spec):
@@ -267,19 +267,19 @@ def exports(folder: Path, name: str, executor: Executors) -> None:
     from peft import PeftModel
 
     inline = executor(f"method={name}", "federation.local_steps=10")
-    bench = inline.bench
-    trained = global_model(bench, driven(inline, folder / "run").broadcast(), 2)
-    ours = logits(bench, trained)
-    moved = bool((ours - logits(bench)).abs().max() > 1e-3)
+    context = inline.context
+    trained = global_model(context, driven(inline, folder / "run").broadcast(), 2)
+    ours = logits(context, trained)
+    moved = bool((ours - logits(context)).abs().max() > 1e-3)
     require(moved, "training does not move the global model")
-    batch = bench.task.inputs(_batch(bench))
+    batch = context.task.inputs(_batch(context))
     with quiet_transformers(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of PEFT's use of transformers
-        export_merged(bench.model, trained, folder / "merged")
-        base: Any = bench.model.merge(Trained(bench.initial))
+        export_merged(context.model, trained, folder / "merged")
+        base: Any = context.model.merge(Trained(context.initial))
         models = {"merged model": type(base).from_pretrained(folder / "merged").eval()}
-        if bench.model.specs:
-            export_peft(bench.model, trained, folder / "adapter", "base")
+        if context.model.specs:
+            export_peft(context.model, trained, folder / "adapter", "base")
             adapted = PeftModel.from_pretrained(base, str(folder / "adapter"))
             models["PEFT adapter"] = adapted.eval()
     for what, model in models.items():
@@ -302,27 +302,29 @@ def driven(inline: InlineExecutor, folder: Path) -> Server:
     return server
 
 
-def logits(bench: Workbench, trained: Trained | None = None) -> Tensor:
+def logits(context: WorkerContext, trained: Trained | None = None) -> Tensor:
     """Return the logits of the first test rows; without ``trained``, of the backbone."""
-    batch = _batch(bench)
+    batch = _batch(context)
     with torch.inference_mode():
         if trained is not None:
-            bench.model.bind(trained)
+            context.model.bind(trained)
         try:
-            found: Tensor = bench.model.forward(**bench.task.inputs(batch)).logits
+            found: Tensor = context.model.forward(**context.task.inputs(batch)).logits
             return found
         finally:
-            bench.model.unbind()
+            context.model.unbind()
 
 
-def _batch(bench: Workbench) -> dict[str, Tensor]:
-    return bench.task.prepare_batch(bench.test.batch(np.arange(16)), bench.device, bench.dtype)
+def _batch(context: WorkerContext) -> dict[str, Tensor]:
+    return context.task.prepare_batch(
+        context.test.batch(np.arange(16)), context.device, context.dtype
+    )
 
 
-def model_of(bench: Workbench, trained: Trained) -> dict[str, Tensor]:
+def model_of(context: WorkerContext, trained: Trained) -> dict[str, Tensor]:
     """Return the update of every weight, and the classification head, in float64."""
-    weights = bench.model.deltas(trained)
-    head = {k: v.double() for k, v in bench.model.direct_parameters(trained.vector).items()}
+    weights = context.model.deltas(trained)
+    head = {k: v.double() for k, v in context.model.direct_parameters(trained.vector).items()}
     return weights | head
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 
 from trishul_ray.config.fields import COMPUTE_LEVELS, COMPUTE_PROFILES, FederationConfig
-from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.proportions import exact_fraction
 from trishul_ray.runtime.random_streams import numpy_rng
 
 
@@ -37,7 +37,7 @@ def capacities(
     ones, the lower level's first). Which clients have it is drawn from the seed. ``shares`` are
     proportions of the levels instead of the profile's.
     """
-    parts = [exact_share(clients, share) for share in shares or COMPUTE_PROFILES[profile]]
+    parts = [exact_fraction(clients, share) for share in shares or COMPUTE_PROFILES[profile]]
     parts = [clients * part / sum(parts) for part in parts]
     counts = [math.floor(part) for part in parts]
     by_remainder = sorted(range(len(COMPUTE_LEVELS)), key=lambda k: counts[k] - parts[k])

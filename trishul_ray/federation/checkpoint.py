@@ -76,7 +76,7 @@ class Checkpoint:
             last; see ``append_round`` and ``compare_everyone``.
         test_rows: ``row``, index in the test split, and ``score`` of every row scored after
             the last round, in order; empty before, and for a task without scores of rows.
-        sources: hashes of data and weights; see ``Blueprint``.
+        sources: hashes of data and weights; see ``WorkerSpec``.
         info: description of the data.
         stages: what each stage keeps, by its name.
         kept: what stages left with each client, by client.

@@ -16,7 +16,7 @@ from trishul_ray.federation.diagnostics import (
     compare_everyone,
     compare_uploads,
 )
-from trishul_ray.federation.messages import Arrays, Blueprint, Upload
+from trishul_ray.federation.messages import Arrays, Upload, WorkerSpec
 from trishul_ray.federation.reduce import Reducer, rejection_reason, round_units
 from trishul_ray.runtime.device import usable_cores
 from trishul_ray.stages import ArrayState
@@ -50,14 +50,14 @@ class Comparison:
     def __init__(
         self,
         experiment: Experiment,
-        blueprint: Blueprint,
+        spec: WorkerSpec,
         uploads: UploadReader,
         number: int,
         broadcast: ArrayState,
     ) -> None:
         self.number, self.broadcast = number, broadcast
         self.is_due = experiment.evaluation.diagnoses(number, experiment.federation.rounds)
-        self._experiment, self._blueprint, self._reader = experiment, blueprint, uploads
+        self._experiment, self._spec, self._reader = experiment, spec, uploads
         threads = experiment.resources.threads
         spare = max(1, min(MOST_THREADS, usable_cores() // threads - 1))
         self._pool = ThreadPoolExecutor(spare, "comparison", torch.set_num_threads, (threads,))
@@ -85,12 +85,10 @@ class Comparison:
         return self._future.result()
 
     def _compare(self, uploads: Sequence[Upload]) -> Compared:
-        expected = self._blueprint.expected
+        expected = self._spec.expected
         valid = [each for each in uploads if rejection_reason(each, expected) is None]
         values = self._reader.values(valid, self.broadcast)
-        found = compare_uploads(
-            values, self.broadcast, self._blueprint, self._experiment, self._pool
-        )
+        found = compare_uploads(values, self.broadcast, self._spec, self._experiment, self._pool)
         return Compared(values, found)
 
     @property
@@ -99,7 +97,7 @@ class Comparison:
 
         Only methods with cores have such a comparison.
         """
-        units = self._blueprint.layout.units(self._blueprint.wire)
+        units = self._spec.layout.units(self._spec.wire)
         return (
             self._experiment.evaluation.diagnostics_cohort == "all"
             and self.number == self._experiment.federation.rounds
@@ -108,13 +106,13 @@ class Comparison:
 
     def of_everyone(self, handles: Sequence[Any]) -> Arrays:
         """Compare the uploads of all clients; see :func:`compare_everyone`."""
-        blueprint, top_k = self._blueprint, self._experiment.evaluation.top_k
+        spec, top_k = self._spec, self._experiment.evaluation.top_k
         uploads = self._reader.values(self._reader.fetch(handles), self.broadcast)
-        valid = [u for u in uploads if rejection_reason(u, blueprint.expected) is None]
+        valid = [u for u in uploads if rejection_reason(u, spec.expected) is None]
         valid.sort(key=lambda upload: upload.client)
         if not valid:
             return {}
-        return compare_everyone(valid, self.broadcast, blueprint, top_k, self._pool)
+        return compare_everyone(valid, self.broadcast, spec, top_k, self._pool)
 
     def aggregation_error(
         self, uploads: Sequence[Upload], reducer: Reducer, after: Callable[[], ArrayState]

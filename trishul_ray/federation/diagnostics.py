@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.federation.messages import Arrays, Blueprint, TrainReport, Upload, as_tensor
+from trishul_ray.federation.messages import Arrays, TrainReport, Upload, WorkerSpec, as_tensor
 from trishul_ray.federation.reduce import Reducer, configured_weight
 from trishul_ray.methods.base.adapters import lora_pairs, lora_scale
 from trishul_ray.spectral.diagnostics import client_matrices, diagnose, left_spectrum, stack_spectra
@@ -60,7 +60,7 @@ def reported_diagnostics(reports: Sequence[TrainReport]) -> Diagnostics:
 def compare_uploads(
     uploads: Sequence[Upload],
     broadcast: ArrayState,
-    blueprint: Blueprint,
+    spec: WorkerSpec,
     experiment: Experiment,
     pool: Executor,
 ) -> Diagnostics:
@@ -69,21 +69,21 @@ def compare_uploads(
     Means over ranks are weighted by the number of core heads. Empty for a method without cores. The
     threads of ``pool`` share the work.
     """
-    units = blueprint.layout.units(blueprint.wire)
+    units = spec.layout.units(spec.wire)
     if not uploads or all(unit.rank is None for unit in units):
         return Diagnostics({}, {}, {})
     weighting = experiment.federation.weighting
     weights = torch.tensor([configured_weight(weighting, upload) for upload in uploads])
     weights = weights.double() / weights.sum()
-    sent, updates, active = _stacked(uploads, broadcast, blueprint)
+    sent, updates, active = _stacked(uploads, broadcast, spec)
     first = None if active is None else active[:1]
-    spectrum = pool.submit(_uploaded_spectrum, sent[:1], first, blueprint)
+    spectrum = pool.submit(_uploaded_spectrum, sent[:1], first, spec)
     metrics: dict[str, float] = {}
     matrices: Arrays = {}
     for prefix, vectors in (("", sent), ("delta_", updates)):
         # The matrices of the updates, which come last, are kept.
         top_k = experiment.evaluation.top_k
-        values, matrices = _over_ranks(vectors, weights, active, blueprint, top_k, pool)
+        values, matrices = _over_ranks(vectors, weights, active, spec, top_k, pool)
         metrics |= {prefix + name: value for name, value in values.items()}
     matrices["clients"] = np.array([u.client for u in uploads], dtype=np.int64)
     return Diagnostics(metrics, spectrum.result(), matrices)
@@ -92,7 +92,7 @@ def compare_uploads(
 def compare_everyone(
     uploads: Sequence[Upload],
     broadcast: ArrayState,
-    blueprint: Blueprint,
+    spec: WorkerSpec,
     top_k: int,
     pool: Executor,
 ) -> Arrays:
@@ -102,8 +102,8 @@ def compare_everyone(
         ``everyone_clients`` [C], and [C, C] of each matrix of
         :func:`~trishul_ray.spectral.diagnostics.client_matrices` under ``everyone_<name>``.
     """
-    _, updates, active = _stacked(uploads, broadcast, blueprint)
-    _, found = _over_ranks(updates, torch.ones(len(uploads)), active, blueprint, top_k, pool)
+    _, updates, active = _stacked(uploads, broadcast, spec)
+    _, found = _over_ranks(updates, torch.ones(len(uploads)), active, spec, top_k, pool)
     found["clients"] = np.array([upload.client for upload in uploads], dtype=np.int64)
     return {f"everyone_{name}": values for name, values in found.items()}
 
@@ -133,7 +133,7 @@ def append_round(matrices: Arrays, number: int, new: Arrays) -> Arrays:
 
 
 def _stacked(
-    uploads: Sequence[Upload], broadcast: ArrayState, blueprint: Blueprint
+    uploads: Sequence[Upload], broadcast: ArrayState, spec: WorkerSpec
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return what was sent [m, W], its change since the broadcast, and the trained units [m, U].
 
@@ -144,28 +144,28 @@ def _stacked(
     if all(upload.active is None for upload in uploads):
         return sent, sent - received, None
     # A client of full capacity sends no mask, even beside limited ones: it trained every unit.
-    full = np.ones(len(blueprint.expected.unit_sizes), dtype=bool)
+    full = np.ones(len(spec.expected.unit_sizes), dtype=bool)
     masks = [full if u.active is None else np.array(u.active) for u in uploads]
     return sent, sent - received, torch.from_numpy(np.stack(masks))
 
 
-def _uploaded_spectrum(vector: Tensor, active: Tensor | None, blueprint: Blueprint) -> Arrays:
+def _uploaded_spectrum(vector: Tensor, active: Tensor | None, spec: WorkerSpec) -> Arrays:
     """Return ``uploaded`` [n, r]: singular values of the cores in one client's vector [1, W]."""
     spectra = []
-    for cores, mask in _banks(vector, active, blueprint):
+    for cores, mask in _banks(vector, active, spec):
         values = singular_values(cores[0])
         spectra.append(values if mask is None else values[mask[0]])
     return {"uploaded": stack_spectra(spectra).numpy()} if spectra else {}
 
 
 def _banks(
-    vectors: Tensor, active: Tensor | None, blueprint: Blueprint
+    vectors: Tensor, active: Tensor | None, spec: WorkerSpec
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Iterate over the cores of one rank in [m, W] vectors, as [m, n, r, r].
 
     With each comes [m, n] bool, the core heads that were trained; the others are zero.
     """
-    units = enumerate(blueprint.layout.units(blueprint.wire))
+    units = enumerate(spec.layout.units(spec.wire))
     for rank, group in groupby(units, lambda item: item[1].rank):
         if rank is None:
             continue
@@ -182,7 +182,7 @@ def _over_ranks(
     vectors: Tensor,
     weights: Tensor,
     active: Tensor | None,
-    blueprint: Blueprint,
+    spec: WorkerSpec,
     top_k: int,
     pool: Executor,
 ) -> tuple[dict[str, float], Arrays]:
@@ -191,7 +191,7 @@ def _over_ranks(
     heads: dict[str, int] = defaultdict(int)
     totals: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
-    for cores, mask in _banks(vectors, active, blueprint):
+    for cores, mask in _banks(vectors, active, spec):
         count, cores = cores.shape[1], cores.double()
         spectrum = left_spectrum(cores, pool)
         for name, value in diagnose(cores, weights, top_k, mask, spectrum).items():

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from trishul_ray.federation.messages import Arrays, Blueprint, Job, Outcome, Upload
+from trishul_ray.federation.messages import Arrays, Job, Outcome, Upload, WorkerSpec
 from trishul_ray.federation.reduce import Reducer
 from trishul_ray.stages import ArrayState, Partial
 
@@ -11,8 +11,8 @@ from trishul_ray.stages import ArrayState, Partial
 class Executor(Protocol):
     """Runs jobs. The results depend on the jobs alone, not on where or in which order they run."""
 
-    def describe(self, survey: Arrays) -> Blueprint:
-        """Return the blueprint of the workbench that every worker builds, given the survey."""
+    def describe(self, survey: Arrays) -> WorkerSpec:
+        """Return the spec of the worker context that every worker builds, given the survey."""
 
     def run(
         self,

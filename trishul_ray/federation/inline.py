@@ -11,7 +11,6 @@ from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
     Arrays,
-    Blueprint,
     EvalJob,
     EvalReport,
     Job,
@@ -19,47 +18,48 @@ from trishul_ray.federation.messages import (
     TrainJob,
     TrainReport,
     Upload,
+    WorkerSpec,
     units_of_work,
 )
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.reduce import FAN_IN, Reducer, combine, groups, partial_sum, sum_groups
 from trishul_ray.federation.server import Server
+from trishul_ray.federation.worker.context import (
+    BackboneCache,
+    WorkerContext,
+    adapt_to,
+    build_context,
+    worker_spec,
+)
 from trishul_ray.federation.worker.evaluation import EvaluatedModel, evaluate_chunk
 from trishul_ray.federation.worker.flops import count_flops
 from trishul_ray.federation.worker.local import send_change, train_together
-from trishul_ray.federation.worker.workbench import (
-    Residents,
-    Workbench,
-    adapt_to,
-    blueprint_of,
-    build_workbench,
-)
 from trishul_ray.stages import ArrayState, Partial
 
 
 class InlineExecutor:
-    """Runs jobs in this process, on one workbench: all of a run, or those that an actor is given.
+    """Runs jobs in this process: all jobs of a run, or the jobs that an actor receives.
 
-    Its backbone is one of ``residents``, until :meth:`close`.
+    Its backbone is one of ``backbones``, until :meth:`close`.
     """
 
     def __init__(
-        self, experiment: Experiment, prepared: Prepared, residents: Residents | None = None
+        self, experiment: Experiment, prepared: Prepared, backbones: BackboneCache | None = None
     ) -> None:
-        self.experiment, self.residents = experiment, residents or Residents()
+        self.experiment, self.backbones = experiment, backbones or BackboneCache()
         with deterministic(experiment):
-            self.bench: Workbench = build_workbench(experiment, prepared, self.residents)
-        self._evaluated = EvaluatedModel(self.bench)
+            self.context: WorkerContext = build_context(experiment, prepared, self.backbones)
+        self._evaluated = EvaluatedModel(self.context)
 
-    def describe(self, survey: Arrays) -> Blueprint:
-        """Return the blueprint of the workbench, given the survey."""
+    def describe(self, survey: Arrays) -> WorkerSpec:
+        """Return the spec of the worker context, given the survey."""
         self._evaluated.release()
         with deterministic(self.experiment):
-            adapt_to(self.bench, survey)
-            blueprint = blueprint_of(self.bench)
-            if "flops" in self.bench.stages.needs:
-                blueprint = replace(blueprint, flops=count_flops(self.bench))
-            return blueprint
+            adapt_to(self.context, survey)
+            spec = worker_spec(self.context)
+            if "flops" in self.context.stages.needs:
+                spec = replace(spec, flops=count_flops(self.context))
+            return spec
 
     def train(
         self, broadcast: ArrayState, jobs: Sequence[TrainJob]
@@ -67,13 +67,13 @@ class InlineExecutor:
         """Run the rounds of clients that train together."""
         self._evaluated.release()
         with deterministic(self.experiment):
-            adapt_to(self.bench, broadcast.survey)
-            trained = train_together(self.bench, broadcast, jobs)
+            adapt_to(self.context, broadcast.survey)
+            trained = train_together(self.context, broadcast, jobs)
             # Round 0: answers to a survey.
-            if jobs[0].round == 0 or not self.bench.stages.act_on_changes:
+            if jobs[0].round == 0 or not self.context.stages.act_on_changes:
                 return trained
             return [
-                send_change(self.bench, broadcast, job, *each)
+                send_change(self.context, broadcast, job, *each)
                 for job, each in zip(jobs, trained, strict=True)
             ]
 
@@ -81,7 +81,7 @@ class InlineExecutor:
         """Evaluate the broadcast on one chunk of rows; its model stays bound for the next one."""
         try:
             with deterministic(self.experiment):
-                adapt_to(self.bench, broadcast.survey)
+                adapt_to(self.context, broadcast.survey)
                 return evaluate_chunk(self._evaluated, broadcast, job)
         except BaseException:
             self._evaluated.release()
@@ -134,7 +134,7 @@ class InlineExecutor:
     def close(self) -> None:
         """Release the backbone."""
         self._evaluated.release()
-        self.bench.close()
+        self.context.close()
 
 
 class InlineDriver(Server):
@@ -148,9 +148,9 @@ class InlineDriver(Server):
         experiment: Experiment,
         prepared: Prepared,
         attempt: str,
-        residents: Residents | None = None,
+        backbones: BackboneCache | None = None,
     ) -> None:
-        executor = InlineExecutor(experiment, prepared, residents)
+        executor = InlineExecutor(experiment, prepared, backbones)
         super().__init__(experiment, executor, open_checkpoints(experiment), attempt)
 
     def close(self) -> None:

@@ -154,8 +154,8 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Blueprint:
-    """What the server needs to know of a workbench, so that it holds no backbone.
+class WorkerSpec:
+    """What the server needs to know of a worker context, so that it holds no backbone.
 
     ``info`` describes the data; with it, the model of a checkpoint is built without them.
     ``sources`` identifies what the configuration names only by its place: the SHA-256 of the

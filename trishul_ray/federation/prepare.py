@@ -31,7 +31,7 @@ class Prepared:
     Attributes:
         dataset: the dataset as the task trains on it.
         shards: the training rows of each client.
-        sources: hashes of the data; see :class:`~trishul_ray.federation.messages.Blueprint`.
+        sources: hashes of the data; see :class:`~trishul_ray.federation.messages.WorkerSpec`.
         passed: the backbone, if it was passed from Python.
         cut: what encoding has cut of the rows of a split, a text each with its count.
         tokens: labels in the rows of each client, int64 [C]; only if clients are weighed by them.

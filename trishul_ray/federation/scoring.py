@@ -10,7 +10,7 @@ from trishul_ray.data.dataset import RowSet, score_name
 from trishul_ray.data.partition import client_names
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint
-from trishul_ray.federation.messages import Blueprint, EvalJob, EvalReport
+from trishul_ray.federation.messages import EvalJob, EvalReport, WorkerSpec
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.tasks.sums import EvalSums, client_metrics, score_by_mix
 
@@ -22,7 +22,7 @@ class Scoring:
 
     Args:
         experiment: The experiment.
-        blueprint: The blueprint of the workers' benches.
+        spec: The spec of the workers' benches.
         participants: Clients that may take part, ascending int64.
         personal: Whether clients keep a part of their models.
     """
@@ -30,15 +30,15 @@ class Scoring:
     def __init__(
         self,
         experiment: Experiment,
-        blueprint: Blueprint,
+        spec: WorkerSpec,
         participants: np.ndarray,
         *,
         personal: bool,
     ) -> None:
         self.options, self.rounds = experiment.evaluation, experiment.federation.rounds
-        self.blueprint, self.participants, self.personal = blueprint, participants, personal
+        self.spec, self.participants, self.personal = spec, participants, personal
         clients = experiment.federation.clients
-        self._names = client_names(blueprint.info, experiment.partition, clients)
+        self._names = client_names(spec.info, experiment.partition, clients)
 
     def jobs(self, now: Checkpoint) -> list[EvalJob]:
         """Return the jobs that score the model of a checkpoint; none if it is not scored."""
@@ -50,10 +50,10 @@ class Scoring:
             return [(start, min(start + size, count)) for start in range(0, count, size)]
 
         jobs = []
-        for rows, count in self.blueprint.scored.items():
+        for rows, count in self.spec.scored.items():
             each = number == self.rounds and rows == "test"
             jobs += [EvalJob(number, *chunk, rows, each=each) for chunk in chunks(count)]
-            if (counts := self.blueprint.client_rows.get(rows)) is not None and number:
+            if (counts := self.spec.client_rows.get(rows)) is not None and number:
                 for client, state in sorted(now.client_states.items()):
                     own = chunks(int(counts[client]))
                     jobs += [EvalJob(number, *chunk, rows, client, state) for chunk in own]
@@ -61,7 +61,7 @@ class Scoring:
 
     def add(self, now: Checkpoint, reports: Sequence[EvalReport]) -> None:
         """Add the results of such jobs to the last record of a checkpoint."""
-        for rows in self.blueprint.scored if reports else ():
+        for rows in self.spec.scored if reports else ():
             found = [each for each in reports if each.rows == rows]
             self._score(now.records, rows, found)
             if each := [report.each for report in found if report.each]:
@@ -75,7 +75,7 @@ class Scoring:
         These are the scores by class and, if asked for, by client, of which the last are kept: of
         the global model and, for a method that leaves a part of it with the clients, of their own.
         """
-        record, metrics, mix = records[-1], self.blueprint.metrics, self.blueprint.client_mix
+        record, metrics, mix = records[-1], self.spec.metrics, self.spec.client_mix
         sums = [report.sums for report in reports if report.client is None]
         found, recall = metrics.merge(sums), metrics.recall(sums)
         by_client: dict[int, float] = {}
@@ -94,7 +94,7 @@ class Scoring:
         if by_client:
             for earlier in records:
                 earlier.per_client, earlier.personal, earlier.participation = {}, {}, {}
-            names = self.blueprint.info.clients if mix is None else self._names
+            names = self.spec.info.clients if mix is None else self._names
 
             def named(values: dict[int, A]) -> dict[str, A]:
                 return {names[c] if names else str(c): value for c, value in values.items()}
@@ -107,7 +107,7 @@ class Scoring:
 
         Empty if what is scored are clients of the data, and not those of the run.
         """
-        if self.blueprint.client_mix is None and not self._names:
+        if self.spec.client_mix is None and not self._names:
             return {}
         counts = Counter(
             client
@@ -119,7 +119,7 @@ class Scoring:
 
     def _personal_scores(self, reports: Sequence[EvalReport]) -> dict[int, float]:
         """Return the score of each client's own model on this client's rows, or by its mix."""
-        metrics, mix = self.blueprint.metrics, self.blueprint.client_mix
+        metrics, mix = self.spec.metrics, self.spec.client_mix
         sums: dict[int, list[EvalSums]] = {}
         for report in reports:
             if report.client is not None:

@@ -25,10 +25,10 @@ from trishul_ray.federation.executor import Executor
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
     Arrays,
-    Blueprint,
     Outcome,
     TrainJob,
     TrainReport,
+    WorkerSpec,
     changed_sources,
     to_array,
     to_tensor,
@@ -66,7 +66,7 @@ class RunResult:
     """A finished run, with everything its results are made from."""
 
     checkpoint: Checkpoint  # the last one, without what the clients keep
-    blueprint: Blueprint
+    spec: WorkerSpec
     broadcast: ArrayState  # that of the round after the last
     memory: PeakMemory | None = None  # see Server
 
@@ -84,7 +84,7 @@ class Server:
 
     Attributes:
         checkpoint: Everything that the next round needs; saved after every step.
-        blueprint: What is known of the workers' benches.
+        spec: What is known of the workers' benches.
         participants: The clients that may take part, ascending.
         events: What has happened since the last report, a line each.
         memory: Peak of the worker that has used most since this process began.
@@ -110,44 +110,44 @@ class Server:
             self.events.append("no valid checkpoint is left: the run starts over")
         start = Checkpoint(experiment.id, attempt, 0, State(np.zeros(0)), records=[RoundRecord(0)])
         self.checkpoint = restored or start
-        self.blueprint = executor.describe(self.checkpoint.state.survey)
+        self.spec = executor.describe(self.checkpoint.state.survey)
         lines = self._begin()
         if restored is None:
             with deterministic(experiment):
                 self.checkpoint.state = self._initial_state()
             lines = self._begin()
-        elif changed := changed_sources(restored.sources, self.blueprint.sources):
+        elif changed := changed_sources(restored.sources, self.spec.sources):
             raise RunError(
                 f"run {experiment.id} was started with other {changed}: restore the original, or "
                 "start over with --fresh"
             )
         self.events += lines
-        self.checkpoint.sources = self.blueprint.sources
-        self.checkpoint.info = self.blueprint.info
-        fed, layout = experiment.federation, self.blueprint.layout
+        self.checkpoint.sources = self.spec.sources
+        self.checkpoint.info = self.spec.info
+        fed, layout = experiment.federation, self.spec.layout
         self.uploads = UploadReader(executor, self.stages)
-        self.reducer = Reducer(self.method, layout, fed.weighting, self.blueprint.expected)
+        self.reducer = Reducer(self.method, layout, fed.weighting, self.spec.expected)
         self.aggregator = Aggregator(self.reducer, self.stages, self.uploads, fed)
-        self.transfers = Transfers(self.method, self.blueprint, self.checkpoint.records)
+        self.transfers = Transfers(self.method, self.spec, self.checkpoint.records)
         self.scoring = Scoring(
-            experiment, self.blueprint, self.participants, personal=self.method.personal
+            experiment, self.spec, self.participants, personal=self.method.personal
         )
 
     def _begin(self) -> list[str]:
         """Let the stages prepare for the rounds; return lines for the reader of the run."""
-        fed, seed, blueprint = self.experiment.federation, self.experiment.seed, self.blueprint
-        method, layout = self.method, blueprint.layout
+        fed, seed, spec = self.experiment.federation, self.experiment.seed, self.spec
+        method, layout = self.method, spec.layout
         every = np.array(capacities(fed.compute, seed, fed.clients, fed.compute_shares))
         plan = RunPlan(
-            tuple(layout.units(blueprint.wire)),
-            blueprint.expected.lengths,
+            tuple(layout.units(spec.wire)),
+            spec.expected.lengths,
             self.participants,
             every,
             quorum=max(self.stages.quorum.values(), default=1),
             unit_shares=lambda: method.unit_shares(layout, every[self.participants].tolist()),
             sent_units=partial(round_units, method, layout),
-            flops=blueprint.flops,
-            shard_sizes=blueprint.shard_sizes,
+            flops=spec.flops,
+            shard_sizes=spec.shard_sizes,
         )
         return self.stages.begin(plan, self.checkpoint.stages)
 
@@ -157,10 +157,10 @@ class Server:
         plan = self.method.survey_plan
         decisive = survey if plan is not None and plan.decides_adapters else {}
         if decisive:
-            self.blueprint = self.executor.describe(decisive)
+            self.spec = self.executor.describe(decisive)
         answers = {layer: to_tensor(answer) for layer, answer in survey.items()}
-        initial = to_tensor(self.blueprint.initial)
-        state = self.method.initial_state(self.blueprint.layout, initial, answers).map(to_array)
+        initial = to_tensor(self.spec.initial)
+        state = self.method.initial_state(self.spec.layout, initial, answers).map(to_array)
         return replace(state, survey=decisive)
 
     def survey(self) -> Arrays:
@@ -175,7 +175,7 @@ class Server:
         # An empty cohort needs the names and shapes of answers: take one, which counts as zeros.
         jobs = [self._job(0, client) for client in cohort or self.participants[:1].tolist()]
         state, record = self.checkpoint.state, self.checkpoint.records[0]
-        reducer = Reducer(self.method, self.blueprint.layout, fed.weighting, None)
+        reducer = Reducer(self.method, self.spec.layout, fed.weighting, None)
         outcome = self.executor.run(state, jobs, reducer)
         self.events += outcome.events
         total = self._sum(0, outcome, reducer)
@@ -216,9 +216,7 @@ class Server:
         began = time.perf_counter()
         sent = self.stages.broadcast(number, self.broadcast())
         cohort = self._cohort(number, sent)
-        with Comparison(
-            self.experiment, self.blueprint, self.uploads, number, sent.read
-        ) as comparison:
+        with Comparison(self.experiment, self.spec, self.uploads, number, sent.read) as comparison:
             outcome = self._train(number, sent, cohort, comparison)
             self._note(outcome)
             paused = time.perf_counter()
@@ -387,11 +385,11 @@ class Server:
 
     def _report(self, records: list[RoundRecord]) -> RoundReport:
         events, self.events = self.events, []
-        headline = self.blueprint.metrics.headline
+        headline = self.spec.metrics.headline
         return RoundReport(records, events, self.checkpoint.round, self.finished, headline)
 
     def result(self) -> RunResult:
         """Return the result of a finished run."""
         # What the clients keep may be large, and the result is sent to the driver.
         whole = replace(self.checkpoint, client_states={}, kept={})
-        return RunResult(whole, self.blueprint, self.broadcast(), self.memory)
+        return RunResult(whole, self.spec, self.broadcast(), self.memory)

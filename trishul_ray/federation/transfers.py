@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from trishul_ray.federation.messages import Blueprint, TrainReport, as_tensor
+from trishul_ray.federation.messages import TrainReport, WorkerSpec, as_tensor
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.methods.base import Method
 from trishul_ray.methods.base.messages import State
@@ -18,14 +18,12 @@ class Transfers:
 
     Args:
         method: The method.
-        blueprint: What is known of the workers' benches.
+        spec: What is known of the workers' benches.
         records: Those of the rounds so far.
     """
 
-    def __init__(
-        self, method: Method, blueprint: Blueprint, records: Sequence[RoundRecord]
-    ) -> None:
-        self.method, self.blueprint = method, blueprint
+    def __init__(self, method: Method, spec: WorkerSpec, records: Sequence[RoundRecord]) -> None:
+        self.method, self.spec = method, spec
         # The clients that have been asked so far, and the round in which they were last.
         self._asked: dict[int, int] = {}
         for record in records:
@@ -42,11 +40,11 @@ class Transfers:
         as those of the ``last`` round on average, and in round 1 four bytes for each number.
         """
         tensors = sent.state.map(as_tensor)
-        up = 4.0 * sum(self.blueprint.expected.lengths.values())
+        up = 4.0 * sum(self.spec.expected.lengths.values())
         if last.clients:
             up = last.metrics()["uploaded_bytes"] / len(last.clients)
         down = 4 * self._download(tensors, 0, last) if sent.size is None else sent.size
-        first = self.method.setup_parameters(tensors, self.blueprint.layout, None)
+        first = self.method.setup_parameters(tensors, self.spec.layout, None)
         return Traffic(down, 4 * first, up)
 
     def record(
@@ -101,11 +99,11 @@ class Transfers:
     def _setup(self, broadcast: State, client: int) -> int:
         """Return how many numbers a client downloads once in this round; see the method's."""
         last = self._asked.get(client)
-        return self.method.setup_parameters(broadcast, self.blueprint.layout, last)
+        return self.method.setup_parameters(broadcast, self.spec.layout, last)
 
     def _download(self, broadcast: State, unsent: int, last: RoundRecord) -> int:
         """Return how many numbers of a broadcast a client receives."""
-        layout, before = self.blueprint.layout, last.accepted_uploads
+        layout, before = self.spec.layout, last.accepted_uploads
         return self.method.download_parameters(broadcast, layout, unsent, before)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from trishul_ray.config.section import Section
-from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.proportions import exact_fraction
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import Change, Sender, Stage, register_stage
 
@@ -53,7 +53,7 @@ class Attack(Stage):
         """The clients that attack, the same in every round."""
         clients, share = self.settings.federation.clients, self.config.share
         sampled = numpy_rng(self.settings.seed, "attackers").permutation(clients)
-        return frozenset(sampled[: math.ceil(exact_share(clients, share))].tolist())
+        return frozenset(sampled[: math.ceil(exact_fraction(clients, share))].tolist())
 
     def send(self, change: Change, sender: Sender) -> Change:
         """Multiply the change of an attacker by the factor."""

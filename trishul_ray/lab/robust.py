@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 from trishul_ray.config.section import Section
 from trishul_ray.errors import InputError
 from trishul_ray.methods.base import Method
-from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.proportions import exact_fraction
 from trishul_ray.stages import MeanChange, Stage, norm_of, register_stage
 
 
@@ -132,7 +132,7 @@ class Robust(Stage):
 
 def harmful_of(share: float, clients: int) -> int:
     """Return f: a share of the clients, rounded up."""
-    return math.ceil(exact_share(clients, share))
+    return math.ceil(exact_fraction(clients, share))
 
 
 def trimmed_mean(rows: np.ndarray, harmful: int) -> np.ndarray:

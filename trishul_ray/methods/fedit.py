@@ -21,7 +21,7 @@ from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import Method, register
 from trishul_ray.methods.base.adapters import FIELDS_READ, attach_adapters, lora_pairs, lora_scale
 from trishul_ray.methods.base.messages import LocalRun, Site, State, Tensors
-from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.proportions import exact_fraction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,7 @@ class FedIT(Method):
         beyond it stay zero: the gradients of B's columns and A's rows are products with each other.
         """
         pairs = list(lora_pairs(run.layout.views(run.vector)))
-        rank = max(1, math.floor(exact_share(pairs[0][1].shape[0], run.capacity)))
+        rank = max(1, math.floor(exact_fraction(pairs[0][1].shape[0], run.capacity)))
         rank = rank if at_most is None else min(rank, at_most)
         for _, a, b in pairs:
             run.unsent += a[rank:].numel() + b[:, rank:].numel()

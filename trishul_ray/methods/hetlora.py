@@ -34,7 +34,7 @@ from trishul_ray.methods.base.adapters import lora_pairs
 from trishul_ray.methods.base.messages import LocalRun, Round, State, Tensors
 from trishul_ray.methods.fedit import FedIT
 from trishul_ray.runtime.lazy import torch
-from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.proportions import exact_fraction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +85,7 @@ class HetLoRA(FedIT):
     def _pruned(self, rank: int) -> int:
         """Return where the tail of ``rank`` begins: ``floor(gamma rank)``, at least min_rank."""
         minimum: int = self.config.min_rank
-        return max(minimum, math.floor(exact_share(rank, self.config.gamma)))
+        return max(minimum, math.floor(exact_fraction(rank, self.config.gamma)))
 
     def _tails(self, run: LocalRun, vector: Tensor, rank: int) -> list[Tensor]:
         """Return ``||B[:, tail]||_F ||A[tail, :]||_F`` by layer, with tail = gamma r_c .. r_c."""

@@ -29,7 +29,7 @@ from trishul_ray.methods.base import Method, MethodConfig, register
 from trishul_ray.methods.base.adapters import FIELDS_READ, core_rank
 from trishul_ray.methods.base.messages import LocalRun, Site, State, Tensors
 from trishul_ray.runtime.lazy import torch
-from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.proportions import exact_fraction
 from trishul_ray.spectral.bases import BasisInit, heads_that_fit
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Ravan(Method):
 
     def _trained_heads(self, heads: int, capacity: float) -> int:
         """Return how many of a layer's core heads a client trains in a round."""
-        return math.ceil(exact_share(heads, self.config.head_fraction, capacity))
+        return math.ceil(exact_fraction(heads, self.config.head_fraction, capacity))
 
     def unit_shares(self, layout: Layout, capacities: Sequence[float]) -> np.ndarray:
         """Return the mean share of heads that clients choose at random on each layer."""

@@ -104,7 +104,7 @@ class RunSummary:
         block_squared_norms: Scores by which they were allocated.
         attempt: Names this run of the experiment, of all that started over.
         identity: Text of which the id is the hash.
-        sources: Content behind names of public data and weights; see ``Blueprint``.
+        sources: Content behind names of public data and weights; see ``WorkerSpec``.
         export: The exported model, as ``Export``; None if it was left out.
         files: The files of the run, and their SHA-256; None for config.yaml, whose places may be
             edited: the other sections are those of ``config``.

@@ -25,7 +25,7 @@ def add_model(experiment: Experiment, summary: RunSummary, home: Store, folder: 
     target = folder
     try:
         run = load_trained(experiment)
-        name = "adapter" if fits_adapter(run.bench) else "model"
+        name = "adapter" if fits_adapter(run.context) else "model"
         target, headline, federation = folder / name, summary.headline, experiment.federation
         notes = {
             headline: f"{summary.final[headline]:.4f} ({summary.data.sentence})",

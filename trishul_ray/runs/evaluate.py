@@ -31,7 +31,7 @@ from trishul_ray.errors import CorruptFileError, InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import prepare_dataset, prepare_rows
-from trishul_ray.federation.worker.workbench import ModelBench
+from trishul_ray.federation.worker.context import ModelContext
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.report.outcomes import EVALUATION
 from trishul_ray.report.summary import RunSummary
@@ -126,16 +126,16 @@ def evaluate_run(
     right = [[line["reference"], *line.get("references", ())] for line in lines]
     match = partial(exact_match, pattern=experiment.task.answer_pattern)
     trained = load_trained(experiment)
-    bench, models = trained.bench, {"tuned": trained.trained}
+    context, models = trained.context, {"tuned": trained.trained}
     if untuned or "untuned" in known:
-        models["untuned"] = Trained(bench.initial)
+        models["untuned"] = Trained(context.initial)
     for name, model in models.items():
         report = partial(progress, f"answering with the {name} model")
-        with computing(bench, model):
-            answering = (bench, task, encoded, chosen, batch_size, new_tokens, report)
+        with computing(context, model):
+            answering = (context, task, encoded, chosen, batch_size, new_tokens, report)
             texts, columns = _answer(*answering)
             if "choices" in raw.columns:
-                columns |= _choose(bench, task, raw, asked, chosen)
+                columns |= _choose(context, task, raw, asked, chosen)
         for score_name, score in (("exact_match", match), ("rouge_l", rouge_l)):
             columns[score_name] = np.array(list(map(partial(best, score), texts, right)))
         for line, text in zip(lines, texts, strict=True):
@@ -193,7 +193,7 @@ def draw_rows(split: Split, count: int) -> np.ndarray:
 
 
 def _answer(
-    bench: ModelBench,
+    context: ModelContext,
     task: Instruction,
     split: Split,
     rows: np.ndarray,
@@ -207,9 +207,9 @@ def _answer(
     decode = partial(task.tokens.tokenizer.batch_decode, skip_special_tokens=True)
     starts = split.column("spans")[rows, :, 0].max(axis=1)
     order = np.argsort(-starts, kind="stable")  # alike in length, the longest first
-    stops = torch.tensor(task.stop_ids(bench.model))
+    stops = torch.tensor(task.stop_ids(context.model))
     report(0.0)
-    positions = getattr(bench.model.model.config, "max_position_embeddings", math.inf)
+    positions = getattr(context.model.model.config, "max_position_embeddings", math.inf)
     if len(rows) and int(starts.max()) + (new_tokens or task.target_length) > positions:
         raise InputError(
             f"prompts of up to {int(starts.max())} tokens with answers of up to "
@@ -217,10 +217,10 @@ def _answer(
         )
     for begin in range(0, len(order), batch_size):
         at = order[begin : begin + batch_size]
-        batch = task.prepare_batch(split.batch(rows[at]), bench.device, bench.dtype)
-        scored = task.score(task.predict(bench.model, batch), batch)
+        batch = task.prepare_batch(split.batch(rows[at]), context.device, context.dtype)
+        scored = task.score(task.predict(context.model, batch), batch)
         labels = decode(batch["labels"].cpu().split(batch["counts"].tolist()))
-        ids = task.generate(bench.model, batch, new_tokens).cpu()
+        ids = task.generate(context.model, batch, new_tokens).cpu()
         stopped = torch.isin(ids, stops)
         ended = stopped.any(dim=1)
         lengths = (stopped.cumsum(dim=1) == 0).sum(dim=1) + ended.long()
@@ -245,7 +245,7 @@ def _answer(
 
 
 def _choose(
-    bench: ModelBench, task: Instruction, split: Split, asked: Sequence[Row], rows: np.ndarray
+    context: ModelContext, task: Instruction, split: Split, asked: Sequence[Row], rows: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Return whether the most likely choice is right, [N]; NaN for rows without choices.
 
@@ -258,7 +258,7 @@ def _choose(
         if not (choices := json.loads(texts[number])):
             continue
         answers = [row.answered(choice) for choice in choices]
-        likely = task.log_likelihoods(bench.model, answers, bench.device, bench.dtype)
+        likely = task.log_likelihoods(context.model, answers, context.device, context.dtype)
         characters = [len(answer.output) for answer in answers]
         for name, values in {"acc": likely, "acc_norm": likely / characters}.items():
             found[name][place] = values.argmax() == right[number]

@@ -34,10 +34,10 @@ from trishul_ray.federation.checkpoint import Checkpoint, open_checkpoints
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.messages import Arrays, changed_sources
 from trishul_ray.federation.server import broadcast_of
-from trishul_ray.federation.worker.workbench import (
-    ModelBench,
+from trishul_ray.federation.worker.context import (
+    ModelContext,
     adapt_to,
-    build_model_bench,
+    build_model_context,
     global_model,
 )
 from trishul_ray.methods.base import build_method
@@ -68,7 +68,7 @@ _PIPELINES: dict[ModelKind, str] = {
 class TrainedRun:
     """The model of a run after a round; ``client`` names its owner, empty for the global model."""
 
-    bench: ModelBench
+    context: ModelContext
     trained: Trained
     round: int
     client: str = ""
@@ -115,12 +115,12 @@ def load_trained(experiment: Experiment, client: int | str | None = None) -> Tra
     name, kept = ("", None) if client is None else _kept_by(client, experiment, checkpoint)
     with deterministic(experiment):
         broadcast = broadcast_of(method, checkpoint.state)
-        bench = build_model_bench(experiment, checkpoint.info)
-        if changed := changed_sources(checkpoint.sources, bench.sources):
+        context = build_model_context(experiment, checkpoint.info)
+        if changed := changed_sources(checkpoint.sources, context.sources):
             raise RunError(f"the {changed} of run {experiment.id} have changed since it was made")
-        adapt_to(bench, broadcast.survey)
-        trained = global_model(bench, broadcast, checkpoint.round, kept)
-        return TrainedRun(bench, trained, checkpoint.round, name)
+        adapt_to(context, broadcast.survey)
+        trained = global_model(context, broadcast, checkpoint.round, kept)
+        return TrainedRun(context, trained, checkpoint.round, name)
 
 
 def _kept_by(
@@ -148,23 +148,23 @@ def _kept_by(
 
 def _whose_model(run: TrainedRun) -> str:
     """Return whose model it is if clients have their own; otherwise an empty text."""
-    bench = run.bench
-    if not bench.method.personal:
+    context = run.context
+    if not context.method.personal:
         return ""
     if run.client:
         return f"of client {run.client} alone, with what only it keeps"
-    layout = bench.model.layout
-    sent = sum(layout.entry(name).numel for name in bench.method.wire(layout))
+    layout = context.model.layout
+    sent = sum(layout.entry(name).numel for name in context.method.wire(layout))
     return (
         f"global, without the {layout.size - sent:,} of {layout.size:,} trained parameters that "
         "each client keeps: they are as before the first round; "
-        f"`trishul export {bench.settings.id} DIR --client N` writes the model of a client"
+        f"`trishul export {context.settings.id} DIR --client N` writes the model of a client"
     )
 
 
-def fits_adapter(bench: ModelBench) -> bool:
+def fits_adapter(context: ModelContext) -> bool:
     """Return whether the method adapts layers; full fine-tuning changes all weights instead."""
-    return any(True for _ in bench.model.iter_layers(bench.initial))
+    return any(True for _ in context.model.iter_layers(context.initial))
 
 
 def export_run(
@@ -194,22 +194,26 @@ def write_model(
     ``notes`` are further lines of the model card, by title; ``place`` is the final path of the
     folder, if it is copied later.
     """
-    bench, method, quantize = run.bench, run.bench.settings.method.name, _quantized(run.bench)
+    context, method, quantize = (
+        run.context,
+        run.context.settings.method.name,
+        _quantized(run.context),
+    )
     whose = _whose_model(run)
     notes = ({"model": whose} if whose else {}) | {"rounds": str(run.round)} | notes
     notes |= {"quantized": quantize} if quantize else {}
-    configure_answers(bench)
-    write_files = partial(_write_files, bench, notes=notes)
+    configure_answers(context)
+    write_files = partial(_write_files, context, notes=notes)
     try:
-        with deterministic(bench.settings), quiet_transformers():
-            if merged or not fits_adapter(bench):
+        with deterministic(context.settings), quiet_transformers():
+            if merged or not fits_adapter(context):
                 why = "" if merged else f", since {method} trains every weight"
                 if quantize:
                     why += f", which are those of {quantize}, dequantized, as in training"
                 note = notes["weights"] = f"the whole model, with the update in its weights{why}"
-                export_merged(bench.model, run.trained, directory, beside=write_files)
+                export_merged(context.model, run.trained, directory, beside=write_files)
                 return Export("model", run.round, note + f"; {whose}" * bool(whose))
-            backbone = _name_backbone(bench, place or str(directory.absolute()))
+            backbone = _name_backbone(context, place or str(directory.absolute()))
             if quantize:
                 notes["weights"] = f"trained beside backbone weights in {quantize}; " + (
                     f"those in {COPY}/ are the same, dequantized"
@@ -218,7 +222,7 @@ def write_model(
                     "differs: `trishul export --merged` writes the trained one"
                 )
             adapter = export_peft(
-                bench.model,
+                context.model,
                 run.trained,
                 directory,
                 backbone.name,
@@ -238,8 +242,8 @@ def write_model(
     return Export("adapter", run.round, note, ranks, adapter.error)
 
 
-def _quantized(bench: ModelBench) -> str:
-    kind = bench.settings.model.quantize
+def _quantized(context: ModelContext) -> str:
+    kind = context.settings.model.quantize
     return "" if kind == "none" else kind
 
 
@@ -255,10 +259,10 @@ class _BackboneName:
     copied: bool = False
 
 
-def _name_backbone(bench: ModelBench, place: str) -> _BackboneName:
+def _name_backbone(context: ModelContext, place: str) -> _BackboneName:
     """Return how ``from_pretrained`` finds the backbone of an adapter that will be at ``place``."""
-    config = bench.settings.model
-    backbone = Backbone.of(config, bench.settings.storage.places)
+    config = context.settings.model
+    backbone = Backbone.of(config, context.settings.storage.places)
     if isinstance(backbone, PythonBackbone):
         return _BackboneName(backbone.name.partition(":")[2])
     resized = config.image_size not in (None, getattr(backbone.architecture, "image_size", None))
@@ -266,27 +270,27 @@ def _name_backbone(bench: ModelBench, place: str) -> _BackboneName:
         return _BackboneName(f"{place}/{COPY}", copied=True)
     if isinstance(backbone.location, Path):
         return _BackboneName(str(backbone.location.resolve()))
-    name, _, commit = bench.sources.get("backbone", "").partition("@")
+    name, _, commit = context.sources.get("backbone", "").partition("@")
     return _BackboneName(backbone.location, commit if name == backbone.location else None)
 
 
 def _write_files(
-    bench: ModelBench, folder: Path, *, notes: dict[str, str],
+    context: ModelContext, folder: Path, *, notes: dict[str, str],
     backbone: _BackboneName | None = None,
 ) -> None:  # fmt: skip
     """Write the files next to a model; ``backbone`` is given for an adapter."""
-    task, config, info = bench.task, getattr(bench.model.model, "config", None), bench.info
+    task, config, info = context.task, getattr(context.model.model, "config", None), context.info
     _write_preparation(task, folder)
     if backbone is not None and backbone.copied:
         (folder / COPY).mkdir()
-        save_module(merge_trained(bench.model, Trained(bench.initial)), folder / COPY)
+        save_module(merge_trained(context.model, Trained(context.initial)), folder / COPY)
         # A pipeline of transformers looks for them in the folder of the backbone.
         _write_preparation(task, folder / COPY)
     elif backbone is not None and isinstance(config, PretrainedConfig):
         config.save_pretrained(str(folder / CONFIG))
     about = {"task": type(task).__name__, "dataset": info.name, "classes": list(info.classes)}
     _write_json(folder / "task.json", about | task.settings())
-    (folder / "README.md").write_text(_model_card(bench, backbone, notes), encoding="utf-8")
+    (folder / "README.md").write_text(_model_card(context, backbone, notes), encoding="utf-8")
 
 
 def _write_preparation(task: Task, folder: Path) -> None:
@@ -300,18 +304,18 @@ def _write_preparation(task: Task, folder: Path) -> None:
         tokenizer.save_pretrained(str(folder))
 
 
-def configure_answers(bench: ModelBench) -> None:
+def configure_answers(context: ModelContext) -> None:
     """Write names of classes, and ends of generated answers, into the configuration of a model.
 
     A chat template may end answers with another token than the checkpoint.
     """
-    model: Any = bench.model.model
+    model: Any = context.model.model
     config = getattr(model, "config", None)
-    if isinstance(config, PretrainedConfig) and bench.task.num_classes is not None:
-        config.id2label = dict(enumerate(bench.info.classes))
-        config.label2id = {name: index for index, name in enumerate(bench.info.classes)}
-    if isinstance(bench.task, Instruction):
-        model.generation_config.eos_token_id = bench.task.stop_ids(bench.model)
+    if isinstance(config, PretrainedConfig) and context.task.num_classes is not None:
+        config.id2label = dict(enumerate(context.info.classes))
+        config.label2id = {name: index for index, name in enumerate(context.info.classes)}
+    if isinstance(context.task, Instruction):
+        model.generation_config.eos_token_id = context.task.stop_ids(context.model)
 
 
 def _image_processor(task: ImageClassification) -> Json:
@@ -333,10 +337,12 @@ def _image_processor(task: ImageClassification) -> Json:
     }
 
 
-def _model_card(bench: ModelBench, backbone: _BackboneName | None, notes: dict[str, str]) -> str:
+def _model_card(
+    context: ModelContext, backbone: _BackboneName | None, notes: dict[str, str]
+) -> str:
     """Return a model card: what the model is, and the code that loads it."""
-    settings, kind = bench.settings, bench.task.model_kind
-    images = isinstance(bench.task, ImageClassification)
+    settings, kind = context.settings, context.task.model_kind
+    images = isinstance(context.task, ImageClassification)
     made_in_python = isinstance(
         Backbone.of(settings.model, settings.storage.places), PythonBackbone
     )
@@ -353,7 +359,7 @@ def _model_card(bench: ModelBench, backbone: _BackboneName | None, notes: dict[s
         python=settings.model.name.partition(":")[2] if made_in_python else "",
         pipeline=_PIPELINES[kind],
         method=settings.method.name,
-        dataset=bench.info.name,
+        dataset=context.info.name,
         id=settings.id,
         version=__version__,
         model=settings.model.name,
@@ -361,7 +367,7 @@ def _model_card(bench: ModelBench, backbone: _BackboneName | None, notes: dict[s
         auto=AUTO_CLASSES[kind].__name__,
         reader="AutoImageProcessor" if images else "AutoTokenizer",
         images=images,
-        generates=isinstance(bench.task, Instruction),
+        generates=isinstance(context.task, Instruction),
     )
 
 

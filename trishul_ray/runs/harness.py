@@ -49,7 +49,7 @@ def run_harness(
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
         raise InputError(f"--tasks {','.join(tasks)}: the harness has no task {unknown[0]!r}")
     trained = load_trained(experiment)
-    task = trained.bench.task
+    task = trained.context.task
     if task.model_kind != "causal-lm" or task.tokens is None:
         raise InputError(f"run {experiment.id}: the harness scores decoders, not this backbone")
     tokenizer: Any = copy.deepcopy(task.tokens.tokenizer)
@@ -57,7 +57,7 @@ def run_harness(
     if isinstance(task, Instruction) and chat:
         tokenizer.chat_template = task.prompt.text
     with deterministic(experiment), torch.inference_mode():
-        module: Any = merge_trained(trained.bench.model, trained.trained).eval()
+        module: Any = merge_trained(trained.context.model, trained.trained).eval()
         model = HFLM(module, tokenizer=tokenizer, batch_size=how.get("batch_size", 1))
         found = simple_evaluate(
             model, tasks=[*tasks], task_manager=manager, apply_chat_template=chat,

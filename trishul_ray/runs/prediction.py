@@ -23,7 +23,7 @@ from trishul_ray.data.images import NamedImage, resize_images
 from trishul_ray.data.user.python_rows import encode_image, is_image, to_table
 from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.worker.workbench import ModelBench
+from trishul_ray.federation.worker.context import ModelContext
 from trishul_ray.runs.export import TrainedRun
 from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.tasks.base import Classification
@@ -39,9 +39,9 @@ def predict(run: TrainedRun, rows: Any, *, batch_size: int = 64) -> list[str]:
 
     ``rows`` are only texts or only images, or rows with columns, as a dataset would be passed.
     """
-    task, classes = run.bench.task, run.bench.info.classes
+    task, classes = run.context.task, run.context.info.classes
     parts = _predict(
-        run, rows, batch_size, lambda batch: task.respond(run.bench.model, batch, classes)
+        run, rows, batch_size, lambda batch: task.respond(run.context.model, batch, classes)
     )
     return [answer for part in parts for answer in part]
 
@@ -52,7 +52,7 @@ def predict_probabilities(run: TrainedRun, rows: Any, *, batch_size: int = 64) -
     Raises:
         InputError: The rows do not fit the run's dataset, or the task writes texts.
     """
-    task = run.bench.task
+    task = run.context.task
     if not isinstance(task, Classification):
         raise InputError(
             f"probabilities: task {type(task).__name__} writes a text, and has no "
@@ -60,7 +60,7 @@ def predict_probabilities(run: TrainedRun, rows: Any, *, batch_size: int = 64) -
         )
 
     def logits_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return task.class_logits(task.predict(run.bench.model, batch)).float().cpu()
+        return task.class_logits(task.predict(run.context.model, batch)).float().cpu()
 
     logits = _predict(run, rows, batch_size, logits_of)
     return torch.cat(logits).softmax(dim=1).numpy()
@@ -75,7 +75,7 @@ def _predict(
     """Return what ``read`` makes of every prepared batch, with the run's model bound."""
     if batch_size < 1:
         raise InputError(f"batch_size={batch_size}: must be at least 1")
-    bench, trained = run.bench, run.trained
+    bench, trained = run.context, run.trained
     task = bench.task
     columns = _encoded(run, input_columns(bench.info, bench.settings.data.columns, rows))
     count = len(next(iter(columns.values())))
@@ -91,7 +91,7 @@ def _predict(
 
 
 @contextmanager
-def computing(bench: ModelBench, trained: Trained) -> Iterator[None]:
+def computing(bench: ModelContext, trained: Trained) -> Iterator[None]:
     """Let a model compute as in its run inside, without gradients."""
     with deterministic(bench.settings), torch.inference_mode():
         bench.model.bind(trained)
@@ -199,7 +199,7 @@ def _read_images(values: Sequence[Any], info: DatasetInfo) -> np.ndarray:
 
 def _encoded(run: TrainedRun, columns: Mapping[str, Column]) -> dict[str, np.ndarray]:
     """Return the columns as the task trains on them; what a row is scored by is left empty."""
-    info, task = run.bench.info, run.bench.task
+    info, task = run.context.info, run.context.task
     count = len(next(iter(columns.values())))
     labels = np.zeros(count, dtype=np.int64)
     if task.encoder is None:

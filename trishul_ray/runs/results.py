@@ -85,13 +85,13 @@ def summarize(
     run_id: str | None,
 ) -> RunSummary:  # fmt: skip
     """Return the summary of a result, without the fields that depend on its files."""
-    records, blueprint = result.checkpoint.records, result.blueprint
-    headline = blueprint.metrics.headline
+    records, spec = result.checkpoint.records, result.spec
+    headline = spec.metrics.headline
     rows = [record.row() for record in records]
     measured = [record for record in records if record.scored]
-    chosen_on: ScoredSplit = "validation" if "validation" in blueprint.scored else "test"
+    chosen_on: ScoredSplit = "validation" if "validation" in spec.scored else "test"
     best = max(measured[1:], key=lambda r: r.scores[score_name(headline, chosen_on)])
-    names = [score_name(n, rows) for rows in blueprint.scored for n in blueprint.metrics.names]
+    names = [score_name(n, rows) for rows in spec.scored for n in spec.metrics.names]
     last = measured[-1]
 
     def total(name: str) -> int:
@@ -107,11 +107,11 @@ def summarize(
         final={"round": last.round} | _scores(last, names),
         best={"round": best.round} | _scores(best, names) | {"chosen_on": chosen_on},
         untouched=_scores(measured[0], names),
-        recall=dict(zip(blueprint.info.classes, last.recall, strict=False)),
+        recall=dict(zip(spec.info.classes, last.recall, strict=False)),
         per_client=last.per_client,
         personal=last.personal,
         participation=last.participation,
-        parameters=blueprint.parameters,
+        parameters=spec.parameters,
         uploaded_parameters=total("uploaded_parameters"),
         downloaded_parameters=total("downloaded_parameters"),
         uploaded_bytes=total("uploaded_bytes"),
@@ -121,9 +121,9 @@ def summarize(
         wall_seconds=round(wall_seconds, 3),
         peak_memory=result.memory,
         diagnostics=_last_diagnostics(records),
-        heads=blueprint.heads,
-        ranks=blueprint.ranks,
-        block_squared_norms=blueprint.block_norms,
+        heads=spec.heads,
+        ranks=spec.ranks,
+        block_squared_norms=spec.block_norms,
         state_sha256=result.digest,
         attempt=result.checkpoint.attempt,
         mlflow_run_id=run_id,
@@ -131,7 +131,7 @@ def summarize(
         hardware=hardware(),
         config=experiment.to_dict(),
         identity=experiment.identity(),
-        sources=blueprint.sources,
+        sources=spec.sources,
     )
 
 

@@ -51,7 +51,7 @@ def test_the_leading_part_is_that_of_the_dense_product(generator, shape, clients
 
 def components(server, shared):
     """By matrix: the components that are not left out [r] bool, and the numbers in one of them."""
-    tensors = server.method.named_tensors(server.blueprint.layout, torch.from_numpy(shared))
+    tensors = server.method.named_tensors(server.spec.layout, torch.from_numpy(shared))
     return [((a != 0).any(1), a.shape[1] + len(b)) for _, a, b in lora_pairs(tensors)]
 
 
@@ -59,9 +59,9 @@ def components(server, shared):
 def test_clients_get_train_and_send_the_kept_part_of_their_mean(executor, tmp_path, compute):
     words = ["federation.weighting=size", "partition.variant=per-label", "budget=8"]
     recording = Recording(executor("method=florist", f"federation.compute={compute}", *words))
-    server, bench = server_of(recording, tmp_path), recording.inner.bench
-    fed, head = bench.settings.federation, server.blueprint.parameters["head"]
-    shares = capacities(fed.compute, bench.settings.seed, fed.clients, fed.compute_shares)
+    server, context = server_of(recording, tmp_path), recording.inner.context
+    fed, head = context.settings.federation, server.spec.parameters["head"]
+    shares = capacities(fed.compute, context.settings.seed, fed.clients, fed.compute_shares)
     for number in (1, 2):
         cohort, before = server.draw(number), components(server, server.broadcast().shared)
         rank = len(before[0][0])
@@ -73,9 +73,9 @@ def test_clients_get_train_and_send_the_kept_part_of_their_mean(executor, tmp_pa
         rows = np.array([upload.rows for upload in recording.uploads], dtype=float)
         clients = []
         for upload, room in zip(recording.uploads, rooms, strict=True):
-            vector, shared = bench.initial.clone(), torch.from_numpy(upload.arrays.shared)
-            server.method.unpack(bench.model.layout, vector, shared)
-            clients.append(bench.model.deltas(Trained(vector, sent.base, sent.constants)))
+            vector, shared = context.initial.clone(), torch.from_numpy(upload.arrays.shared)
+            server.method.unpack(context.model.layout, vector, shared)
+            clients.append(context.model.deltas(Trained(vector, sent.base, sent.constants)))
             moved = components(server, upload.arrays.shared)
             for (live, _), (offered, _) in zip(moved, before, strict=True):
                 assert torch.equal(live, offered & (torch.arange(rank) < room))

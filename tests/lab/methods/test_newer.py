@@ -26,13 +26,13 @@ from trishul_ray.tasks.sums import score_by_mix
 
 
 def named(server, shared):
-    return server.method.named_tensors(server.blueprint.layout, torch.from_numpy(shared.copy()))
+    return server.method.named_tensors(server.spec.layout, torch.from_numpy(shared.copy()))
 
 
 def test_rolora_alternates_and_averages_exactly(executor, tmp_path):
     recording = Recording(executor("method=rolora", "federation.rounds=4"))
     server = server_of(recording, tmp_path)
-    whole = server.blueprint.expected.lengths["shared"]
+    whole = server.spec.expected.lengths["shared"]
     sent = []
     for number in (1, 2, 3, 4):
         before = named(server, server.checkpoint.state.shared)
@@ -44,7 +44,7 @@ def test_rolora_alternates_and_averages_exactly(executor, tmp_path):
         sent.append(server.checkpoint.records[-1].uploaded_parameters // 3)
         assert server.checkpoint.records[-1].diagnostics["aggregation_error"] < 1e-6
     assert sent[0] == sent[2] < whole and sent[1] == sent[3] < whole
-    head = sum(e.numel for e in server.blueprint.layout.entries if e.kind == "classifier")
+    head = sum(e.numel for e in server.spec.layout.entries if e.kind == "classifier")
     assert sent[0] + sent[1] == whole + head
     fedit = run(executor("method=fedit"), tmp_path)
     assert fedit.checkpoint.records[-1].diagnostics["aggregation_error"] > 1e-3
@@ -54,7 +54,7 @@ def test_fedsa_shares_a_and_scores_each_clients_own_model(executor, tmp_path):
     options = ["method=fedsa", "federation.local_steps=30", "optimizer.lr=0.03"]
     inline = executor(*options, "evaluation.per_client=true")
     server = run(inline, tmp_path)
-    wire, bench = server.method.wire(server.blueprint.layout), inline.bench
+    wire, context = server.method.wire(server.spec.layout), inline.context
     assert not [name for name in wire if name.endswith("lora_B")]
     assert [name for name in wire if name.endswith("lora_A")]
     kept = server.checkpoint.client_states
@@ -66,18 +66,18 @@ def test_fedsa_shares_a_and_scores_each_clients_own_model(executor, tmp_path):
     broadcast = server.broadcast()
     scores = {}
     for client, state in kept.items():
-        vector, tensors = bench.initial.clone(), named(server, broadcast.shared)
+        vector, tensors = context.initial.clone(), named(server, broadcast.shared)
         tensors |= {name: torch.from_numpy(value) for name, value in state.items()}
-        for name, view in bench.model.layout.views(vector).items():
+        for name, view in context.model.layout.views(vector).items():
             view.copy_(tensors[name])
-        _, rows = bench.scored["test"]
-        batch = bench.task.prepare_batch(bench.test.batch(rows), "cpu", torch.float32)
-        bench.model.bind(Trained(vector))
+        _, rows = context.scored["test"]
+        batch = context.task.prepare_batch(context.test.batch(rows), "cpu", torch.float32)
+        context.model.bind(Trained(vector))
         with torch.inference_mode():
-            found = bench.task.evaluate(bench.task.predict(bench.model, batch), batch)
-        bench.model.unbind()
-        recall = bench.task.metrics.recall([found])
-        scores[client] = score_by_mix(recall, server.blueprint.client_mix)[client]
+            found = context.task.evaluate(context.task.predict(context.model, batch), batch)
+        context.model.unbind()
+        recall = context.task.metrics.recall([found])
+        scores[client] = score_by_mix(recall, server.spec.client_mix)[client]
     own = {int(name): score for name, score in last.personal.items()}
     assert {client: own[client] for client in scores} == pytest.approx(scores)
     of_global = {int(name): score for name, score in last.per_client.items()}
@@ -132,7 +132,7 @@ def test_fedsvd_keeps_the_global_model_and_turns_a(executor, tmp_path, alpha):
     recording = Recording(executor("method=fedsvd", *options))
     server = server_of(recording, tmp_path)
     start = pairs(server, server.checkpoint.state.shared)
-    whole = server.blueprint.expected.lengths["shared"]
+    whole = server.spec.expected.lengths["shared"]
     factor_A = sum(a.numel() for a, _ in start.values())
     for _ in range(3):
         before = pairs(server, server.checkpoint.state.shared)
@@ -160,7 +160,7 @@ class Rotated(Recording):
         outcome = super().run(broadcast, jobs, *more)
         for upload in outcome.uploads:
             generator = torch.Generator().manual_seed(upload.client)
-            method, layout = self.inner.bench.method, self.inner.bench.model.layout
+            method, layout = self.inner.context.method, self.inner.context.model.layout
             shared = torch.from_numpy(upload.arrays.shared)
             for _, a, b in lora_pairs(method.named_tensors(layout, shared)):
                 turn = torch.linalg.qr(torch.randn(len(a), len(a), generator=generator)).Q
@@ -234,7 +234,7 @@ def test_a_client_that_trains_in_coordinates_of_its_own(
 ):
     """Hard FedRot rotates them back, by A in odd rounds and by B in even ones, from round 2 on."""
     inline = executor(f"method={method}", "federation.rounds=3", *SGD)
-    found, upload = [], inline.bench.method.upload
+    found, upload = [], inline.context.method.upload
 
     def turned(run, steps):
         if run.round > 1:
@@ -246,7 +246,7 @@ def test_a_client_that_trains_in_coordinates_of_its_own(
         return upload(run, steps)
 
     for one in (upload, turned):
-        monkeypatch.setattr(inline.bench.method, "upload", one)
+        monkeypatch.setattr(inline.context.method, "upload", one)
         server, weights = server_of(inline, tmp_path), []
         while server.checkpoint.round < 3:
             server.step()
@@ -268,7 +268,7 @@ def test_a_common_rotation_of_the_start_changes_no_product_under_sgd(method, exe
         server = server_of(inline, tmp_path)
         state = server.checkpoint.state
         start = torch.from_numpy(state.shared.copy())
-        for _, a, _b in lora_pairs(server.method.named_tensors(server.blueprint.layout, start)):
+        for _, a, _b in lora_pairs(server.method.named_tensors(server.spec.layout, start)):
             turn = torch.linalg.qr(torch.randn(len(a), len(a), generator=torch_rng(0, "turn"))).Q
             if turned:  # B is zero
                 a.copy_(turn @ a)
@@ -323,7 +323,7 @@ def test_fedplora_averages_each_part_over_those_who_trained_it(executor, tmp_pat
 
 
 def frozen_weights(server, inline):
-    model = inline.bench.model
+    model = inline.context.model
     return {s.name: model.model.get_parameter(f"{s.name}.weight").double() for s in model.specs}
 
 
@@ -345,7 +345,7 @@ def test_principal_factors_are_the_leading_singular_components(shape, rank):
 def test_a_rank_may_exceed_the_width_of_a_matrix(method, executor, tmp_path):
     """The factors then have directions that stay zero."""
     inline = executor(f"method={method}", "adapter.rank=80", "federation.rounds=1")
-    assert all(min(spec.d_out, spec.d_in) < 80 for spec in inline.bench.model.specs)
+    assert all(min(spec.d_out, spec.d_in) < 80 for spec in inline.context.model.specs)
     assert np.isfinite(run(inline, tmp_path).checkpoint.state.shared).all()
 
 
@@ -396,8 +396,8 @@ def test_without_a_step_frlora_leaves_the_weights(executor, tmp_path):
 def test_exact_frlora_reads_the_factors_of_all(executor, tmp_path):
     plain = run(executor("method=frlora"), tmp_path)
     exact = run(executor("method=frlora", "method.exact=true"), tmp_path)
-    whole = plain.blueprint.expected.lengths["shared"]
-    head = plain.blueprint.parameters["head"]
+    whole = plain.spec.expected.lengths["shared"]
+    head = plain.spec.parameters["head"]
     read = [[r.downloaded_parameters for r in s.checkpoint.records[1:]] for s in (plain, exact)]
     assert read == [[3 * whole] * 2, [3 * whole, 3 * (head + 3 * (whole - head))]]
 

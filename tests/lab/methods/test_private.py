@@ -10,8 +10,8 @@ from stacked_layers import check_stacked
 from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.checkpoint import arrays_digest, state_digest
 from trishul_ray.federation.messages import TrainJob
+from trishul_ray.federation.worker.context import global_model
 from trishul_ray.federation.worker.local import train_client
-from trishul_ray.federation.worker.workbench import global_model
 from trishul_ray.lab.methods.private_heads import PRIVATE_CORE, PrivateHeads
 
 METHODS = ["ravan-private", "trishul-private"]
@@ -27,16 +27,16 @@ def test_private_heads_are_kept_and_never_sent(executor, tmp_path, method):
     words = [f"method={method}", "method.private_heads=2", "evaluation.per_client=true"]
     recording = Recording(executor(*words))
     server = run(recording, tmp_path)
-    layout, wire = server.blueprint.layout, server.blueprint.wire
+    layout, wire = server.spec.layout, server.spec.wire
     private = [entry for entry in layout.entries if is_private(entry.name)]
     assert private and not [name for name in wire if is_private(name)]
-    adapters = recording.inner.bench.model.adapters
+    adapters = recording.inner.context.model.adapters
     for entry in private:
         layer = entry.name.removesuffix(f".{PRIVATE_CORE}")
         h = adapters[layer].heads
         assert entry.shape[0] == min(2, h - 1)
         assert layout.entry(f"{layer}.core").shape[0] == h - entry.shape[0] >= 1
-    sent = server.blueprint.expected.lengths["shared"]
+    sent = server.spec.expected.lengths["shared"]
     scalars = sum(e.numel for e in layout.entries if e.kind == "scale")
     assert sent + scalars + sum(e.numel for e in private) == layout.size
     for upload in recording.uploads:
@@ -65,14 +65,14 @@ def test_without_private_heads_a_clients_model_is_the_global_one(executor, tmp_p
     inline = executor(*words)
     server = run(inline, tmp_path)
     assert all(np.isfinite(record.train_loss) for record in server.checkpoint.records[1:])
-    bench, broadcast = inline.bench, server.broadcast()
-    of_all = global_model(bench, broadcast, 2)
-    layout = bench.model.layout
+    context, broadcast = inline.context, server.broadcast()
+    of_all = global_model(context, broadcast, 2)
+    layout = context.model.layout
     for state in server.checkpoint.client_states.values():
         assert all(np.abs(array).max() > 0 for array in state.values())
         zeros = {name: np.zeros_like(array) for name, array in state.items()}
-        assert torch.equal(global_model(bench, broadcast, 2, zeros).vector, of_all.vector)
-        own = layout.views(global_model(bench, broadcast, 2, state).vector)
+        assert torch.equal(global_model(context, broadcast, 2, zeros).vector, of_all.vector)
+        own = layout.views(global_model(context, broadcast, 2, state).vector)
         for name, view in layout.views(of_all.vector).items():
             assert torch.equal(view, torch.zeros_like(view) if is_private(name) else own[name])
 
@@ -80,19 +80,19 @@ def test_without_private_heads_a_clients_model_is_the_global_one(executor, tmp_p
 def test_shared_and_private_updates_are_orthogonal(executor, tmp_path):
     inline = executor(*TWO)
     server = run(inline, tmp_path)
-    bench, layout = inline.bench, inline.bench.model.layout
+    context, layout = inline.context, inline.context.model.layout
     for state in server.checkpoint.client_states.values():
-        vector = global_model(bench, server.broadcast(), 2, state).vector
+        vector = global_model(context, server.broadcast(), 2, state).vector
 
         def without(drops, vector=vector):
             part = vector.clone()
             for name, view in layout.views(part).items():
                 if drops(name):
                     view.zero_()
-            return bench.model.deltas(Trained(part))
+            return context.model.deltas(Trained(part))
 
         shared, private = without(is_private), without(lambda name: name.endswith(".core"))
-        for layer, whole in bench.model.deltas(Trained(vector)).items():
+        for layer, whole in context.model.deltas(Trained(vector)).items():
             one, other = shared[layer], private[layer]
             torch.testing.assert_close(one + other, whole, atol=1e-12, rtol=1e-6)
             size = float(one.norm() * other.norm())
@@ -120,18 +120,18 @@ def test_where_all_heads_are_private_the_classification_head_alone_is_sent(
     own = ["method.private_heads=4", "evaluation.per_client=true"]
     recording = Recording(executor(*own, *words))
     server = run(recording, tmp_path)
-    layout, adapters = server.blueprint.layout, recording.inner.bench.model.adapters
+    layout, adapters = server.spec.layout, recording.inner.context.model.adapters
     classifier = sum(e.numel for e in layout.entries if e.kind == "classifier")
     assert bool(classifier) == ("model.train_head=false" not in words)
-    assert server.blueprint.expected.lengths["shared"] == classifier
+    assert server.spec.expected.lengths["shared"] == classifier
     assert all(u.arrays.shared.shape == (classifier,) for u in recording.uploads)
-    kept, heads = server.checkpoint.client_states, server.blueprint.heads
+    kept, heads = server.checkpoint.client_states, server.spec.heads
     assert kept and sum(heads.values()) * 2 == sum(a.private for a in adapters.values())
     for state in kept.values():
         assert sum(map(len, state.values())) == sum(heads.values()) * 2
         assert all(np.abs(array).max() > 0 for array in state.values())
-    deltas = recording.inner.bench.model.deltas(
-        global_model(recording.inner.bench, server.broadcast(), 2)
+    deltas = recording.inner.context.model.deltas(
+        global_model(recording.inner.context, server.broadcast(), 2)
     )
     assert not any(delta.any() for delta in deltas.values())
     last = server.checkpoint.records[-1]
@@ -144,10 +144,10 @@ def test_a_first_round_trains_the_same_model_whether_heads_are_private_or_not(ex
     plain, lam = method.removesuffix("-private"), ["method.lam=0"] * method.startswith("trishul")
     for words in ([f"method={plain}"], [f"method={method}", "method.private_heads=2"]):
         inline = executor(*words, "method.scalars=fixed", *lam)
-        bench, before = inline.bench, initial_state(inline)
-        upload, report = train_client(bench, before, TrainJob(1, 0))
+        context, before = inline.context, initial_state(inline)
+        upload, report = train_client(context, before, TrainJob(1, 0))
         assert bool(report.state) == (len(words) == 2)
-        found.append(bench.model.deltas(global_model(bench, upload.arrays, 1, report.state)))
+        found.append(context.model.deltas(global_model(context, upload.arrays, 1, report.state)))
     for layer, delta in found[0].items():
         assert delta.abs().max() > 0
         torch.testing.assert_close(found[1][layer], delta, atol=0, rtol=1e-6)
@@ -167,7 +167,7 @@ def test_privacy_covers_what_is_sent_and_leaves_private_heads_alone(executor, tm
     noisy = server_of(executor(*words), tmp_path)
     plain = server_of(executor(*TWO), tmp_path)
     (privacy,) = noisy.stages
-    assert privacy.length == noisy.blueprint.expected.lengths["shared"]
+    assert privacy.length == noisy.spec.expected.lengths["shared"]
     noisy.step()
     plain.step()
     kept = plain.checkpoint.client_states

@@ -51,7 +51,7 @@ def test_with_devices_alone_cohorts_and_model_are_those_without(edge_run):
 def test_seconds_follow_from_bytes_and_flops(edge_run, codec):
     codecs = [f"{way}.codec={codec}" for way in ("uploads", "downloads") if codec]
     result = edge_run("method=fedit", ON, "devices.latency=0.25", *codecs)
-    flops, devices = result.blueprint.flops, Devices.of(DevicesConfig(kind="lognormal"), 0, 4)
+    flops, devices = result.spec.flops, Devices.of(DevicesConfig(kind="lognormal"), 0, 4)
     seconds = 0.0
     for record in result.checkpoint.records[1:]:
         c, numbers = np.array(record.clients), record.metrics()
@@ -64,8 +64,8 @@ def test_seconds_follow_from_bytes_and_flops(edge_run, codec):
 
 def test_what_full_fine_tuning_costs_is_three_times_the_forward_pass(edge_run):
     """A frozen backbone costs two; the adapters come on top."""
-    full = edge_run("method=fullft", DIGITS, ON, "federation.rounds=1").blueprint.flops
-    lora = edge_run("method=fedit", DIGITS, ON, "federation.rounds=1").blueprint.flops
+    full = edge_run("method=fullft", DIGITS, ON, "federation.rounds=1").spec.flops
+    lora = edge_run("method=fedit", DIGITS, ON, "federation.rounds=1").spec.flops
     assert full.backbone == lora.backbone > 0
     assert full.adapter / full.backbone == pytest.approx(0.5, rel=0.01)
     assert 0 < lora.adapter < full.adapter
@@ -76,14 +76,14 @@ def test_flops_do_not_depend_on_the_precision(edge_run, method):
     """The same products are called by other names: those added in place count, too."""
     words = [f"method={method}", ON, "federation.rounds=1", "adapter.path=factored"]
     exact, half = (edge_run(*words, f"model.precision={p}") for p in ("fp32", "bf16"))
-    assert exact.blueprint.flops == half.blueprint.flops
+    assert exact.spec.flops == half.spec.flops
 
 
 def test_limited_clients_are_faster(edge_run):
     words = ["method=ravan", ON, "devices.speed=1e7", "devices.speed_spread=0"]
     full = edge_run(*words)
     limited = edge_run(*words, "federation.compute=custom", "federation.compute_shares=[1,0,0,0]")
-    flops = full.blueprint.flops
+    flops = full.spec.flops
     saved = 3 * 4 * 0.75 * flops.adapter / 1e7
     difference = clocks(full)[-1] - clocks(limited)[-1]
     assert difference == pytest.approx(saved, rel=0.05)  # and less to upload

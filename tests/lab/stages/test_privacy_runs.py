@@ -39,7 +39,7 @@ def test_every_kind_of_method_runs_privately(edge_run, method):
 
 def test_the_first_norm_is_a_walk_of_the_optimizer(edge_run):
     result = edge_run("method=scaffold", "privacy.noise=1", "federation.rounds=1")
-    numbers = sum(result.blueprint.expected.lengths.values())
+    numbers = sum(result.spec.expected.lengths.values())
     norm = result.checkpoint.records[1].stages["privacy_clip_norm"]
     assert norm == 0.01 * math.sqrt(4 * numbers)
     assert numbers == 2 * len(result.checkpoint.state.shared)  # the variate is clipped with it
@@ -113,7 +113,7 @@ def test_what_a_survey_tells_is_clipped_noisy_and_divided_by_a_constant(small, t
     experiment = small("method=fedsb", "privacy.noise=3", "federation.clients_per_round=2")
     inline = InlineExecutor(experiment, prepare_run(experiment))
     executor = Recording(inline)
-    executor.bench = inline.bench
+    executor.context = inline.context
     server = server_of(executor, tmp_path)
     clients, norms = poisson_cohort(0, 0, 4, 2), []
     total = {}
@@ -166,9 +166,9 @@ def test_units_of_limited_clients_are_divided_by_their_expected_share(edge_run):
         "method=ravan", "method.head_fraction=0.5", "federation.rounds=1",
         "privacy.noise=1000", "privacy.clip=1", "federation.clients_per_round=4",
     )  # fmt: skip
-    blueprint = result.blueprint
+    spec = result.spec
     moved = result.checkpoint.state.shared.astype(np.float64) / (1000 / 4)  # z S / m
-    units = list(blueprint.layout.units(blueprint.wire))
+    units = list(spec.layout.units(spec.wire))
     cores = np.concatenate([moved[unit.wire] for unit in units if unit.rank is not None])
     rest = np.concatenate([moved[unit.wire] for unit in units if unit.rank is None])
     assert cores.std() == pytest.approx(2.0, rel=5 / np.sqrt(cores.size))
@@ -276,12 +276,12 @@ def test_what_is_added_is_clipped_whatever_encodes_or_masks_it(small, tmp_path, 
     experiment = small("privacy.noise=1", "privacy.clip=0.05", *options)
     inline = InlineExecutor(experiment, prepare_run(experiment))
     executor = Recording(inline)
-    executor.bench = inline.bench
+    executor.context = inline.context
     server = server_of(executor, tmp_path)
     server.step()
     norms = [norm_of([u.arrays.shared, *u.arrays.extra.values()]) for u in executor.uploads]
     assert norms and max(norms) <= 0.05 and min(norms) > 0.0499  # all were longer
-    sizes = server.blueprint.expected.unit_sizes
+    sizes = server.spec.expected.unit_sizes
     for upload in executor.uploads:
         assert (upload.active is None) == ("fraction" not in words)
         if upload.active is not None:

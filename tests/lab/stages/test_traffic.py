@@ -195,7 +195,7 @@ def test_a_resumed_run_sends_what_an_uninterrupted_one_sends(
 
 def test_bytes_of_a_run_are_those_of_the_format(edge_run):
     result = edge_run("method=fedit", "uploads.codec=int8", "rounds=2", "downloads.codec=int8")
-    units = list(result.blueprint.layout.units(result.blueprint.wire))
+    units = list(result.spec.layout.units(result.spec.wire))
     each = sum(unit.size for unit in units) + 4 * len(units) + -(-len(units) // 8)
     assert records_of(result)[1].uploaded_bytes == 3 * each
     assert records_of(result)[1].downloaded_bytes == 3 * each
@@ -228,7 +228,7 @@ def test_training_reads_the_coded_broadcast_and_scores_the_state(small):
     server.executor = recording = Recording(inner)
     scored, inner_evaluate = [], inner.evaluate
     inner.evaluate = lambda sent, job: scored.append(sent) or inner_evaluate(sent, job)
-    units = Units.of(server.blueprint.layout.units(server.blueprint.wire))
+    units = Units.of(server.spec.layout.units(server.spec.wire))
     codec = codec_class("int4")(experiment.section(DownloadsConfig))
     for number in (1, 2):
         whole = server.broadcast()
@@ -259,7 +259,7 @@ def test_with_all_sections_off_no_run_meets_any_part_of_the_edge(method, small, 
     experiment = small("resources.backend=inline", f"method={method}", "rounds=1")
     assert not {*stage_names()} & experiment.identity().keys()
     server = InlineDriver(experiment, prepare_run(experiment), "a")
-    assert not list(server.stages) and not list(server.executor.bench.stages)
+    assert not list(server.stages) and not list(server.executor.context.stages)
     checkpoint = drive_to_end(server).checkpoint
     assert (
         not checkpoint.kept

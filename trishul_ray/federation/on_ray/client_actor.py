@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from trishul_ray.federation.inline import InlineExecutor
     from trishul_ray.federation.messages import (
         Arrays,
-        Blueprint,
         EvalJob,
         EvalReport,
         TrainJob,
         TrainReport,
         Upload,
+        WorkerSpec,
     )
     from trishul_ray.federation.reduce import Reducer
-    from trishul_ray.federation.worker.workbench import Residents
+    from trishul_ray.federation.worker.context import BackboneCache
     from trishul_ray.stages import ArrayState, Partial
 
 #: After this many seconds, a missing upload counts as lost. If a node dies while its objects are on
@@ -46,7 +46,7 @@ FETCH_SECONDS = 120.0
 class ClientActor:
     """Runs the rounds of any client; its owner replaces it if it dies.
 
-    The first call of another run replaces the workbench, but keeps the backbone if it is the same.
+    The first call of another run replaces everything but an equal backbone.
     """
 
     def __init__(self, gpu_share: float, environment: WorkerEnvironment) -> None:
@@ -56,7 +56,7 @@ class ClientActor:
         self._token = ""  # of the run that this actor works for
         self._settings = ExitStack()
         self._executor: InlineExecutor | None = None
-        self._residents: Residents | None = None
+        self._backbones: BackboneCache | None = None
 
     def _enter(self, run: Assignment) -> None:
         """Leave the previous run, if any, and apply the process-wide settings of this one."""
@@ -85,14 +85,14 @@ class ClientActor:
             raise InputError(f"node {socket.gethostname()} has a GPU for this actor, but {reason}")
         if self._executor is None:
             prepared = ray.get(run.prepared[0])
-            self._executor = InlineExecutor(self.experiment, prepared, self._residents)
-            self._residents = self._executor.residents
+            self._executor = InlineExecutor(self.experiment, prepared, self._backbones)
+            self._backbones = self._executor.backbones
         return self._executor
 
-    def describe(self, run: Assignment, survey: "Arrays") -> "tuple[int, Blueprint]":
-        """Return the process id and the blueprint of the workbench."""
-        blueprint = self._work_for(run).describe(survey)
-        return os.getpid(), replace(blueprint, remarks=take_remarks())
+    def describe(self, run: Assignment, survey: "Arrays") -> "tuple[int, WorkerSpec]":
+        """Return the process id and the spec of the worker context."""
+        spec = self._work_for(run).describe(survey)
+        return os.getpid(), replace(spec, remarks=take_remarks())
 
     def train(
         self, run: Assignment, broadcast: "ArrayState", *jobs: "TrainJob"

@@ -25,7 +25,7 @@ from trishul_ray.federation.on_ray.session import joins_cluster
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.server import RoundReport, RunResult
-from trishul_ray.federation.worker.workbench import Residents
+from trishul_ray.federation.worker.context import BackboneCache
 from trishul_ray.models.python_model import passed_model
 from trishul_ray.runtime.device import oversubscription_warning, usable_cores
 from trishul_ray.storage.store import Store
@@ -63,7 +63,7 @@ class Workers:
     """
 
     def __init__(self) -> None:
-        self.residents = Residents()  # of runs in this process
+        self.backbones = BackboneCache()  # of runs in this process
         self.slices: Slices | None = None  # that the actors hold
         self._coordinator: Any = None
         self._settings: Any = None
@@ -122,7 +122,7 @@ class Workers:
             with suppress(RayError):  # the cluster may already be gone
                 ray.kill(self._coordinator)
         self._coordinator, self.slices = None, None
-        self.residents = Residents()
+        self.backbones = BackboneCache()
 
 
 class RayDriver:
@@ -263,7 +263,7 @@ def open_driver(
             if experiment.resources.backend == "inline":
                 if warning := oversubscription_warning(1, threads, usable_cores()):
                     notify(warning)
-                inline = InlineDriver(experiment, prepared, attempt, workers.residents)
+                inline = InlineDriver(experiment, prepared, attempt, workers.backbones)
                 stack.callback(inline.close)
                 yield inline
                 return

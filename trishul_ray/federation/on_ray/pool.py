@@ -20,12 +20,12 @@ from trishul_ray.errors import InputError, RunError, first_line, typed_line
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
     Arrays,
-    Blueprint,
     EvalJob,
     Job,
     Outcome,
     TrainJob,
     Upload,
+    WorkerSpec,
     changed_sources,
     units_of_work,
 )
@@ -98,7 +98,7 @@ class ActorPool:
         replacements: How many dead actors are replaced between the ends of two rounds.
 
     Raises:
-        InputError: An actor could not build its workbench from its input.
+        InputError: An actor could not build its worker context from its input.
         RunError: No actor started.
     """
 
@@ -114,7 +114,7 @@ class ActorPool:
         self._pids: dict[Any, int] = {}  # of the actors that take jobs, as they started
         self._starting: dict[Any, Any] = {}  # reference of the first answer -> actor
         self._events: list[str] = []
-        self._blueprint: Blueprint | None = None
+        self._spec: WorkerSpec | None = None
         for actor in actors:
             self._request(actor)
         while not self._pids:
@@ -131,26 +131,26 @@ class ActorPool:
         return list(self._pids.values())
 
     def _request(self, actor: Any) -> None:
-        # The first call builds the workbench: an actor that answers it is ready to work.
+        # The first call builds the worker context: an actor that answers it is ready to work.
         self._starting[actor.describe.remote(self._run, {})] = actor
 
     def _admit(self, ready: Any) -> Any | None:
         """Add the actor that answered, and return it, or None if it died."""
         actor = self._starting.pop(ready)
         try:
-            pid, blueprint = ray.get(ready)
+            pid, spec = ray.get(ready)
         except RayActorError as error:
             self._replace(actor, error)
             return None
         except RayTaskError as error:
             raise run_error("a client actor could not start", error) from error
-        if self._blueprint is None:
-            self._blueprint = blueprint
-        elif other := changed_sources(self._blueprint.sources, blueprint.sources):
+        if self._spec is None:
+            self._spec = spec
+        elif other := changed_sources(self._spec.sources, spec.sources):
             raise InputError(
                 f"the nodes of the cluster have different {other}: they must be the same on all"
             )
-        self._events += blueprint.remarks
+        self._events += spec.remarks
         self._pids[actor] = pid
         return actor
 
@@ -212,14 +212,14 @@ class ActorPool:
         self._left = self._replacements
         return [answers[number] for number in range(len(calls))]
 
-    def describe(self, survey: Arrays) -> Blueprint:
-        """Return the blueprint of the first actor that answers; all build the same."""
+    def describe(self, survey: Arrays) -> WorkerSpec:
+        """Return the spec of the first actor that answers; all build the same."""
         if survey:
             reference = ray.put(survey)
             call = Call(lambda actor: actor.describe.remote(self._run, reference), "an adapter")
-            ((_, self._blueprint),) = self._run_calls([call])
-        assert self._blueprint is not None  # the constructor waits for it
-        return self._blueprint
+            ((_, self._spec),) = self._run_calls([call])
+        assert self._spec is not None  # the constructor waits for it
+        return self._spec
 
     def run(
         self,

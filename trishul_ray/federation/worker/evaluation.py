@@ -10,7 +10,7 @@ import torch
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.federation.messages import Arrays, EvalJob, EvalReport
-from trishul_ray.federation.worker.workbench import Workbench, bound, global_model, rows_of
+from trishul_ray.federation.worker.context import WorkerContext, bound, global_model, rows_of
 from trishul_ray.runtime.memory import memory_of, peak_memory
 from trishul_ray.stages import ArrayState
 from trishul_ray.tasks.sums import EvalSums
@@ -26,24 +26,24 @@ class EvaluatedModel:
     (Fed-SB). The model stays bound until another one is needed, or until :meth:`release`.
     """
 
-    def __init__(self, bench: Workbench) -> None:
-        self.bench = bench
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
         self._binding = ExitStack()
         self._made_of: tuple[tuple[int, int | None], list[np.ndarray]] | None = None
 
     def bind(self, broadcast: ArrayState, job: EvalJob) -> None:
         """Let the model compute as a job needs it."""
-        bench, key = self.bench, (job.round, job.client)
+        context, key = self.context, (job.round, job.client)
         arrays = [*_arrays_of(broadcast), *(job.state[name] for name in sorted(job.state))]
         if self._made_of is not None:
             before, old = self._made_of
             if before == key and len(old) == len(arrays) and all(map(_are_equal, old, arrays)):
                 return
         self.release()
-        trained = Trained(bench.initial)
+        trained = Trained(context.initial)
         if job.round > 0:
-            trained = global_model(bench, broadcast, job.round, job.state, job.client)
-        self._binding.enter_context(bound(bench, trained))
+            trained = global_model(context, broadcast, job.round, job.state, job.client)
+        self._binding.enter_context(bound(context, trained))
         self._made_of = key, arrays
 
     def release(self) -> None:
@@ -68,22 +68,22 @@ def evaluate_chunk(model: EvaluatedModel, broadcast: ArrayState, job: EvalJob) -
     Raises:
         RunError: The memory of the device, or this process's share of it, is too small.
     """
-    bench = model.bench
-    bench.model.train(False)
-    split, rows = rows_of(bench, job.rows, job.client)
+    context = model.context
+    context.model.train(False)
+    split, rows = rows_of(context, job.rows, job.client)
     work = f"evaluation of {job.rows} rows {job.start}:{job.stop} after round {job.round}"
     with memory_of(work, _LESS), torch.inference_mode():
         model.bind(broadcast, job)
         stored = split.batch(rows[job.start : job.stop])
-        if not bench.settings.evaluation.per_client:
+        if not context.settings.evaluation.per_client:
             stored.pop("client", None)
-        batch = bench.task.prepare_batch(stored, bench.device, bench.dtype)
-        outputs = bench.task.predict(bench.model, batch)
-        scored = bench.task.score(outputs, batch)
-        sums = EvalSums.of(scored, bench.task.metrics, batch)
+        batch = context.task.prepare_batch(stored, context.device, context.dtype)
+        outputs = context.task.predict(context.model, batch)
+        scored = context.task.score(outputs, batch)
+        sums = EvalSums.of(scored, context.task.metrics, batch)
     each: Arrays = {}
     if job.each:
         each["row"] = np.asarray(rows[job.start : job.stop], dtype=np.int64)
-        each["score"] = scored.scores[bench.task.headline].cpu().numpy().astype(np.float32)
-    memory = peak_memory(bench.device)
+        each["score"] = scored.scores[context.task.headline].cpu().numpy().astype(np.float32)
+    memory = peak_memory(context.device)
     return EvalReport(job.round, job.start, sums, job.rows, job.client, each, memory)

@@ -7,11 +7,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from trishul_ray.adapters.model import Trained
-from trishul_ray.federation.worker.workbench import Workbench, bound
+from trishul_ray.federation.worker.context import WorkerContext, bound
 from trishul_ray.stages import StepFlops
 
 
-def count_flops(bench: Workbench) -> StepFlops:
+def count_flops(context: WorkerContext) -> StepFlops:
     """Count the FLOPs of a local step, by the shapes of the first rows of the training split.
 
     Counted are the matrix products, convolutions and attention (as plain matrix products on every
@@ -19,16 +19,16 @@ def count_flops(bench: Workbench) -> StepFlops:
     adds to a step. Without trainables a step would cost twice the forward pass: nothing has
     gradients of weights then. The rest is the adapters' and the classification head's.
     """
-    size = bench.settings.federation.batch_size
-    batch = bench.train_batch(np.resize(np.arange(min(size, len(bench.train))), size))
-    grad = torch.zeros_like(bench.initial)
+    size = context.settings.federation.batch_size
+    batch = context.train_batch(np.resize(np.arange(min(size, len(context.train))), size))
+    grad = torch.zeros_like(context.initial)
 
     def loss() -> Tensor:
-        return bench.task.losses(bench.model, batch, 1)[0]
+        return context.task.losses(context.model, batch, 1)[0]
 
     with sdpa_kernel(SDPBackend.MATH):
-        trained = Trained(bench.initial.clone())
-        with bound(bench, trained, grad), _flop_counter() as whole:
+        trained = Trained(context.initial.clone())
+        with bound(context, trained, grad), _flop_counter() as whole:
             loss().backward()
         with _flop_counter() as forward, torch.no_grad():
             loss()

@@ -31,8 +31,8 @@ from trishul_ray.federation.messages import (
     to_tensor,
 )
 from trishul_ray.federation.reduce import configured_weight
+from trishul_ray.federation.worker.context import WorkerContext, bound, client_stream, new_run
 from trishul_ray.federation.worker.survey import answer_survey
-from trishul_ray.federation.worker.workbench import Workbench, bound, client_stream, new_run
 from trishul_ray.methods.base import Method
 from trishul_ray.methods.base.messages import LocalRun, State, Tensors, count_numbers
 from trishul_ray.plugins.loading import named
@@ -48,7 +48,7 @@ _LESS = "lower {}, set model.gradient_checkpointing=true or model.precision=bf16
 
 
 def train_client(
-    bench: Workbench, broadcast: ArrayState, job: TrainJob
+    context: WorkerContext, broadcast: ArrayState, job: TrainJob
 ) -> tuple[Upload, TrainReport]:
     """Run one client's round: ``(broadcast, client state, shard, round, rng) -> (update, state)``.
 
@@ -62,21 +62,21 @@ def train_client(
         RunError: The memory of the device, or this process's share of it, is too small.
     """
     if job.round == 0:
-        return answer_survey(bench, job)
+        return answer_survey(context, job)
     with (
         memory_of(
             f"client {job.client} in round {job.round}", _LESS.format("federation.batch_size")
         ),
-        client_stream(bench, "dropout", job.round, job.client),
+        client_stream(context, "dropout", job.round, job.client),
     ):
-        steps = LocalSteps(bench, _started(bench, broadcast, job), job)
-        losses, seconds = _timed_steps(bench, steps)
-        upload, state = _uploaded(bench, steps, job, losses)
-    return _answer(bench, job, steps.run, upload, state, losses, seconds)
+        steps = LocalSteps(context, _started(context, broadcast, job), job)
+        losses, seconds = _timed_steps(context, steps)
+        upload, state = _uploaded(context, steps, job, losses)
+    return _answer(context, job, steps.run, upload, state, losses, seconds)
 
 
 def train_together(
-    bench: Workbench, broadcast: ArrayState, jobs: Sequence[TrainJob]
+    context: WorkerContext, broadcast: ArrayState, jobs: Sequence[TrainJob]
 ) -> list[tuple[Upload, TrainReport]]:
     """Run the rounds of several clients in one forward and backward pass per step.
 
@@ -88,40 +88,40 @@ def train_together(
         RunError: The memory of the device, or this process's share of it, is too small.
     """
     if len(jobs) == 1:
-        return [train_client(bench, broadcast, jobs[0])]
+        return [train_client(context, broadcast, jobs[0])]
     number, clients = jobs[0].round, ", ".join(str(job.client) for job in jobs)
     with (
         memory_of(
             f"clients {clients} in round {number}", _LESS.format("federation.stacked or batch_size")
         ),
-        client_stream(bench, "dropout", number, jobs[0].client),  # no dropout: see Experiment
+        client_stream(context, "dropout", number, jobs[0].client),  # no dropout: see Experiment
     ):
-        vectors = bench.initial.new_empty(len(jobs), len(bench.initial))
+        vectors = context.initial.new_empty(len(jobs), len(context.initial))
         grads = torch.zeros_like(vectors)
         each = []
         for vector, grad, job in zip(vectors, grads, jobs, strict=True):
-            run = _started(bench, broadcast, job)
+            run = _started(context, broadcast, job)
             run.vector, run.grad = vector, grad
-            each.append(LocalSteps(bench, run, job))
-        losses, seconds = _timed_steps(bench, SharedSteps(bench, each, vectors, grads))
+            each.append(LocalSteps(context, run, job))
+        losses, seconds = _timed_steps(context, SharedSteps(context, each, vectors, grads))
         own = zip(each, jobs, losses.T, strict=True)
-        sent = [_uploaded(bench, *client) for client in own]
+        sent = [_uploaded(context, *client) for client in own]
     return [
-        _answer(bench, job, steps.run, *what, losses[:, i], seconds / len(jobs))
+        _answer(context, job, steps.run, *what, losses[:, i], seconds / len(jobs))
         for i, (job, steps, what) in enumerate(zip(jobs, each, sent, strict=True))
     ]
 
 
-def _started(bench: Workbench, broadcast: ArrayState, job: TrainJob) -> LocalRun:
-    run = new_run(bench, broadcast, job.round, job.client)
-    run.client_state = {k: to_tensor(v).to(bench.device) for k, v in job.state.items()}
+def _started(context: WorkerContext, broadcast: ArrayState, job: TrainJob) -> LocalRun:
+    run = new_run(context, broadcast, job.round, job.client)
+    run.client_state = {k: to_tensor(v).to(context.device) for k, v in job.state.items()}
     return run
 
 
-def _timed_steps(bench: Workbench, steps: "LocalSteps | SharedSteps") -> tuple[Tensor, float]:
+def _timed_steps(context: WorkerContext, steps: "LocalSteps | SharedSteps") -> tuple[Tensor, float]:
     """Run all steps; return their losses, float64 [S] or [S, k] on the host, and the seconds."""
     shape = (steps.last, *steps.losses)
-    losses = torch.empty(shape, dtype=torch.float64, device=bench.device)
+    losses = torch.empty(shape, dtype=torch.float64, device=context.device)
     with steps.bound():
         began = time.perf_counter()
         for step in range(1, steps.last + 1):
@@ -131,17 +131,17 @@ def _timed_steps(bench: Workbench, steps: "LocalSteps | SharedSteps") -> tuple[T
 
 
 def _uploaded(
-    bench: Workbench, steps: "LocalSteps", job: TrainJob, losses: Tensor
+    context: WorkerContext, steps: "LocalSteps", job: TrainJob, losses: Tensor
 ) -> tuple[State, Tensors]:
-    vector, settings = steps.run.vector, bench.settings
-    hidden, finite = bench.stages.hide_clients, bool(torch.isfinite(losses).all())
+    vector, settings = steps.run.vector, context.settings
+    hidden, finite = context.stages.hide_clients, bool(torch.isfinite(losses).all())
     if not finite and not hidden:
         step = int((~torch.isfinite(losses)).nonzero()[0]) + 1
         remedy = f"(optimizer.lr={settings.optimizer.lr}): try a smaller learning rate"
         if job.round == step == 1:
             remedy = (
                 "before any step was made: what is not finite comes from the backbone, the data, "
-                f"or start() of {named(type(bench.method))}"
+                f"or start() of {named(type(context.method))}"
             )
         raise FailsAgainError(
             f"training loss of client {job.client} is not finite at round {job.round}, local "
@@ -152,31 +152,31 @@ def _uploaded(
         finite = finite and bool(torch.isfinite(vector).all())
         vector.nan_to_num_(0.0, 0.0, 0.0)
     with torch.no_grad():
-        upload, state = bench.method.upload(steps.run, steps.last)
-    _check_shapes(bench, upload)
+        upload, state = context.method.upload(steps.run, steps.last)
+    _check_shapes(context, upload)
     if not finite:
         upload = replace(upload, shared=torch.full_like(upload.shared, math.nan))
-    # It refers to the run and the workbench: let them be freed before the next garbage collection.
+    # Break the cycle of references: the run is freed before the next garbage collection.
     del steps.run.gradient
     return upload, state
 
 
-def _check_shapes(bench: Workbench, upload: State) -> None:
+def _check_shapes(context: WorkerContext, upload: State) -> None:
     """Raise a FailsAgainError if an upload has other tensors than its method declares."""
-    declared = bench.method.upload_lengths(bench.model.layout)
+    declared = context.method.upload_lengths(context.model.layout)
     found = {name: tuple(x.shape) for name, x in {"shared": upload.shared, **upload.extra}.items()}
     expected = {name: (length,) for name, length in declared.items()}
     for name in sorted(found.keys() | expected.keys()):
         if (sent := found.get(name)) != (wanted := expected.get(name)):
             raise FailsAgainError(
-                f"upload() of {named(type(bench.method))} returns "
+                f"upload() of {named(type(context.method))} returns "
                 f"{'no' if sent is None else f'shape {sent} as'} {name!r}, and upload_lengths() "
                 f"declares {'none' if wanted is None else f'{wanted[0]} numbers'}"
             )
 
 
 def _answer(
-    bench: Workbench,
+    context: WorkerContext,
     job: TrainJob,
     run: LocalRun,
     upload: State,
@@ -185,37 +185,37 @@ def _answer(
     seconds: float,
 ) -> tuple[Upload, TrainReport]:
     active = None if run.active is None else run.active.numpy()
-    rows = len(bench.shards.shard(job.client))
+    rows = len(context.shards.shard(job.client))
     report = TrainReport(
         client=job.client,
         state={name: to_array(value) for name, value in state.items()},
         loss=float(losses.mean()),
         seconds=seconds,
-        uploaded=uploaded_parameters(run, upload, bench.method),
+        uploaded=uploaded_parameters(run, upload, context.method),
         unsent=run.unsent,
         metrics=run.metrics,
         spectra=run.spectra,
-        memory=peak_memory(bench.device),
+        memory=peak_memory(context.device),
     )
-    tokens = 0 if bench.tokens is None else int(bench.tokens[job.client])
+    tokens = 0 if context.tokens is None else int(context.tokens[job.client])
     return Upload(job.client, rows, upload.map(to_array), active, tokens=tokens), report
 
 
 def send_change(
-    bench: Workbench,
+    context: WorkerContext,
     broadcast: ArrayState,
     job: TrainJob,
     upload: Upload,
     report: TrainReport,
 ) -> tuple[Upload, TrainReport]:
     """Return a client's upload as a change that has passed the stages, and what it reports then."""
-    method, settings = bench.method, bench.settings
-    units = tuple(bench.model.layout.units(method.wire(bench.model.layout)))
+    method, settings = context.method, context.settings
+    units = tuple(context.model.layout.units(method.wire(context.model.layout)))
     moved = upload.arrays.shared - broadcast.shared
     if upload.active is not None:
         moved[np.repeat(~upload.active, [unit.size for unit in units])] = 0
     weight = configured_weight(settings.federation.weighting, upload)
-    change = bench.stages.send(
+    change = context.stages.send(
         Change(moved, upload.arrays.extra),
         Sender(
             settings.seed, job.round, job.client, weight, units, upload.active, job.kept,
@@ -248,16 +248,16 @@ class LocalSteps:
 
     losses = ()  # the shape of what :meth:`compute` returns
 
-    def __init__(self, bench: Workbench, run: LocalRun, job: TrainJob) -> None:
-        self.bench, self.run = bench, run
-        settings, method, fed = bench.settings, bench.method, bench.settings.federation
+    def __init__(self, context: WorkerContext, run: LocalRun, job: TrainJob) -> None:
+        self.context, self.run = context, run
+        settings, method, fed = context.settings, context.method, context.settings.federation
         rng = numpy_rng(settings.seed, "batches", job.round, job.client)
-        rows = bench.shards.shard(job.client)
+        rows = context.shards.shard(job.client)
         self._order = batch_order(rows, fed.local_steps, fed.batch_size, rng)  # [steps, b]
         self.last = run.steps = fed.local_steps
         self._trained = Trained(run.vector, run.broadcast.base, run.broadcast.constants)
         run.gradient = self._gradient
-        method.start(run, bench.initial)
+        method.start(run, context.initial)
         self._mask = gradient_mask(run, method.wire(run.layout))
         # Weight decay moves even what has no gradient: put back what is not trained.
         decays = settings.optimizer.weight_decay > 0
@@ -269,15 +269,15 @@ class LocalSteps:
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         """Optimizer of the vector of a client that trains alone."""
-        return make_optimizer(self.bench.settings.optimizer, [self.run.vector])
+        return make_optimizer(self.context.settings.optimizer, [self.run.vector])
 
     def bound(self) -> AbstractContextManager[None]:
         """Let the model compute with the client's vector inside, as :meth:`compute` needs it."""
-        return _ready(self.bench, self._trained, self.run.grad)
+        return _ready(self.context, self._trained, self.run.grad)
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return the prepared mini-batch of a step (from 1); its copies may still be under way."""
-        return self.bench.train_batch(self.rows(step))
+        return self.context.train_batch(self.rows(step))
 
     def rows(self, step: int) -> np.ndarray:
         """Return the rows of the mini-batch of a step (from 1), [b]."""
@@ -287,14 +287,14 @@ class LocalSteps:
     def compute(self, step: int, batch: Mapping[str, Tensor]) -> Tensor:
         """Run a step on a prepared batch and return its loss, a scalar on the device."""
         loss = self._differentiate(batch)
-        _end_step(self.bench, self.optimizer, [self], step, [loss])
+        _end_step(self.context, self.optimizer, [self], step, [loss])
         return loss
 
     def correct(self, step: int, loss: Tensor) -> None:
         """Correct the gradient of a step, which is in ``run.grad``."""
-        run, clip_norm = self.run, self.bench.settings.optimizer.clip_norm
+        run, clip_norm = self.run, self.context.settings.optimizer.clip_norm
         run.step, run.loss = step, loss
-        self.bench.method.before_step(run)
+        self.context.method.before_step(run)
         if self._mask is not None:
             run.grad.mul_(self._mask)
         if clip_norm is not None:
@@ -308,7 +308,7 @@ class LocalSteps:
 
     def _differentiate(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Put the gradient of a batch into ``run.grad`` and return the loss."""
-        return _compute_gradient(self.bench, self._trained, self.run.grad, batch, 1)[0]
+        return _compute_gradient(self.context, self._trained, self.run.grad, batch, 1)[0]
 
     def _gradient(self, step: int) -> Tensor:
         with self.bound():
@@ -319,25 +319,25 @@ class SharedSteps:
     """The local steps of k clients in one forward and backward pass; else as :class:`LocalSteps`.
 
     Args:
-        bench: The workbench.
+        context: The worker context.
         each: The clients' own steps.
         vectors: [k, P], whose rows are the clients' vectors.
         grads: [k, P], whose rows are their gradients.
     """
 
     def __init__(
-        self, bench: Workbench, each: Sequence[LocalSteps], vectors: Tensor, grads: Tensor
+        self, context: WorkerContext, each: Sequence[LocalSteps], vectors: Tensor, grads: Tensor
     ) -> None:
-        self.bench, self.each, self.last = bench, each, each[0].last
+        self.context, self.each, self.last = context, each, each[0].last
         self.losses, self._grads = (len(each),), grads
-        broadcast, optimizer = each[0].run.broadcast, bench.settings.optimizer
+        broadcast, optimizer = each[0].run.broadcast, context.settings.optimizer
         self._optimizer = make_optimizer(optimizer, [steps.run.vector for steps in each])
         self._trained = Trained(vectors, broadcast.base, broadcast.constants)
 
     @contextmanager
     def bound(self) -> Iterator[None]:
         """Let the model compute with the vectors of all clients inside."""
-        with warnings.catch_warnings(), _ready(self.bench, self._trained, self._grads):
+        with warnings.catch_warnings(), _ready(self.context, self._trained, self._grads):
             # Those of a tensor have gaps: they lie in the rows of all clients.
             warnings.filterwarnings("ignore", message="grad and param do not obey the gradient")
             yield
@@ -345,17 +345,17 @@ class SharedSteps:
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return the prepared mini-batches of a step (from 1), one after the other."""
         rows = np.concatenate([steps.rows(step) for steps in self.each])
-        return self.bench.train_batch(rows)
+        return self.context.train_batch(rows)
 
     def compute(self, step: int, batch: Mapping[str, Tensor]) -> Tensor:
         """Run a step of every client and return their losses [k], on the device."""
-        losses = _compute_gradient(self.bench, self._trained, self._grads, batch, len(self.each))
-        _end_step(self.bench, self._optimizer, self.each, step, losses)
+        losses = _compute_gradient(self.context, self._trained, self._grads, batch, len(self.each))
+        _end_step(self.context, self._optimizer, self.each, step, losses)
         return losses
 
 
 def _end_step(
-    bench: Workbench,
+    context: WorkerContext,
     optimizer: torch.optim.Optimizer,
     each: Sequence[LocalSteps],
     step: int,
@@ -370,26 +370,30 @@ def _end_step(
         optimizer.step()
         for steps in each:
             steps.restore()
-        bench.method.after_steps(runs, step, each[0].last)
+        context.method.after_steps(runs, step, each[0].last)
 
 
 @contextmanager
-def _ready(bench: Workbench, trained: Trained, grad: Tensor) -> Iterator[None]:
+def _ready(context: WorkerContext, trained: Trained, grad: Tensor) -> Iterator[None]:
     """Let :func:`_compute_gradient` compute with a trained state inside."""
-    if bench.graphs is None:
-        with bound(bench, trained, grad):
+    if context.graphs is None:
+        with bound(context, trained, grad):
             yield
     else:  # each graph binds copies
-        with bound(bench, None), bench.graphs.active():
+        with bound(context, None), context.graphs.active():
             yield
 
 
 def _compute_gradient(
-    bench: Workbench, trained: Trained, grad: Tensor, batch: Mapping[str, Tensor], clients: int
+    context: WorkerContext,
+    trained: Trained,
+    grad: Tensor,
+    batch: Mapping[str, Tensor],
+    clients: int,
 ) -> Tensor:
     """Put the gradient of a batch into ``grad`` and return the loss of each client [k]."""
-    if bench.graphs is None:
-        return _forward_backward(bench, grad, batch, clients)
+    if context.graphs is None:
+        return _forward_backward(context, grad, batch, clients)
 
     def graph(*given: Tensor) -> tuple[Tensor, ...]:
         tensor = iter(given)
@@ -399,22 +403,22 @@ def _compute_gradient(
             {layer: {n: next(tensor) for n in own} for layer, own in trained.constants.items()},
         )
         values, found = {name: next(tensor) for name in batch}, torch.empty_like(held.vector)
-        with bound(bench, held, found):
-            return _forward_backward(bench, found, values, clients), found
+        with bound(context, held, found):
+            return _forward_backward(context, found, values, clients), found
 
     constants = (tensor for own in trained.constants.values() for tensor in own.values())
     given = trained.vector, *trained.base.values(), *constants, *batch.values()
-    losses, found = bench.graphs.call(("pass", clients), graph, *given)
+    losses, found = context.graphs.call(("pass", clients), graph, *given)
     grad.copy_(found)
     return losses.clone()
 
 
 def _forward_backward(
-    bench: Workbench, grad: Tensor, batch: Mapping[str, Tensor], clients: int
+    context: WorkerContext, grad: Tensor, batch: Mapping[str, Tensor], clients: int
 ) -> Tensor:
     grad.zero_()
     # A client's loss is the mean over its own rows, and the gradient of the sum is its own.
-    losses = bench.task.losses(bench.model, batch, clients)
+    losses = context.task.losses(context.model, batch, clients)
     torch.autograd.backward(losses, _ones(clients, losses.dtype, losses.device))
     return losses.detach()
 

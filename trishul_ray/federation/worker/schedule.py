@@ -3,7 +3,7 @@
 import math
 
 from trishul_ray.config.fields import OptimizerConfig
-from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.proportions import exact_fraction
 
 
 def depends_on_rounds(settings: OptimizerConfig) -> bool:
@@ -33,7 +33,7 @@ def learning_rates(
 
 
 def _factor(settings: OptimizerConfig, step: int, total: int) -> float:
-    warmup = math.ceil(exact_share(total, settings.warmup))
+    warmup = math.ceil(exact_fraction(total, settings.warmup))
     if step < warmup:
         return (step + 1) / warmup
     if settings.schedule == "constant":

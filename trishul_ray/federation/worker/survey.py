@@ -11,31 +11,33 @@ from torch import Tensor, nn
 
 from trishul_ray.data.sampling import batch_order
 from trishul_ray.federation.messages import TrainJob, TrainReport, Upload, to_array
-from trishul_ray.federation.worker.workbench import Workbench, client_stream
+from trishul_ray.federation.worker.context import WorkerContext, client_stream
 from trishul_ray.methods.base.messages import State, Tensors
 from trishul_ray.runtime.random_streams import numpy_rng
 
 
-def answer_survey(bench: Workbench, job: TrainJob) -> tuple[Upload, TrainReport]:
+def answer_survey(context: WorkerContext, job: TrainJob) -> tuple[Upload, TrainReport]:
     """Return a client's answer to the survey of the method, and what it reports."""
-    plan, settings = bench.method.survey_plan, bench.settings
+    plan, settings = context.method.survey_plan, context.settings
     assert plan is not None  # a method without one has no round 0
     rng = numpy_rng(settings.seed, "survey-batches", job.client)
     size = plan.batch_size or settings.federation.batch_size
-    shard = bench.shards.shard(job.client)
+    shard = context.shards.shard(job.client)
     batches = batch_order(shard, plan.batches, size, rng)
-    layers = {spec.name: bench.model.model.get_submodule(spec.name) for spec in bench.model.specs}
+    layers = {
+        spec.name: context.model.model.get_submodule(spec.name) for spec in context.model.specs
+    }
 
     def gradients() -> Iterator[Tensors]:
         for rows in batches:
             with weight_gradients(layers) as found:
-                bench.task.losses(bench.model, bench.train_batch(rows), 1)[0].backward()
+                context.task.losses(context.model, context.train_batch(rows), 1)[0].backward()
             yield {name: found[name].float() for name in layers}
 
     began = time.perf_counter()
-    with client_stream(bench, "survey-dropout", job.client):
-        answer = State(torch.empty(0), extra=bench.method.survey(gradients())).map(to_array)
-    answer = replace(answer, extra=bench.stages.answer(answer.extra, job.instructions))
+    with client_stream(context, "survey-dropout", job.client):
+        answer = State(torch.empty(0), extra=context.method.survey(gradients())).map(to_array)
+    answer = replace(answer, extra=context.stages.answer(answer.extra, job.instructions))
     seconds, numbers = time.perf_counter() - began, sum(a.size for a in answer.extra.values())
     return (
         Upload(job.client, len(shard), answer),

@@ -14,7 +14,7 @@ from trishul_ray.errors import FailsAgainError
 from trishul_ray.lab.clock.attempt import Attempt, plan
 from trishul_ray.lab.clock.devices import ClientClock, Devices, DevicesConfig
 from trishul_ray.methods.base import Method
-from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.proportions import exact_fraction
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import (
     ArrayState,
@@ -129,7 +129,7 @@ class Clock(Stage):
     def size(self) -> int:
         """The clients that a round selects, ``ceil(extra m)``."""
         wanted = self.settings.federation.clients_per_round
-        return math.ceil(exact_share(wanted, self.options.extra))
+        return math.ceil(exact_fraction(wanted, self.options.extra))
 
     @property
     def files(self) -> dict[str, str]:
@@ -182,7 +182,7 @@ class Clock(Stage):
             path = (number, len(self._attempts)) if self._attempts else (number,)
             clients = chosen if cohort.fixed else self._sample(path)
             self._attempts.append(last := self._plan(path, clients, wanted, cohort.traffic()))
-            needed = max(math.ceil(exact_share(wanted, fed.quorum)), self.plan.quorum)
+            needed = max(math.ceil(exact_fraction(wanted, fed.quorum)), self.plan.quorum)
             if cohort.fixed or last.kept.sum() >= needed:
                 return self._selected(cohort)
             self._advance(last, last.moments.uploaded[last.kept])

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from trishul_ray.lab.codecs.base import Codec, Units, register_codec
-from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.proportions import exact_fraction
 
 
 @register_codec("topk")
@@ -53,7 +53,7 @@ class TopK(Codec):
 
     def _limit(self, values: np.ndarray) -> tuple[float, int]:
         """Return the magnitude of the last entry that is sent, and how many are."""
-        count = math.ceil(exact_share(len(values), self.fields.density))
+        count = math.ceil(exact_fraction(len(values), self.fields.density))
         if count == len(values):
             return 0.0, count
         place = len(values) - count

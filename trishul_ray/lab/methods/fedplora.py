@@ -26,7 +26,7 @@ from trishul_ray.methods.base.adapters import lora_pairs
 from trishul_ray.methods.base.messages import LocalRun, Round, State, Tensors
 from trishul_ray.methods.fedit import FedIT
 from trishul_ray.runtime.lazy import torch
-from trishul_ray.runtime.proportions import exact_share
+from trishul_ray.runtime.proportions import exact_fraction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +55,7 @@ class FedPLoRA(FedIT):
         if not run.training:
             return
         rank = self.parts(run.layout)
-        count = max(1, math.floor(exact_share(rank, run.capacity)))
+        count = max(1, math.floor(exact_fraction(rank, run.capacity)))
         run.metrics["rank"] = float(count)
         parts = torch.ones(rank, dtype=torch.bool)
         run.set_state(Parts(parts))

@@ -13,7 +13,7 @@ from trishul_ray.contract.methods import untimed
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.worker.workbench import KEPT_ON_CPU, Residents, build_workbench
+from trishul_ray.federation.worker.context import KEPT_ON_CPU, BackboneCache, build_context
 from trishul_ray.methods.base import method_class
 
 TINY = [
@@ -80,20 +80,20 @@ def make(places):
     return experiment
 
 
-def outcome(experiment, residents=None):
+def outcome(experiment, backbones=None):
     """The digest of a run's state, and its metrics."""
-    driver = InlineDriver(experiment, prepare_run(experiment), "a", residents)
+    driver = InlineDriver(experiment, prepare_run(experiment), "a", backbones)
     report = driver.begin()
     while not report.finished:
         report = driver.step()
     result = driver.final()
     driver.close()
     records = untimed(result.checkpoint.records)
-    bench = weakref.ref(driver.executor.bench)
+    context = weakref.ref(driver.executor.context)
     del driver
     # Not only at the next garbage collection: on a GPU, the next run needs the memory.
-    assert bench() is None
-    return result.digest, records, result.blueprint.sources
+    assert context() is None
+    return result.digest, records, result.spec.sources
 
 
 def every_pair(items):
@@ -117,28 +117,28 @@ KINDS = ["fedit", "ffalora", "flora", "fedsb", "fullft", "scaffold", "trishul"]
 
 def test_every_kind_of_method_after_every_kind_and_every_method_between_others(make):
     fresh = {name: outcome(make(*options_of(name))) for name in PUBLISHED}
-    residents = Residents()
+    backbones = BackboneCache()
     for name in [*every_pair(KINDS), *PUBLISHED]:
-        assert outcome(make(*options_of(name)), residents) == fresh[name], name
-    assert len(residents._kept) == 1
+        assert outcome(make(*options_of(name)), backbones) == fresh[name], name
+    assert len(backbones._kept) == 1
 
 
 def test_other_settings_and_tasks_after_each_other(make):
     fresh = {name: outcome(make(*options)) for name, options in SETTINGS.items()}
-    residents = Residents()
+    backbones = BackboneCache()
     names = list(SETTINGS)
     for name in [*names, *reversed(names)]:
-        assert outcome(make(*SETTINGS[name]), residents) == fresh[name], name
-        assert len(residents._kept) <= KEPT_ON_CPU
+        assert outcome(make(*SETTINGS[name]), backbones) == fresh[name], name
+        assert len(backbones._kept) <= KEPT_ON_CPU
 
 
 def test_a_backbone_is_kept_until_its_files_change(make, places):
-    residents, experiment = Residents(), make("method=fullft")
+    backbones, experiment = BackboneCache(), make("method=fullft")
 
     def module(experiment):
-        bench = build_workbench(experiment, prepare_run(experiment), residents)
-        bench.close()
-        return bench.model.model
+        context = build_context(experiment, prepare_run(experiment), backbones)
+        context.close()
+        return context.model.model
 
     def everything(module):
         states = {name: (t.dtype, t.tolist()) for name, t in module.state_dict().items()}
@@ -147,7 +147,7 @@ def test_a_backbone_is_kept_until_its_files_change(make, places):
 
     first = module(experiment)
     before = everything(first)
-    outcome(experiment, residents)
+    outcome(experiment, backbones)
     assert module(make("method=fedit")) is first and everything(first) == before
     assert module(make("seed=1")) is first and everything(first) != before
     assert module(experiment) is first and everything(first) == before

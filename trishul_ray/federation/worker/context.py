@@ -1,4 +1,4 @@
-"""What a worker keeps resident: a backbone with adapters, the data, the task and the method."""
+"""What a worker keeps: a backbone with adapters, the data, the task and the method."""
 
 import socket
 from collections import OrderedDict
@@ -20,7 +20,7 @@ from trishul_ray.data.sampling import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import build_site
-from trishul_ray.federation.messages import Arrays, Blueprint, Expected, changed_sources, to_tensor
+from trishul_ray.federation.messages import Arrays, Expected, WorkerSpec, changed_sources, to_tensor
 from trishul_ray.federation.prepare import Prepared, prepare_dataset
 from trishul_ray.federation.reduce import round_units, unit_sizes
 from trishul_ray.federation.worker.schedule import learning_rates
@@ -65,11 +65,11 @@ class LoadedBackbone:
     norms: dict[str, float] = field(default_factory=dict)
 
 
-class Residents:
+class BackboneCache:
     """Loads backbones and keeps the most recently used ones.
 
     A backbone is kept as long as its configuration, its files and its device are the same; for
-    another seed, only its drawn head changes. One workbench at a time may use it.
+    another seed, only its drawn head changes. One worker context at a time may use it.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Residents:
 
 
 @dataclass(kw_only=True)
-class ModelBench:
+class ModelContext:
     """What computes the global model of a run: the adapted backbone, the task and the method."""
 
     settings: Experiment
@@ -122,16 +122,16 @@ class ModelBench:
     device: torch.device
     dtype: torch.dtype
     site: Site
-    sources: dict[str, str] = field(default_factory=dict)  # see Blueprint
+    sources: dict[str, str] = field(default_factory=dict)  # see WorkerSpec
 
     def close(self) -> None:
-        """Detach the adapters, so that another workbench can use the backbone."""
+        """Detach the adapters, so that another worker context can use the backbone."""
         self.model.detach()
 
 
 @dataclass(kw_only=True)
-class Workbench(ModelBench):
-    """Everything that a worker keeps resident; clients differ by shard, state and rng alone."""
+class WorkerContext(ModelContext):
+    """Everything that a worker keeps; clients differ only by shard, state and rng."""
 
     train: Split
     scored: Mapping[RowSet, tuple[Split, np.ndarray]]  # the split of every set, and its rows
@@ -150,13 +150,12 @@ class Workbench(ModelBench):
         return self.task.prepare_batch(self.train.batch(rows), self.device, self.dtype)
 
 
-def build_workbench(
-    experiment: Experiment, prepared: Prepared, residents: Residents | None = None
-) -> Workbench:
+def build_context(
+    experiment: Experiment, prepared: Prepared, backbones: BackboneCache | None = None
+) -> WorkerContext:
     """Load the backbone, attach the method's adapters and open the data.
 
-    The backbone may be one of ``residents``, if the workbench that used it before is closed. The
-    result is the same as with a backbone that is loaded now.
+    The backbone may come from ``backbones``, if its previous context is closed.
 
     Raises:
         InputError: backbone, budget and data do not fit together, or this node has other data
@@ -176,18 +175,18 @@ def build_workbench(
                 f"node {socket.gethostname()} has other {changed} than the driver: data.path, "
                 "storage.hub and model folders must have the same content on every node"
             )
-    bench = build_model_bench(experiment, dataset.info, residents)
-    reset_peak(bench.device)
+    context = build_model_context(experiment, dataset.info, backbones)
+    reset_peak(context.device)
     source = prepared.sources.get("rows", dataset.fingerprint)
-    parts = {part.name: getattr(bench, part.name) for part in fields(bench)}
+    parts = {part.name: getattr(context, part.name) for part in fields(context)}
     stages = Stages.of(experiment)
-    return Workbench(
-        **(parts | {"sources": prepared.sources | bench.sources}),
+    return WorkerContext(
+        **(parts | {"sources": prepared.sources | context.sources}),
         train=dataset.train,
         scored=_scored_rows(dataset, experiment.evaluation.limit, source),
         shards=prepared.shards,
         stages=stages,
-        graphs=Graphs(bench.device) if experiment.resources.cuda_graphs else None,
+        graphs=Graphs(context.device) if experiment.resources.cuda_graphs else None,
         tokens=prepared.tokens,
     )
 
@@ -213,9 +212,9 @@ def _scored_rows(
     return scored
 
 
-def build_model_bench(
-    experiment: Experiment, info: DatasetInfo, residents: Residents | None = None
-) -> ModelBench:
+def build_model_context(
+    experiment: Experiment, info: DatasetInfo, backbones: BackboneCache | None = None
+) -> ModelContext:
     """Load the backbone and attach the method's adapters; the description of the data is enough.
 
     Raises:
@@ -236,7 +235,7 @@ def build_model_bench(
         return f"loading {backbone.name} ({gib}) with the adapters of {experiment.method.name}"
 
     with memory_of(work, "set model.precision=bf16 or model.quantize"):
-        loaded = (residents or Residents()).load(
+        loaded = (backbones or BackboneCache()).load(
             backbone, task.model_kind, task.num_classes, seed=experiment.seed, device=device
         )
         site = build_site(loaded.module, experiment, loaded.norms)
@@ -244,7 +243,7 @@ def build_model_bench(
         initial = model.initial().to(device)
     if experiment.federation.stacked > 1:
         model.check_stackable()
-    return ModelBench(
+    return ModelContext(
         settings=experiment,
         info=info,
         model=model,
@@ -271,33 +270,33 @@ def _attach(
     )  # fmt: skip
 
 
-def adapt_to(bench: ModelBench, survey: Arrays) -> None:
-    """Replace the adapters of a workbench if they were built for another survey."""
+def adapt_to(context: ModelContext, survey: Arrays) -> None:
+    """Replace the adapters of a worker context if they were built for another survey."""
     new = {layer: to_tensor(answer) for layer, answer in survey.items()}
-    old = bench.site.survey
+    old = context.site.survey
     if old.keys() == new.keys() and all(torch.equal(old[key], new[key]) for key in new):
         return
-    bench.site = replace(bench.site, survey=new)
-    module = bench.model.detach()
-    bench.model = _attach(module, bench.settings, bench.method, bench.site, bench.device)
-    bench.initial = bench.model.initial().to(bench.device)
+    context.site = replace(context.site, survey=new)
+    module = context.model.detach()
+    context.model = _attach(module, context.settings, context.method, context.site, context.device)
+    context.initial = context.model.initial().to(context.device)
 
 
-def blueprint_of(bench: Workbench) -> Blueprint:
-    """Return what the server needs to know of a workbench."""
-    layout, method, model = bench.model.layout, bench.method, bench.model
+def worker_spec(context: WorkerContext) -> WorkerSpec:
+    """Return what the server needs to know of a worker context."""
+    layout, method, model = context.model.layout, context.method, context.model
     wire = method.wire(layout)
     counts = count_parameters(model.adapters, model.specs)
     adapters = [(spec.block, model.adapters[spec.name]) for spec in model.specs]
     with_cores = [(block, a) for block, a in adapters if isinstance(a, MultiHead)]
-    return Blueprint(
-        info=bench.info,
+    return WorkerSpec(
+        info=context.info,
         layout=layout,
         wire=wire,
         initial=model.start().numpy(),
         expected=Expected(method.upload_lengths(layout), unit_sizes(layout, wire)),
-        metrics=bench.task.metrics,
-        scored={name: len(rows) for name, (_, rows) in bench.scored.items()},
+        metrics=context.task.metrics,
+        scored={name: len(rows) for name, (_, rows) in context.scored.items()},
         parameters={
             "adapter": counts.adapter + model.backbone_size,
             "scalars": counts.scalars,
@@ -309,87 +308,87 @@ def blueprint_of(bench: Workbench) -> Blueprint:
             for block, group in groupby(with_cores, lambda pair: pair[0])
         },
         block_norms={
-            block: sum(bench.site.squared_norms[layer.name] for layer in layers)
-            for block, layers in bench.site.blocks().items()
+            block: sum(context.site.squared_norms[layer.name] for layer in layers)
+            for block, layers in context.site.blocks().items()
         },
-        sources=bench.sources,
-        client_mix=_client_mix(bench),
-        client_rows=_client_rows(bench),
-        shard_sizes=bench.shards.sizes if "shard_sizes" in bench.stages.needs else None,
+        sources=context.sources,
+        client_mix=_client_mix(context),
+        client_rows=_client_rows(context),
+        shard_sizes=context.shards.sizes if "shard_sizes" in context.stages.needs else None,
     )
 
 
-def _client_mix(bench: Workbench) -> np.ndarray | None:
+def _client_mix(context: WorkerContext) -> np.ndarray | None:
     """Return the rows of every client and class [C, K], if clients are scored by them.
 
     Raises:
         InputError: ``evaluation.per_client`` is set, but the data have neither clients nor classes.
     """
-    if not bench.settings.evaluation.per_client or "client" in bench.test.columns:
+    if not context.settings.evaluation.per_client or "client" in context.test.columns:
         return None
-    if "label" not in bench.train.columns:
+    if "label" not in context.train.columns:
         raise InputError(
-            f"evaluation.per_client: the test rows of dataset {bench.info.name} have neither a "
+            f"evaluation.per_client: the test rows of dataset {context.info.name} have neither a "
             "client column nor classes, by which clients could be scored"
         )
-    return class_mix(bench.shards, bench.train.labels, bench.info.num_classes)
+    return class_mix(context.shards, context.train.labels, context.info.num_classes)
 
 
-def _client_rows(bench: Workbench) -> dict[RowSet, np.ndarray]:
+def _client_rows(context: WorkerContext) -> dict[RowSet, np.ndarray]:
     """Return on how many rows of a set each client's own model is scored [C]; empty if it is not.
 
     Raises:
         InputError: Test rows belong to clients, but not to those of the run.
     """
-    settings, by_client = bench.settings, "client" in bench.test.columns
+    settings, by_client = context.settings, "client" in context.test.columns
     clients, held_out = settings.federation.clients, settings.federation.held_out
-    own = bench.method.personal and settings.evaluation.per_client
-    known = not by_client or client_names(bench.info, settings.partition, clients)
+    own = context.method.personal and settings.evaluation.per_client
+    known = not by_client or client_names(context.info, settings.partition, clients)
     if (own or held_out) and not known:
         what = f"method={settings.method.name} has a model for each client"
         what = what if own else f"federation.held_out={held_out:g} leaves out clients of the run"
         raise InputError(
-            f"evaluation.per_client: {what}, but the test rows of dataset {bench.info.name} "
-            f"belong to {len(bench.info.clients)} clients of its own: set partition.kind=natural "
-            f"and federation.clients={len(bench.info.clients)}"
+            f"evaluation.per_client: {what}, but the test rows of dataset {context.info.name} "
+            f"belong to {len(context.info.clients)} clients of its own: set partition.kind=natural "
+            f"and federation.clients={len(context.info.clients)}"
         )
     if not own:
         return {}
     if not by_client:
-        return {name: np.full(clients, len(rows)) for name, (_, rows) in bench.scored.items()}
+        return {name: np.full(clients, len(rows)) for name, (_, rows) in context.scored.items()}
     return {
         name: np.bincount(split.column("client")[rows], minlength=clients)
-        for name, (split, rows) in bench.scored.items()
+        for name, (split, rows) in context.scored.items()
     }
 
 
-def rows_of(bench: Workbench, name: RowSet, client: int | None) -> tuple[Split, np.ndarray]:
+def rows_of(context: WorkerContext, name: RowSet, client: int | None) -> tuple[Split, np.ndarray]:
     """Return the split of a set and its scored rows, or a client's where rows belong to clients."""
-    split, rows = bench.scored[name]
+    split, rows = context.scored[name]
     if client is not None and "client" in split.columns:
         rows = rows[split.column("client")[rows] == client]
     return split, rows
 
 
 def new_run(
-    bench: ModelBench, broadcast: ArrayState, round_number: int, client: int | None
+    context: ModelContext, broadcast: ArrayState, round_number: int, client: int | None
 ) -> LocalRun:
     """Return the local run of a client before its start; None is the global model, to evaluate."""
-    settings, fed = bench.settings, bench.settings.federation
-    seed, vector = settings.seed, torch.empty_like(bench.initial)
+    settings, fed = context.settings, context.settings.federation
+    seed, vector = settings.seed, torch.empty_like(context.initial)
     share: float = 1.0
     rates: tuple[float, ...] = ()
     active = None
     if client is not None:
-        units = round_units(bench.method, bench.model.layout, round_number)
+        units = round_units(context.method, context.model.layout, round_number)
         active = None if units is None else torch.from_numpy(units)
         share = capacities(fed.compute, seed, fed.clients, fed.compute_shares)[client]
         rates = learning_rates(settings.optimizer, round_number, fed.rounds, fed.local_steps)
     return LocalRun(
-        layout=bench.model.layout,
+        layout=context.model.layout,
         vector=vector,
         grad=torch.empty(0) if client is None else torch.zeros_like(vector),
-        broadcast=broadcast.map(lambda array: to_tensor(array).to(bench.device)),
+        broadcast=broadcast.map(lambda array: to_tensor(array).to(context.device)),
         client_state={},
         client=client,
         optimizer=settings.optimizer,
@@ -406,52 +405,54 @@ def new_run(
 
 
 @contextmanager
-def client_stream(bench: Workbench, purpose: str, *indices: int) -> Iterator[None]:
+def client_stream(context: WorkerContext, purpose: str, *indices: int) -> Iterator[None]:
     """Give a client's dropout, which draws from torch's global stream, a random stream of its own.
 
     Afterwards the global stream is restored and the model is back in evaluation mode.
     """
-    settings = bench.settings
-    devices = [bench.device] if bench.device.type == "cuda" else []
+    settings = context.settings
+    devices = [context.device] if context.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(torch_rng(settings.seed, purpose, *indices).initial_seed())
-        bench.model.train(settings.model.dropout)
+        context.model.train(settings.model.dropout)
         try:
             yield
         finally:
-            bench.model.train(False)
+            context.model.train(False)
 
 
 @contextmanager
-def bound(bench: ModelBench, trained: Trained | None, grad: Tensor | None = None) -> Iterator[None]:
+def bound(
+    context: ModelContext, trained: Trained | None, grad: Tensor | None = None
+) -> Iterator[None]:
     """Let the model compute with a trained state inside, or as pretrained; as before again after.
 
     A step's hooks may ask for another gradient: ``run.gradient`` is inside the steps' own state.
     """
-    before = bench.model.bound
+    before = context.model.bound
     if trained is None:
-        bench.model.unbind()
+        context.model.unbind()
     else:
-        bench.model.bind(trained, grad)
+        context.model.bind(trained, grad)
     try:
         yield
     finally:
         if before is None:
-            bench.model.unbind()
+            context.model.unbind()
         else:
-            bench.model.bind(*before)
+            context.model.bind(*before)
 
 
 def global_model(
-    bench: ModelBench,
+    context: ModelContext,
     broadcast: ArrayState,
     round_number: int,
     state: Arrays | None = None,
     client: int | None = None,
 ) -> Trained:
     """Return the global model that a broadcast describes; with a client's state, that client's."""
-    run = new_run(bench, broadcast, round_number, None)
+    run = new_run(context, broadcast, round_number, None)
     run.client = client
-    run.client_state = {k: to_tensor(v).to(bench.device) for k, v in (state or {}).items()}
-    bench.method.start(run, bench.initial)
+    run.client_state = {k: to_tensor(v).to(context.device) for k, v in (state or {}).items()}
+    context.method.start(run, context.initial)
     return Trained(run.vector, run.broadcast.base, run.broadcast.constants)

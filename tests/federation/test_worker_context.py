@@ -1,4 +1,4 @@
-"""Capacities of clients, and the test rows that a workbench evaluates."""
+"""Capacities of clients, and the test rows that a worker context evaluates."""
 
 from dataclasses import replace
 
@@ -14,8 +14,8 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
+from trishul_ray.federation.worker.context import build_context, new_run
 from trishul_ray.federation.worker.evaluation import EvaluatedModel, evaluate_chunk
-from trishul_ray.federation.worker.workbench import build_workbench, new_run
 from trishul_ray.runs.runner import central_twin
 
 CUSTOM = ["federation.compute=custom", "federation.compute_shares=[0, 0.5, 0.5, 0]"]
@@ -61,11 +61,11 @@ def test_the_seed_draws_which_clients_are_limited():
 
 def test_clients_of_a_run_have_custom_capacities(cache):
     experiment = load_experiment(None, ["model.init=random", *CUSTOM, f"storage.cache={cache}"])
-    bench = InlineExecutor(experiment, prepare_run(experiment)).bench
-    start = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
-    capacities = {new_run(bench, start, 1, client).capacity for client in range(10)}
+    context = InlineExecutor(experiment, prepare_run(experiment)).context
+    start = context.method.initial_state(context.model.layout, context.initial, {}).map(to_array)
+    capacities = {new_run(context, start, 1, client).capacity for client in range(10)}
     assert capacities == {0.5, 0.75}
-    assert new_run(bench, start, 1, None).capacity == 1.0
+    assert new_run(context, start, 1, None).capacity == 1.0
 
 
 def test_the_central_twin_has_full_capacity():
@@ -97,7 +97,7 @@ def evaluated_rows(small):
 
     def rows(*overrides):
         experiment = small(*overrides)
-        return build_workbench(experiment, prepare_run(experiment)).scored["test"][1]
+        return build_context(experiment, prepare_run(experiment)).scored["test"][1]
 
     return rows
 
@@ -117,7 +117,7 @@ def test_every_seed_method_and_partition_is_validated_on_the_same_rows(small):
     def rows(*overrides, change=lambda experiment: experiment):
         experiment = change(small(share, *overrides))
         prepared = prepare_run(experiment)
-        split, chosen = build_workbench(experiment, prepared).scored["validation"]
+        split, chosen = build_context(experiment, prepared).scored["validation"]
         trained = min(len(prepared.dataset.train), experiment.data.train_limit or 10**9)
         assert prepared.shards.sizes.sum() == trained
         return split.fingerprint, chosen.tolist(), prepared.sources["rows"]
@@ -130,8 +130,8 @@ def test_every_seed_method_and_partition_is_validated_on_the_same_rows(small):
     assert rows("evaluation.limit=null")[1] == list(range(200))
     # The test rows are those of a run without validation rows.
     limited = small(share)
-    alone = build_workbench(small(), prepare_run(small())).scored
-    split, chosen = build_workbench(limited, prepare_run(limited)).scored["test"]
+    alone = build_context(small(), prepare_run(small())).scored
+    split, chosen = build_context(limited, prepare_run(limited)).scored["test"]
     assert alone.keys() == {"test"} and chosen.tolist() == alone["test"][1].tolist()
     assert split.fingerprint == alone["test"][0].fingerprint
 
@@ -139,13 +139,13 @@ def test_every_seed_method_and_partition_is_validated_on_the_same_rows(small):
 def test_a_bound_model_scores_as_one_that_is_bound_for_each_chunk(small):
     experiment = small("method=trishul", "federation.local_steps=2", "evaluation.limit=24")
     executor = InlineExecutor(experiment, prepare_run(experiment))
-    model, vector = executor.bench.model, executor.bench.initial
-    first = executor.bench.method.initial_state(model.layout, vector, {}).map(to_array)
+    model, vector = executor.context.model, executor.context.initial
+    first = executor.context.method.initial_state(model.layout, vector, {}).map(to_array)
     moved = replace(first, shared=first.shared + np.float32(0.05))
 
     def scored(state, start, fresh=False):
         if fresh:
-            each = EvaluatedModel(executor.bench)
+            each = EvaluatedModel(executor.context)
             report = evaluate_chunk(each, state, EvalJob(1, start, start + 8))
             each.release()
             return report.sums.loss
