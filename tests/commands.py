@@ -13,7 +13,7 @@ import psutil
 #: Marks every process that a test's command starts, children of children too.
 MARK = "TRISHUL_TEST_MARK"
 #: Seconds for which two agents of Ray may outlive a driver that was killed; see
-#: docs/how-a-run-recovers.md.
+#: docs/architecture.md.
 AGENTS_WAIT = 150
 REPOSITORY = Path(__file__).parents[1]
 
