@@ -120,7 +120,7 @@ def checkpoints(folder):
         records=[RoundRecord(0, scores={"accuracy": 0.5}), RoundRecord(1, refused={"2": "why"})],
         spectra={"before": some}, matrices={"cosine": some}, test_rows={"row": np.arange(3)},
         sources={"rows": "sha256:0"},
-    ).to_bytes()  # fmt: skip
+    ).to_bytes({})  # fmt: skip
     files = Store.open(str(folder / "checkpoints"))
 
     def changed(rng):
@@ -143,7 +143,7 @@ def checkpoints(folder):
         if found is None:
             raise InputError("; ".join(store.skipped))
         found.is_last(3)
-        found.to_bytes()
+        found.to_bytes({})
 
     return read
 

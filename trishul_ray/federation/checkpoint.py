@@ -4,18 +4,15 @@ A checkpoint is a safetensors file, ``round-<number>-<sha256>.safetensors``, of 
 that names them. It is written to a temporary name and then renamed. A truncated or altered file is
 reported and skipped, and the checkpoint before it is used.
 
-The states of clients are in other files, because most of them do not change in a round. A changed
-state is written once, to ``clients-<number>-<sha256>.safetensors``, before the checkpoints that
-name that file. If less than half of the states in these files are still in use, all states are
-written again: otherwise the files of cohorts of 100 of 1,000 clients are 5 times as large as the
-states.
+Most states of clients do not change in a round. So the states that changed are in another file,
+``clients-<number>-<sha256>.safetensors``, which is written before the checkpoints that name it and
+removed once no checkpoint names it.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -33,14 +30,14 @@ from trishul_ray.stages import ArrayState, Memory
 from trishul_ray.storage.durable import Json
 from trishul_ray.storage.store import Store
 
-_NAME = re.compile(r"round-(\d{6})-([0-9a-f]{64})\.safetensors")
-#: Name of the tensor that holds the JSON, and the keys in the JSON that refer to an array, and to
-#: the file of what a client keeps.
-_META, _ARRAY, _FILE = "__meta__", "__array__", "__file__"
-#: What reading fields of other types or names raises.
+_NAME = re.compile(r"(round|clients)-(\d{6})-[0-9a-f]{64}\.safetensors")
+#: Name of the tensor that holds the JSON, and the key in the JSON that refers to an array.
+_META, _ARRAY = "__meta__", "__array__"
+#: Errors of reading fields of other types or names.
 _ODD = (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
-#: A client in one of the two fields that hold what clients keep.
-_Key = tuple[str, int]
+
+#: State of a client, and memory of stages on it.
+_Parts = tuple[Arrays | None, Arrays | None]
 
 
 def _file_name(kind: str, round_number: int, data: bytes) -> str:
@@ -50,7 +47,7 @@ def _file_name(kind: str, round_number: int, data: bytes) -> str:
 def round_of(name: str) -> int | None:
     """Return the round of a checkpoint's file name; None for another file."""
     match = _NAME.fullmatch(name)
-    return int(match[1]) if match else None
+    return int(match[2]) if match and match[1] == "round" else None
 
 
 def _stored(value: Any) -> Json:
@@ -73,13 +70,13 @@ class Checkpoint:
         records: one record for each round so far; the first is of the pretrained backbone.
         spectra: singular values of the last diagnostics; see ``Diagnostics``.
         matrices: comparisons between clients in every diagnosed round, and of all clients in the
-            last; see ``append_round`` and ``compare_everyone``.
+            last; see ``append_round`` and ``Comparison.of_everyone``.
         test_rows: ``row``, index in the test split, and ``score`` of every row scored after
             the last round, in order; empty before, and for a task without scores of rows.
         sources: hashes of data and weights; see ``WorkerSpec``.
         info: description of the data.
-        stages: what each stage keeps, by its name.
-        kept: what stages left with each client, by client.
+        stages: memory of each stage, by its name.
+        kept: memory of stages on each client, by client.
     """
 
     experiment_id: str
@@ -100,45 +97,46 @@ class Checkpoint:
         """Return whether a run of so many rounds is over: all are done, and the last is scored."""
         return self.round >= rounds and self.records[-1].scored
 
-    def to_bytes(self) -> bytes:
-        """Return the content of the file."""
+    def to_bytes(self, files: dict[int, str]) -> bytes:
+        """Return the content of the file, with the names of the clients' files."""
         tensors: Arrays = {}
 
         def plain(value: Any) -> Json:
-            """Return what JSON stores of an array or a dataclass."""
+            """Return the JSON of an array or a dataclass."""
             if isinstance(value, np.ndarray):
                 name = str(len(tensors))
                 tensors[name] = np.asarray(value, order="C")
                 return {_ARRAY: name}
             return _stored(value)
 
-        meta = json.dumps(_stored(self), default=plain)
+        stored = {k: v for k, v in _stored(self).items() if k not in ("client_states", "kept")}
+        meta = json.dumps({**stored, "files": files}, default=plain)
         # As a tensor of bytes: the order of entries in safetensors' own metadata is not fixed.
         return bytes(save_tensors(tensors | {_META: np.frombuffer(meta.encode(), dtype=np.uint8)}))
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Checkpoint":
-        """Return the checkpoint that :meth:`to_bytes` wrote.
+    def from_bytes(cls, data: bytes) -> "tuple[Checkpoint, dict[int, str]]":
+        """Return a checkpoint without the states of clients, and the file of each client.
 
         Raises:
-            ValueError: the bytes are not a checkpoint.
+            ValueError: The bytes are not a checkpoint.
         """
         try:
             tensors = load_tensors(data)
             meta = tensors.pop(_META).tobytes()
             found = json.loads(meta, object_hook=lambda d: tensors[d[_ARRAY]] if _ARRAY in d else d)
-            info, states = found.pop("info"), found.pop("client_states")
-            kept = found.pop("kept", {})
+            info, files = found.pop("info"), found.pop("files")
             if type(found["round"]) is not int:
                 raise TypeError("its round is not a number")
-            return cls(
+            if not all(map(_NAME.fullmatch, files.values())):
+                raise ValueError("it names files that are not of clients")
+            checkpoint = cls(
                 state=State(**found.pop("state")),
-                client_states={int(client): state for client, state in states.items()},
                 records=[RoundRecord(**record) for record in found.pop("records")],
                 info=None if info is None else DatasetInfo.from_json(info),
-                kept={int(client): arrays for client, arrays in kept.items()},
                 **found,
             )
+            return checkpoint, {int(client): file for client, file in files.items()}
         except (SafetensorError, *_ODD) as error:
             raise ValueError(f"not a checkpoint of this version: {first_line(error)}") from error
 
@@ -161,177 +159,114 @@ def arrays_digest(state: Arrays) -> str:
     return digest.hexdigest()
 
 
+def _same(one: _Parts | None, other: _Parts) -> bool:
+    return one is not None and one[0] is other[0] and one[1] is other[1]
+
+
 class CheckpointStore:
     """The checkpoints of one run, in its ``checkpoints`` folder; the newest ``keep`` are kept."""
 
     def __init__(self, store: Store, experiment_id: str, keep: int = 2) -> None:
         self.store, self.experiment_id, self.keep = store, experiment_id, keep
         self.skipped: list[str] = []  # one line for each file that newest() could not use
-        self._found = ""  # the file of newest()
-        self._clients: dict[_Key, tuple[str, Arrays]] = {}  # the file of what clients keep now
-        self._sizes: dict[str, int] = {}  # of these files, in bytes
-        self._named: dict[str, set[str]] = {}  # files that a checkpoint names
-
-    def _files(self) -> list[str]:
-        return sorted(name for name in self.store.names() if _NAME.fullmatch(name))
+        self._saved: dict[str, set[str]] = {}  # checkpoints to keep, and their files of clients
+        self._files: dict[int, tuple[str, _Parts]] = {}  # file of each client, and its content
 
     def save(self, checkpoint: Checkpoint) -> str:
         """Write a checkpoint, remove all but the newest ``keep``, and return the file's name."""
-        data = self._write_clients(checkpoint).to_bytes()
+        files = self._write_clients(checkpoint)
+        data = checkpoint.to_bytes(files)
         name = _file_name("round", checkpoint.round, data)
         self.store.write(name, data)
-        self._remove_others(name)
+        # The last round is saved again once it is evaluated: the new file replaces the old one.
+        earlier = {k: v for k, v in self._saved.items() if round_of(k) != checkpoint.round}
+        saved = [*earlier.items(), (name, {*files.values()})]
+        self._saved = dict(saved[-self.keep :])
+        self.tidy()
         return name
 
-    def _remove_others(self, name: str) -> None:
-        """Remove all files that are not needed beside those of the newest checkpoint, ``name``."""
-        # The last round is saved again once it is evaluated: the new file replaces the old one.
-        same = name[: len("round-000000-")]
-        stale = [f for f in self._files() if f.startswith(same) and f != name]
-        older = [f for f in self._files() if not f.startswith(same)]
-        for old in stale + older[: -(self.keep - 1) or None]:
-            self.store.remove(old)
-        self._named[name] = {file for file, _ in self._clients.values()}
-        if self._sizes:
-            self._remove_unnamed()
+    def tidy(self) -> None:
+        """Remove all files except those of :meth:`newest` and of later checkpoints."""
+        needed = {*self._saved}.union(*self._saved.values())
+        for name in self.store.names():
+            if _NAME.fullmatch(name) and name not in needed:
+                self.store.remove(name)
 
-    def _write_clients(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Write what clients keep that no file holds yet; return a checkpoint that names files."""
-        kept = _kept_by_clients(checkpoint)
-        held = self._clients
-        self._clients = {k: v for k, v in held.items() if k in kept and v[1] is kept[k]}
-        if new := {key: arrays for key, arrays in kept.items() if key not in self._clients}:
-            files = {file for file, _ in self._clients.values()}
-            total = sum(self._sizes[file] for file in files) + _size(new)
-            if total > 2 * _size(kept):
-                new, self._clients = kept, {}
+    def _write_clients(self, checkpoint: Checkpoint) -> dict[int, str]:
+        """Write the changed states of clients, and return the file of each client."""
+        states, kept = checkpoint.client_states, checkpoint.kept
+        parts = {c: (states.get(c), kept.get(c)) for c in sorted({*states, *kept})}
+        files = {c: held for c, held in self._files.items() if _same(parts.get(c), held[1])}
+        changed = {client: own for client, own in parts.items() if client not in files}
+        if changed:
             data = save_tensors(
                 {
-                    f"{part}/{client}/{name}": np.asarray(array, order="C")
-                    for (part, client), arrays in new.items()
-                    for name, array in arrays.items()
+                    f"{client}/{part}/{name}": np.asarray(array, order="C")
+                    for client, own in changed.items()
+                    for part, arrays in zip(("state", "kept"), own, strict=True)
+                    for name, array in (arrays or {}).items()
                 }
             )
             file = _file_name("clients", checkpoint.round, data)
             self.store.write(file, data)
-            self._sizes[file] = len(data)
-            self._clients |= {key: (file, arrays) for key, arrays in new.items()}
-        named: dict[_Key, Any] = {key: {_FILE: file} for key, (file, _) in self._clients.items()}
-        return _with_kept(checkpoint, named)
+            files |= {client: (file, own) for client, own in changed.items()}
+        self._files = files
+        return {client: file for client, (file, _) in files.items()}
 
-    def _read_clients(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return a checkpoint with what clients keep in place of the names of files.
+    def _read_clients(self, checkpoint: Checkpoint, files: dict[int, str]) -> None:
+        """Read the states of clients into a checkpoint.
 
         Raises:
-            ValueError: A file is missing or corrupt, or none is named.
+            ValueError: A file is missing or corrupt.
         """
-        named = _files_of_clients(checkpoint)
-        self._clients, self._sizes = {}, {}
-        found: dict[str, dict[_Key, Arrays]] = {}
-        for file in sorted(set(named.values())):
+        parts = {"state": checkpoint.client_states, "kept": checkpoint.kept}
+        for file in sorted({*files.values()}):
             try:
                 data = self.store.read(file)
             except FileNotFoundError as error:
                 raise ValueError(f"{file} is missing") from error
             if hashlib.sha256(data).hexdigest() not in file:
                 raise ValueError(f"{file} is corrupt")
-            held = found[file] = {}
-            try:
-                for path, array in load_tensors(data).items():
-                    part, client, name = path.split("/", 2)
-                    held.setdefault((part, int(client)), {})[name] = array
-            except (SafetensorError, ValueError) as error:
-                raise ValueError(f"{file} holds something else: {first_line(error)}") from error
-            self._sizes[file] = len(data)
-        if lost := [key for key, file in named.items() if key not in found[file]]:
-            raise ValueError(f"{named[lost[0]]} lacks what client {lost[0][1]} keeps")
-        self._clients = {key: (file, found[file][key]) for key, file in named.items()}
-        return _with_kept(checkpoint, {key: arrays for key, (_, arrays) in self._clients.items()})
-
-    def _remove_unnamed(self) -> None:
-        """Remove the files of what clients kept that no checkpoint names any more."""
-        used: set[str] = set()
-        files = self.store.names()
-        for name in filter(_NAME.fullmatch, files):
-            if name not in self._named:  # of an earlier process
-                try:
-                    named = _files_of_clients(Checkpoint.from_bytes(self.store.read(name)))
-                except ValueError:
-                    named = {}
-                self._named[name] = {*named.values()}
-            used |= self._named[name]
-        for file in files:
-            if file.startswith("clients-") and file not in used:
-                self.store.remove(file)
-                self._sizes.pop(file, None)
+            for path, array in load_tensors(data).items():
+                client, part, name = path.split("/", 2)
+                if files.get(int(client)) == file:
+                    parts[part].setdefault(int(client), {})[name] = array
 
     def newest(self) -> Checkpoint | None:
         """Return the newest valid checkpoint of this experiment, or None.
 
-        Of two of the same round, which a writer that was killed has left, the scored one counts.
+        A killed writer may leave two files of the last round; the scored one is returned.
         """
-        self.skipped = []
-        unscored = None
-        for name in reversed(self._files()):
-            if unscored is not None and round_of(name) != unscored.round:
-                break
-            if (found := self._read(name)) is not None and unscored is None:
-                self._found = name
-            if found is not None and found.records[-1].scored:
-                self._found = name
-                return found
-            unscored = unscored or found
-        return unscored
+        self.skipped, self._saved = [], {}
+        best: Checkpoint | None = None
+        for name in reversed(self.store.names()):
+            number = round_of(name)
+            if number is None or (best is not None and best.round != number):
+                continue
+            found = self._read(name)
+            if found is not None and (best is None or found[0].records[-1].scored):
+                best, files = found
+                states, kept = best.client_states, best.kept
+                self._files = {c: (f, (states.get(c), kept.get(c))) for c, f in files.items()}
+                self._saved = {name: {*files.values()}}
+        return best
 
-    def tidy(self) -> None:
-        """Remove what a writer that was killed has left beside the checkpoint of :meth:`newest`."""
-        if self._found:
-            self._remove_others(self._found)
-
-    def _read(self, name: str) -> Checkpoint | None:
-        """Return the checkpoint in a file; None if it is of no use, which :attr:`skipped` says."""
+    def _read(self, name: str) -> tuple[Checkpoint, dict[int, str]] | None:
+        """Return the checkpoint in a file; None if it is unusable, with a line in ``skipped``."""
         data = self.store.read(name)
         if hashlib.sha256(data).hexdigest() not in name:
             self.skipped.append(f"checkpoint {name} is corrupt (checksum differs): skipped")
             return None
         try:
-            checkpoint = Checkpoint.from_bytes(data)
-            if checkpoint.experiment_id == self.experiment_id:
-                return self._read_clients(checkpoint)
+            checkpoint, files = Checkpoint.from_bytes(data)
+            if (owner := checkpoint.experiment_id) == self.experiment_id:
+                self._read_clients(checkpoint, files)
+                return checkpoint, files
         except ValueError as error:
             self.skipped.append(f"checkpoint {name} is unreadable ({error}): skipped")
             return None
-        self.skipped.append(
-            f"checkpoint {name} belongs to experiment {checkpoint.experiment_id}: skipped"
-        )
+        self.skipped.append(f"checkpoint {name} belongs to experiment {owner}: skipped")
         return None
-
-
-def _kept_by_clients(checkpoint: Checkpoint) -> dict[_Key, Arrays]:
-    """Return the arrays of both fields that hold what clients keep."""
-    parts = {"state": checkpoint.client_states, "kept": checkpoint.kept}
-    return {(part, c): arrays for part, held in parts.items() for c, arrays in held.items()}
-
-
-def _files_of_clients(checkpoint: Checkpoint) -> dict[_Key, str]:
-    """Return the files that a checkpoint as it is stored names in place of these arrays."""
-    named: dict[_Key, Any] = {**_kept_by_clients(checkpoint)}
-    if not all(_FILE in each for each in named.values()):
-        raise ValueError("not a checkpoint of this version: it holds what clients keep")
-    return {key: each[_FILE] for key, each in named.items()}
-
-
-def _with_kept(checkpoint: Checkpoint, kept: Mapping[_Key, Arrays]) -> Checkpoint:
-    """Return a checkpoint with other content of these fields."""
-    parts: dict[str, dict[int, Arrays]] = {"state": {}, "kept": {}}
-    for (part, client), arrays in kept.items():
-        parts[part][client] = arrays
-    return replace(checkpoint, client_states=parts["state"], kept=parts["kept"])
-
-
-def _size(kept: Mapping[_Key, Arrays]) -> int:
-    """Return the bytes of arrays."""
-    return sum(array.nbytes for arrays in kept.values() for array in arrays.values())
 
 
 def run_folder(experiment: Experiment) -> Store:
