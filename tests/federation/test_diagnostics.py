@@ -1,12 +1,15 @@
 """Diagnostics of the clients' uploads, for the figures."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 
 from trishul_ray.contract.methods import untimed
-from trishul_ray.errors import FailsAgainError, InputError
-from trishul_ray.federation.checkpoint import state_digest
+from trishul_ray.errors import FailsAgainError, InputError, RunError
+from trishul_ray.federation import diagnostics
+from trishul_ray.federation.checkpoint import open_checkpoints, state_digest
 from trishul_ray.federation.diagnostics import append_round
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.messages import TrainJob, to_array
@@ -189,3 +192,52 @@ def test_rounds_of_different_width_are_padded():
     assert rounds["clients"].tolist() == [[3, -1], [0, 5], [2, -1]]
     assert np.isnan(rounds["cosine"][[0, 2]]).sum() == 6
     assert torch.from_numpy(rounds["cosine"]).nan_to_num().sum() == 6
+
+
+#: Seconds after which a thread that waits for another one gives up: they do not run together.
+PATIENCE = 60.0
+
+COMPARED = ("resources.backend=inline", "method=ravan")
+
+
+def test_uploads_are_compared_while_the_model_is_evaluated(small, monkeypatch):
+    experiment = small(*COMPARED)
+    driver = InlineDriver(experiment, prepare_run(experiment), "a")
+    evaluating, comparing = threading.Event(), threading.Event()
+    evaluate, compare, met = driver.executor.evaluate, diagnostics.compare_uploads, []
+
+    def evaluated(*args):
+        evaluating.set()
+        met.append(comparing.wait(PATIENCE))
+        return evaluate(*args)
+
+    def compared(*args):
+        comparing.set()
+        met.append(evaluating.wait(PATIENCE))
+        return compare(*args)
+
+    monkeypatch.setattr(driver.executor, "evaluate", evaluated)
+    monkeypatch.setattr(diagnostics, "compare_uploads", compared)
+    driver.step()
+    assert len(met) > 1 and all(met)
+    # The step has waited for it: the record that is written is complete.
+    assert "effective_rank" in open_checkpoints(experiment).newest().records[1].diagnostics
+
+
+def test_an_error_of_a_comparison_ends_the_step_before_the_state_changes(
+    small, inline_result, assert_same, drive_to_end, monkeypatch
+):
+    experiment = small(*COMPARED)
+    driver = InlineDriver(experiment, prepare_run(experiment), "a")
+    driver.step()
+    before = driver.checkpoint.state
+
+    def failing(*_):
+        raise RunError("no comparison")
+
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="no comparison"):
+        patch.setattr(diagnostics, "compare_uploads", failing)
+        driver.step()
+    assert driver.checkpoint.round == open_checkpoints(experiment).newest().round == 1
+    assert driver.checkpoint.state is before
+    assert_same(drive_to_end(driver), inline_result(experiment))

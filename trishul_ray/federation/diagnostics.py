@@ -8,22 +8,33 @@ Legend: m clients, W entries of the shared part, U units of aggregation, n core 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trishul_ray.experiment import Experiment
+from trishul_ray.federation.aggregate import UploadReader
 from trishul_ray.federation.messages import Arrays, TrainReport, Upload, WorkerSpec, as_tensor
-from trishul_ray.federation.reduce import Reducer, configured_weight
+from trishul_ray.federation.reduce import (
+    Reducer,
+    configured_weight,
+    rejection_reason,
+    round_units,
+)
 from trishul_ray.methods.base.adapters import lora_pairs, lora_scale
+from trishul_ray.runtime.device import usable_cores
 from trishul_ray.spectral.diagnostics import client_matrices, diagnose, left_spectrum, stack_spectra
 from trishul_ray.spectral.svt import singular_values
 from trishul_ray.stages import ArrayState
+
+#: Threads that share a comparison, if there are as many cores.
+MOST_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -31,34 +42,142 @@ class Diagnostics:
     """Diagnostics of one round's uploads.
 
     Attributes:
+        uploads: The valid uploads among the first of the round, as values.
         metrics: Values by name.
         spectra: Singular values [n, r] of one client, in descending order, padded with NaN for
             cores of smaller rank. ``uploaded``: of the cores s·H it sent, for every method with
             cores. ``before`` and ``after``: of its cores H at the last prox, with ``threshold``
-            [1] or [n]; only for methods with a prox. Of the mean if the server shrinks.
+            [1] or [n]; only for methods with a prox. They are cores of the mean if the server
+            shrinks.
         matrices: Comparisons of the updates (uploads minus broadcast) of each two clients:
             ``clients`` [m], and [m, m] each of
             :func:`~trishul_ray.spectral.diagnostics.client_matrices`. Empty for methods without
             cores.
     """
 
-    metrics: dict[str, float]
-    spectra: Arrays
-    matrices: Arrays
+    uploads: list[Upload] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    spectra: Arrays = field(default_factory=dict)
+    matrices: Arrays = field(default_factory=dict)
+
+
+class Comparison:
+    """The comparison of one round's uploads in threads; use it as a context manager.
+
+    It begins as soon as the clients have trained, while the model before the round is evaluated.
+    Its result is read, or its error raised, before the state changes. Every thread has
+    ``resources.threads`` of torch's threads, as the server has, so that sums are rounded alike.
+
+    Attributes:
+        number: The round.
+        broadcast: The broadcast that its clients have read.
+        is_due: Whether the round is diagnosed.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        spec: WorkerSpec,
+        uploads: UploadReader,
+        number: int,
+        broadcast: ArrayState,
+    ) -> None:
+        self.number, self.broadcast = number, broadcast
+        self.is_due = experiment.evaluation.diagnoses(number, experiment.federation.rounds)
+        self._experiment, self._spec, self._reader = experiment, spec, uploads
+        threads = experiment.resources.threads
+        # One of the threads runs the comparison, and the others share its work.
+        spare = max(1, min(MOST_THREADS, usable_cores() // threads - 1))
+        self._pool = ThreadPoolExecutor(1 + spare, "comparison", torch.set_num_threads, (threads,))
+        self._future: Future[Diagnostics] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, handles: Sequence[Any]) -> None:
+        """Fetch uploads and begin to compare them."""
+        uploads = self._reader.fetch(handles)
+        self._future = self._pool.submit(
+            lambda: compare_uploads(
+                self._valid(uploads), self.broadcast, self._spec, self._experiment, self._pool
+            )
+        )
+
+    def result(self, handles: Sequence[Any]) -> Diagnostics:
+        """Return the diagnostics of uploads; compare them now unless this has begun."""
+        if self._future is None:
+            self.begin(handles)
+        assert self._future is not None
+        return self._future.result()
+
+    def _valid(self, uploads: Sequence[Upload]) -> list[Upload]:
+        expected = self._spec.expected
+        valid = [each for each in uploads if rejection_reason(each, expected) is None]
+        return self._reader.values(valid, self.broadcast)
+
+    @property
+    def is_of_everyone(self) -> bool:
+        """Whether the last round also compares the clients that did not take part.
+
+        Only methods with cores have such a comparison.
+        """
+        units = self._spec.layout.units(self._spec.wire)
+        return (
+            self._experiment.evaluation.diagnostics_cohort == "all"
+            and self.number == self._experiment.federation.rounds
+            and any(unit.rank is not None for unit in units)
+        )
+
+    def of_everyone(self, handles: Sequence[Any]) -> Arrays:
+        """Compare the updates of all clients, trained from one broadcast.
+
+        Returns:
+            ``everyone_clients`` [C], and [C, C] of each matrix of
+            :func:`~trishul_ray.spectral.diagnostics.client_matrices` under ``everyone_<name>``.
+        """
+        uploads = self._valid(self._reader.fetch(handles))
+        uploads.sort(key=lambda upload: upload.client)
+        if not uploads:
+            return {}
+        _, updates, active = _stacked(uploads, self.broadcast, self._spec)
+        weights, top_k = torch.ones(len(uploads)), self._experiment.evaluation.top_k
+        _, found = _over_ranks(updates, weights, active, self._spec, top_k, self._pool)
+        found["clients"] = np.array([upload.client for upload in uploads], dtype=np.int64)
+        return {f"everyone_{name}": values for name, values in found.items()}
+
+    def aggregation_error(
+        self, uploads: Sequence[Upload], reducer: Reducer, after: Callable[[], ArrayState]
+    ) -> float | None:
+        """Return the error of aggregating all uploads of the round; see :func:`aggregation_error`.
+
+        None if clients have trained different units. ``after`` returns the next broadcast.
+        """
+        units = round_units(reducer.method, reducer.layout, self.number)
+        alike = all(
+            upload.active is None or (units is not None and np.array_equal(upload.active, units))
+            for upload in uploads
+        )
+        if not alike:
+            return None
+        return aggregation_error(uploads, reducer, self.broadcast, after(), self._pool)
 
 
 def reported_diagnostics(reports: Sequence[TrainReport]) -> Diagnostics:
-    """Return the means of what clients report, and the spectra of the first that has some."""
+    """Return the means of the metrics of clients, and the spectra of the first that has some."""
     reported: dict[str, list[float]] = defaultdict(list)
     for report in reports:
         for name, value in report.metrics.items():
             reported[name].append(value)
     metrics = {name: float(np.mean(values)) for name, values in reported.items()}
-    return Diagnostics(metrics, next((r.spectra for r in reports if r.spectra), {}), {})
+    spectra = next((r.spectra for r in reports if r.spectra), {})
+    return Diagnostics(metrics=metrics, spectra=spectra)
 
 
 def compare_uploads(
-    uploads: Sequence[Upload],
+    uploads: list[Upload],
     broadcast: ArrayState,
     spec: WorkerSpec,
     experiment: Experiment,
@@ -71,7 +190,7 @@ def compare_uploads(
     """
     units = spec.layout.units(spec.wire)
     if not uploads or all(unit.rank is None for unit in units):
-        return Diagnostics({}, {}, {})
+        return Diagnostics(uploads)
     weighting = experiment.federation.weighting
     weights = torch.tensor([configured_weight(weighting, upload) for upload in uploads])
     weights = weights.double() / weights.sum()
@@ -86,34 +205,15 @@ def compare_uploads(
         values, matrices = _over_ranks(vectors, weights, active, spec, top_k, pool)
         metrics |= {prefix + name: value for name, value in values.items()}
     matrices["clients"] = np.array([u.client for u in uploads], dtype=np.int64)
-    return Diagnostics(metrics, spectrum.result(), matrices)
-
-
-def compare_everyone(
-    uploads: Sequence[Upload],
-    broadcast: ArrayState,
-    spec: WorkerSpec,
-    top_k: int,
-    pool: Executor,
-) -> Arrays:
-    """Compare the updates of all clients, trained from one broadcast.
-
-    Returns:
-        ``everyone_clients`` [C], and [C, C] of each matrix of
-        :func:`~trishul_ray.spectral.diagnostics.client_matrices` under ``everyone_<name>``.
-    """
-    _, updates, active = _stacked(uploads, broadcast, spec)
-    _, found = _over_ranks(updates, torch.ones(len(uploads)), active, spec, top_k, pool)
-    found["clients"] = np.array([upload.client for upload in uploads], dtype=np.int64)
-    return {f"everyone_{name}": values for name, values in found.items()}
+    return Diagnostics(uploads, metrics, spectrum.result(), matrices)
 
 
 def append_round(matrices: Arrays, number: int, new: Arrays) -> Arrays:
-    """Return ``matrices``, the rounds so far, with those of one more round.
+    """Append the matrices of a round to the matrices of the rounds before.
 
-    What :func:`compare_everyone` found is left out: it was of what is no longer the last round.
     They are ``round`` [R], ``clients`` [R, m] and [R, m, m] each; empty before the first round. If
     rounds differ in their number of clients, ``clients`` is padded with -1 and the rest with NaN.
+    Matrices of :meth:`Comparison.of_everyone` are dropped: they belong to the last round only.
     """
     if not new:
         return matrices
@@ -135,15 +235,15 @@ def append_round(matrices: Arrays, number: int, new: Arrays) -> Arrays:
 def _stacked(
     uploads: Sequence[Upload], broadcast: ArrayState, spec: WorkerSpec
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what was sent [m, W], its change since the broadcast, and the trained units [m, U].
+    """Return uploads [m, W], their changes since the broadcast, and the trained units [m, U].
 
-    The last is None if every client trained all.
+    The units are None if every client trained all of them.
     """
     sent = torch.stack([torch.from_numpy(np.array(u.arrays.shared)) for u in uploads])
     received = torch.from_numpy(np.array(broadcast.shared))
     if all(upload.active is None for upload in uploads):
         return sent, sent - received, None
-    # A client of full capacity sends no mask, even beside limited ones: it trained every unit.
+    # A client of full capacity sends no mask: it trained every unit.
     full = np.ones(len(spec.expected.unit_sizes), dtype=bool)
     masks = [full if u.active is None else np.array(u.active) for u in uploads]
     return sent, sent - received, torch.from_numpy(np.stack(masks))
@@ -216,10 +316,10 @@ def aggregation_error(
 
     ``||dW - sum_c w_c dW_c||_F / ||sum_c w_c dW_c||_F`` over all layers, with the weights of
     ``federation.weighting``: 0 up to rounding if aggregation is exact (eq. exact_agg). Changes of
-    frozen weights are part of the update. If the update is linear in what is trained (cores between
-    shared bases, B with a frozen A), the trained vectors themselves are compared; for orthonormal
-    bases this is the same number. None if a trained LoRA factor or core stays with the clients: the
-    updates are then not a function of what is sent.
+    frozen weights are part of the update. If the update is linear in the trained parameters (cores
+    between shared bases, B with a frozen A), the trained vectors themselves are compared; for
+    orthonormal bases this is the same number. None if a trained LoRA factor or core stays with the
+    clients: the updates are then not a function of the uploads.
 
     The uploads are those of all clients of the round, valid, and all with the same trained units;
     ``before`` is the broadcast that they started from, ``after`` the next one. The threads of
@@ -252,7 +352,7 @@ def aggregation_error(
         return float(moved.sub_(mean).square_().sum()), float(mean.square_().sum())
 
     layers = sorted(layer for layer, _, _ in lora_pairs(new))  # float sums depend on the order
-    # The classification head is no update, except in full fine-tuning.
+    # The classification head is not part of the update, except in full fine-tuning.
     keys = [key for key in new if layout.entry(key).kind != "classifier"] or list(new)
     error = exact = 0.0
     for difference, size in pool.map(norms, layers or keys):

@@ -18,9 +18,13 @@ from trishul_ray.errors import FailsAgainError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.aggregate import Aggregator, UploadReader
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
-from trishul_ray.federation.comparison import Compared, Comparison
 from trishul_ray.federation.determinism import deterministic
-from trishul_ray.federation.diagnostics import append_round, reported_diagnostics
+from trishul_ray.federation.diagnostics import (
+    Comparison,
+    Diagnostics,
+    append_round,
+    reported_diagnostics,
+)
 from trishul_ray.federation.executor import Executor
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
@@ -38,14 +42,14 @@ from trishul_ray.federation.reduce import Reducer, finish, round_units
 from trishul_ray.federation.scoring import Scoring
 from trishul_ray.federation.transfers import Transfers, over_clients
 from trishul_ray.methods.base import Method, build_method
-from trishul_ray.methods.base.messages import Round, State
+from trishul_ray.methods.base.messages import State
 from trishul_ray.runtime.memory import PeakMemory
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import ArrayState, Cohort, Partial, RunPlan, Sent, Stages
 
 
 def broadcast_of(method: Method, state: ArrayState) -> ArrayState:
-    """Return what is sent to every worker: the method's broadcast of a state, and the survey."""
+    """Return the method's broadcast of a state, with the survey."""
     broadcast = method.broadcast(state.map(to_tensor)).map(to_array)
     return replace(broadcast, survey=state.survey)
 
@@ -63,11 +67,11 @@ class RoundReport:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run, with everything its results are made from."""
+    """The state and records from which the results of a finished run are computed."""
 
-    checkpoint: Checkpoint  # the last one, without what the clients keep
+    checkpoint: Checkpoint  # the last one, without the states of clients
     spec: WorkerSpec
-    broadcast: ArrayState  # that of the round after the last
+    broadcast: ArrayState  # of the round after the last one
     memory: PeakMemory | None = None  # see Server
 
     @property
@@ -84,10 +88,10 @@ class Server:
 
     Attributes:
         checkpoint: Everything that the next round needs; saved after every step.
-        spec: What is known of the workers' benches.
+        spec: The spec of the workers.
         participants: The clients that may take part, ascending.
-        events: What has happened since the last report, a line each.
-        memory: Peak of the worker that has used most since this process began.
+        events: Events since the last report, one line per event.
+        memory: Largest peak of a worker since this process began.
 
     Raises:
         RunError: the data or the backbone differ from those of the checkpoint.
@@ -164,7 +168,7 @@ class Server:
         return replace(state, survey=decisive)
 
     def survey(self) -> Arrays:
-        """Return the mean answer of some clients to the method's survey; empty without one."""
+        """Return the mean response of some clients to the method's survey, if any."""
         plan, fed = self.method.survey_plan, self.experiment.federation
         if plan is None:
             return {}
@@ -231,9 +235,8 @@ class Server:
     def _train(self, number: int, sent: Sent, cohort: Cohort, comparison: Comparison) -> Outcome:
         """Train the clients of a round, and score the model after the previous one.
 
-        The uploads of a round that is diagnosed are compared as soon as all have trained. What is
-        evaluated is the state as it is, which is the one that a run ends with. If clients read
-        another one, both cannot run together: evaluation waits for training.
+        The uploads of a diagnosed round are compared as soon as all clients have trained. If a
+        stage encodes the broadcast, evaluation waits for training, since it reads the exact state.
         """
         train = [self._job(number, client) for client in cohort.clients]
         evaluation = self.scoring.jobs(self.checkpoint)
@@ -251,7 +254,7 @@ class Server:
         return outcome
 
     def _note(self, outcome: Outcome) -> None:
-        """Note the scores of the model before this round, the peak of memory, and events."""
+        """Store the scores of the model before this round, the peak of memory, and events."""
         self.scoring.add(self.checkpoint, outcome.evaluations)
         peaks = [self.memory, *(report.memory for report in outcome.reports)]
         peaks += (report.memory for report in outcome.evaluations)
@@ -266,13 +269,13 @@ class Server:
         return clients
 
     def _cohort(self, number: int, sent: Sent) -> Cohort:
-        """Return the clients of a round: those that are drawn, unless a stage chooses."""
+        """Return the clients of a round: the sampled clients, unless a stage selects others."""
         traffic = partial(self.transfers.expected, sent, self.checkpoint.records[-1])
         drawn = Cohort(self.draw(number), traffic=traffic)
         return self.stages.cohort(number, drawn)
 
     def _job(self, number: int, client: int) -> TrainJob:
-        """Return the job of a client in a round, with what it has kept."""
+        """Return the job of a client in a round, with its state."""
         state = self.checkpoint.client_states.get(client, {})
         kept = self.checkpoint.kept.get(client, {})
         return TrainJob(number, client, state, kept, self.stages.instruct(number))
@@ -283,9 +286,9 @@ class Server:
             return broadcast_of(self.method, self.checkpoint.state)
 
     def _compare_everyone(self, outcome: Outcome, comparison: Comparison) -> Arrays:
-        """In the last round, train the other clients, too, if all are to be compared.
+        """In the last round, also train the other clients if all clients are to be compared.
 
-        Nothing of it is kept but the comparison: states, records and traffic are the cohort's.
+        Only the comparison is stored. States, records and traffic belong to the cohort.
         """
         if not comparison.is_of_everyone:
             return {}
@@ -294,7 +297,7 @@ class Server:
         jobs = [self._job(comparison.number, client) for client in others]
         try:
             more = self.executor.run(comparison.broadcast, jobs)
-        except FailsAgainError as error:  # no client of the run itself
+        except FailsAgainError as error:  # of a client outside the cohort
             self.events.append(f"evaluation.diagnostics_cohort=all: no comparison: {error}")
             return {}
         self.events += more.events
@@ -313,7 +316,8 @@ class Server:
         total = self._sum(number, outcome, self.reducer)
         mean = self.aggregator.mean(number, now.state, total, outcome)
         # Before the state changes: fetching may fail if a node is lost.
-        compared = comparison.result(outcome.uploads[:MOST_CLIENTS]) if comparison.is_due else None
+        first = outcome.uploads[:MOST_CLIENTS]
+        found = comparison.result(first) if comparison.is_due else None
         facts = self.aggregator.facts(number, sent.read, mean, total, outcome)
         now.state, now.round = self.aggregator.next_state(now.state, mean, facts), number
         reports = [report for report in outcome.reports if report.client in {*total.clients}]
@@ -325,8 +329,8 @@ class Server:
         record.stages = over_clients(outcome.reports, {n for s in self.stages for n in s.summed})
         record.stages |= mean.metrics
         record.stages |= self.stages.end(number, now.state, clients)
-        if compared is not None:
-            self._diagnose(record, compared, reports, facts, comparison)
+        if found is not None:
+            self._diagnose(record, found, reports, comparison)
         record.diagnostics |= facts.metrics
         if number == 1 and (warning := self.method.warning(facts.metrics)):
             self.events.append(f"warning: {warning}")
@@ -335,26 +339,23 @@ class Server:
     def _diagnose(
         self,
         record: RoundRecord,
-        compared: Compared,
+        found: Diagnostics,
         reports: list[TrainReport],
-        facts: Round,
         comparison: Comparison,
     ) -> None:
         """Add the diagnostics of some uploads to a record and to the checkpoint."""
-        now, found = self.checkpoint, compared.diagnostics
-        reported = reported_diagnostics(reports)
+        now, reported = self.checkpoint, reported_diagnostics(reports)
         record.diagnostics = reported.metrics | found.metrics
         moved = any(stage.moves_beyond_mean for stage in self.stages)
-        if len(compared.uploads) == len(reports) and not moved:
-            error = comparison.aggregation_error(compared.uploads, self.reducer, self.broadcast)
+        if len(found.uploads) == len(reports) and not moved:
+            error = comparison.aggregation_error(found.uploads, self.reducer, self.broadcast)
             if error is not None:
                 record.diagnostics["aggregation_error"] = error
-        spectra = reported.spectra | found.spectra
-        now.spectra = spectra or now.spectra
+        now.spectra = (reported.spectra | found.spectra) or now.spectra
         now.matrices = append_round(now.matrices, record.round, found.matrices)
 
     def _sum(self, number: int, outcome: Outcome, reducer: Reducer) -> Partial:
-        """Validate and sum the uploads of a round; name those that are refused.
+        """Validate and sum the uploads of a round; report rejected uploads.
 
         Raises:
             FailsAgainError: Too few are valid.
@@ -365,7 +366,7 @@ class Server:
         quorum, sent = self.experiment.federation.quorum, len(outcome.reports)
         for client, reason in sorted(total.refused.items()):
             self.events.append(f"round {number}: upload of client {client} rejected: {reason}")
-        hidden = self.stages.hide_clients  # what is refused counts as zeros
+        hidden = self.stages.hide_clients  # a rejected upload counts as zeros
         needed = self.stages.quorum if number else {}
         if len(total.clients) < max([quorum * sent, *needed.values()]) and not hidden:
             remedy = f"a smaller learning rate (optimizer.lr={self.experiment.optimizer.lr:g})"
@@ -390,6 +391,6 @@ class Server:
 
     def result(self) -> RunResult:
         """Return the result of a finished run."""
-        # What the clients keep may be large, and the result is sent to the driver.
+        # States of clients may be large, and the result is sent to the driver.
         whole = replace(self.checkpoint, client_states={}, kept={})
         return RunResult(whole, self.spec, self.broadcast(), self.memory)
