@@ -44,9 +44,9 @@ from trishul_ray.federation.determinism import deterministic, set_environment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
 from trishul_ray.federation.prepare import Prepared, prepare_run
-from trishul_ray.federation.worker.context import WorkerContext, build_context, new_run
+from trishul_ray.federation.worker.context import WorkerContext, build_context
 from trishul_ray.federation.worker.evaluation import EvaluatedModel, evaluate_chunk
-from trishul_ray.federation.worker.local import LocalSteps, train_client, train_together
+from trishul_ray.federation.worker.local import LocalSteps, train_client, train_clients
 from trishul_ray.methods.base import method_names
 from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.spectral.svt import svt, svt_stats
@@ -115,7 +115,7 @@ def vision(
 def first_steps(context: WorkerContext) -> LocalSteps:
     """Return the local steps of client 0 in round 1; compute them inside ``bound()``."""
     start = context.method.initial_state(context.model.layout, context.initial, {}).map(to_array)
-    return LocalSteps(context, new_run(context, start, 1, 0), TrainJob(round=1, client=0))
+    return LocalSteps(context, start, [TrainJob(round=1, client=0)])
 
 
 def endless(steps: LocalSteps) -> Callable[[], None]:
@@ -321,10 +321,10 @@ def measured_steps(place: Place, experiment: Experiment, prepared: Prepared) -> 
         )
         for _ in range(2):
             sent = [train_client(context, start, job)[0] for job in jobs]
-            sent += [upload for upload, _ in train_together(context, start, jobs)]
+            sent += [upload for upload, _ in train_clients(context, start, jobs)]
             uploads.append([upload.arrays.shared for upload in sent])
         together = [
-            sum(report.seconds for _, report in train_together(context, start, jobs)) / count
+            sum(report.seconds for _, report in train_clients(context, start, jobs)) / count
             for _ in range(place.times(5))
         ]
         limit, local = Limit(context), first_steps(context)

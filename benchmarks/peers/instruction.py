@@ -53,7 +53,7 @@ def ours(words: dict[str, Any]) -> None:
     from trishul_ray.federation.determinism import deterministic
     from trishul_ray.federation.messages import TrainJob, to_array
     from trishul_ray.federation.prepare import prepare_run
-    from trishul_ray.federation.worker.context import build_context, new_run
+    from trishul_ray.federation.worker.context import build_context
     from trishul_ray.federation.worker.local import LocalSteps
 
     experiment = load_experiment(
@@ -76,15 +76,17 @@ def ours(words: dict[str, Any]) -> None:
     with deterministic(experiment), ExitStack() as stack:
         bench = build_context(experiment, prepare_run(experiment))
         start = bench.method.initial_state(bench.model.layout, bench.initial, {}).map(to_array)
-        run = new_run(bench, start, 1, 0)
-        steps, numbers = LocalSteps(bench, run, TrainJob(round=1, client=0)), iter(range(1, 10**6))
+        steps, numbers = LocalSteps(bench, start, [TrainJob(1, 0)]), iter(range(1, 10**6))
+        (client,) = steps.clients
         stack.enter_context(steps.bound())
 
         def answer(what: str) -> dict[str, Any]:
             if what in ("start", "save"):
                 folder = f"{words['folder']}/{what}"
-                export_peft(bench.model, Trained(run.vector.detach()), folder, words["model"])
-                order = [steps.rows(step).tolist() for step in range(1, steps.last + 1)]
+                export_peft(
+                    bench.model, Trained(client.run.vector.detach()), folder, words["model"]
+                )
+                order = [rows.tolist() for rows in client.order]
                 return {"folder": folder, "order": order, "rows": len(bench.train)}
             began, number = time.perf_counter(), next(numbers)
             loss = steps.compute(number, steps.batch(number)).item()

@@ -21,11 +21,11 @@ from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import CheckpointStore
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
-from trishul_ray.federation.messages import EvalJob, TrainJob, units_of_work
+from trishul_ray.federation.messages import TrainJob, units_of_work
 from trishul_ray.federation.on_ray.driver import open_driver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import Server
-from trishul_ray.federation.worker.local import train_client, train_together
+from trishul_ray.federation.worker.local import train_client, train_clients
 from trishul_ray.methods.base import method_class
 from trishul_ray.storage.store import Store
 
@@ -78,7 +78,7 @@ def test_each_client_trains_as_alone(overrides, second_round):
     jobs = [TrainJob(2, client, states.get(client, {})) for client in (0, 1, 3)]
     with deterministic(inline.experiment):
         alone = [train_client(inline.context, broadcast, job) for job in jobs]
-        together = train_together(inline.context, broadcast, jobs)
+        together = train_clients(inline.context, broadcast, jobs)
     for (upload, report), (shared, beside) in zip(alone, together, strict=True):
         assert (shared.client, shared.rows) == (upload.client, upload.rows)
         assert np.array_equal(shared.active, upload.active)
@@ -100,7 +100,7 @@ def test_clients_in_bf16_train_as_alone(second_round):
         jobs = [TrainJob(2, client) for client in (0, 1)]
         with deterministic(inline.experiment):
             alone = [train_client(inline.context, broadcast, job) for job in jobs]
-            together = train_together(inline.context, broadcast, jobs)
+            together = train_clients(inline.context, broadcast, jobs)
         for (upload, _), (shared, _) in zip(alone, together, strict=True):
             arrays = shared.arrays.shared, upload.arrays.shared
             assert relative(*arrays, broadcast.shared) < 0.05
@@ -123,18 +123,10 @@ def test_a_stacked_layer_is_the_layer_of_each_client(adapter, path, clients, tok
     check_stacked(adapter, path, clients, tokens, widths, seed)
 
 
-@given(clients=st.integers(0, 12), evaluations=st.integers(0, 3), stacked=st.integers(1, 14))
-def test_groups_follow_from_the_cohort(clients, evaluations, stacked):
-    train = [TrainJob(1, client) for client in range(clients)]
-    jobs = [*train, *(EvalJob(0, start, start + 1) for start in range(evaluations))]
-    units = units_of_work(jobs, stacked)
-    groups = [list(range(clients))[i : i + stacked] for i in range(0, clients, stacked)]
-    assert units == [*groups, *([index] for index in range(clients, len(jobs)))]
-
-
-def test_surveys_are_answered_alone():
-    jobs = [TrainJob(0, client) for client in range(3)]
-    assert units_of_work(jobs, 3) == [[0], [1], [2]]
+def test_clients_are_grouped_except_in_a_survey():
+    jobs = [TrainJob(1, client) for client in range(5)]
+    assert units_of_work(jobs, 2) == [[0, 1], [2, 3], [4]] and units_of_work([], 2) == []
+    assert units_of_work([TrainJob(0, client) for client in range(3)], 3) == [[0], [1], [2]]
 
 
 def run_of(experiment, drive_to_end):

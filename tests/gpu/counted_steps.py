@@ -151,7 +151,7 @@ def counted(device, experiment, info, row, evaluated):
     jobs = [TrainJob(round=2, client=client) for client in range(experiment.federation.stacked)]
     device.raising.clear()
     with suppress(Enough):
-        local.train_together(context, start, jobs)
+        local.train_clients(context, start, jobs)
     # The first step makes the optimizer's state, too.
     _, (began, _, first), (ended, _, last) = states
     found = {"kernels": ended - began, "waits": device.waits[first:last]}

@@ -102,17 +102,17 @@ def emulated(experiment, device):
     waits, marks, spans = device.waits, [], []
     context.train = MarkedRows(context.train, waits, marks)
 
-    def train_together(*args):
+    def train_clients(*args):
         waits.clear()
         marks.clear()
         device.busy = False
-        found = local.train_together(*args)
+        found = local.train_clients(*args)
         steps = marks[-experiment.federation.local_steps :]
         # The end belongs to the last step: nothing tells them apart.
         spans.append((waits[: steps[0]], waits[steps[0] : steps[-1]], waits[steps[-1] :]))
         return found
 
-    with patch.object(inline, "train_together", train_together):
+    with patch.object(inline, "train_clients", train_clients):
         server.step()
     return trained(server), dict(zip(("start", "steps", "end"), spans[-1], strict=True))
 

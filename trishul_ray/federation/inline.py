@@ -33,7 +33,7 @@ from trishul_ray.federation.worker.context import (
 )
 from trishul_ray.federation.worker.evaluation import EvaluatedModel, evaluate_chunk
 from trishul_ray.federation.worker.flops import count_flops
-from trishul_ray.federation.worker.local import send_change, train_together
+from trishul_ray.federation.worker.local import send_change, train_clients
 from trishul_ray.stages import ArrayState, Partial
 
 
@@ -68,7 +68,7 @@ class InlineExecutor:
         self._evaluated.release()
         with deterministic(self.experiment):
             adapt_to(self.context, broadcast.survey)
-            trained = train_together(self.context, broadcast, jobs)
+            trained = train_clients(self.context, broadcast, jobs)
             # Round 0: answers to a survey.
             if jobs[0].round == 0 or not self.context.stages.act_on_changes:
                 return trained

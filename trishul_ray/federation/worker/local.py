@@ -1,19 +1,19 @@
 """One client's round, as a pure function.
 
 The same inputs give the same bytes in any process: every random draw comes from a stream named by
-``(seed, purpose, round, client)``, the optimizer is fresh, and the resident backbone is unchanged.
+``(seed, purpose, round, client)``, the optimizer is fresh, and the shared backbone is unchanged.
 Nothing here needs Ray.
 
-Legend: P trainables of a client, S local steps, b batch size.
+Legend: P trainables of a client, S local steps, b batch size, k clients that train together.
 """
 
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,121 +43,81 @@ from trishul_ray.stages import ArrayState, Change, Sender
 if TYPE_CHECKING:
     from trishul_ray.config.fields import OptimizerConfig
 
-#: What takes less memory.
-_LESS = "lower {}, set model.gradient_checkpointing=true or model.precision=bf16"
+#: Remedies for too little memory.
+_LESS = (
+    "lower federation.batch_size or federation.stacked, set model.gradient_checkpointing=true or "
+    "model.precision=bf16"
+)
 
 
 def train_client(
     context: WorkerContext, broadcast: ArrayState, job: TrainJob
 ) -> tuple[Upload, TrainReport]:
-    """Run one client's round: ``(broadcast, client state, shard, round, rng) -> (update, state)``.
+    """Run one client's round; see :func:`train_clients`."""
+    return train_clients(context, broadcast, [job])[0]
 
-    The host waits for a GPU after the last step, where the time of the local steps ends, and to
-    copy the results. Only a method's ``start`` and ``upload`` may make it wait more often. Round 0
-    is the method's survey, at the pretrained model.
+
+def train_clients(
+    context: WorkerContext, broadcast: ArrayState, jobs: Sequence[TrainJob]
+) -> list[tuple[Upload, TrainReport]]:
+    """Run clients' rounds: ``(broadcast, client state, shard, round, rng) -> (update, state)``.
+
+    Several clients share the forward and backward pass of each step. Their results differ from
+    those of separate calls only in the last bits, and their seconds are equal shares of the total.
+    Round 0 is the method's survey, at the pretrained model.
+
+    The host waits for a GPU after the last step, when the time of the local steps ends, and to copy
+    the results. Only a method's ``start`` and ``upload`` may make it wait more often.
 
     Raises:
         FailsAgainError: The training loss is not finite, and no stage hides clients; names client
             and step.
         RunError: The memory of the device, or this process's share of it, is too small.
     """
-    if job.round == 0:
-        return answer_survey(context, job)
+    number, clients = jobs[0].round, " and ".join(str(job.client) for job in jobs)
+    if number == 0:
+        return [answer_survey(context, job) for job in jobs]
     with (
-        memory_of(
-            f"client {job.client} in round {job.round}", _LESS.format("federation.batch_size")
-        ),
-        client_stream(context, "dropout", job.round, job.client),
+        memory_of(f"client {clients} in round {number}", _LESS),
+        # Several clients have no dropout: see Experiment.
+        client_stream(context, "dropout", number, jobs[0].client),
     ):
-        steps = LocalSteps(context, _started(context, broadcast, job), job)
-        losses, seconds = _timed_steps(context, steps)
-        upload, state = _uploaded(context, steps, job, losses)
-    return _answer(context, job, steps.run, upload, state, losses, seconds)
-
-
-def train_together(
-    context: WorkerContext, broadcast: ArrayState, jobs: Sequence[TrainJob]
-) -> list[tuple[Upload, TrainReport]]:
-    """Run the rounds of several clients in one forward and backward pass per step.
-
-    A single one is :func:`train_client`. Otherwise each result is what the client alone would give,
-    up to the last bits; its seconds are its share of those of all.
-
-    Raises:
-        FailsAgainError: The training loss of a client is not finite, and no stage hides clients.
-        RunError: The memory of the device, or this process's share of it, is too small.
-    """
-    if len(jobs) == 1:
-        return [train_client(context, broadcast, jobs[0])]
-    number, clients = jobs[0].round, ", ".join(str(job.client) for job in jobs)
-    with (
-        memory_of(
-            f"clients {clients} in round {number}", _LESS.format("federation.stacked or batch_size")
-        ),
-        client_stream(context, "dropout", number, jobs[0].client),  # no dropout: see Experiment
-    ):
-        vectors = context.initial.new_empty(len(jobs), len(context.initial))
-        grads = torch.zeros_like(vectors)
-        each = []
-        for vector, grad, job in zip(vectors, grads, jobs, strict=True):
-            run = _started(context, broadcast, job)
-            run.vector, run.grad = vector, grad
-            each.append(LocalSteps(context, run, job))
-        losses, seconds = _timed_steps(context, SharedSteps(context, each, vectors, grads))
-        own = zip(each, jobs, losses.T, strict=True)
-        sent = [_uploaded(context, *client) for client in own]
+        steps = LocalSteps(context, broadcast, jobs)
+        losses, seconds = steps.run()
+        sent = [_upload(context, *own) for own in zip(steps.clients, losses.T, strict=True)]
     return [
-        _answer(context, job, steps.run, *what, losses[:, i], seconds / len(jobs))
-        for i, (job, steps, what) in enumerate(zip(jobs, each, sent, strict=True))
+        _result(context, client.run, upload, state, float(own.mean()), seconds / len(jobs))
+        for client, own, (upload, state) in zip(steps.clients, losses.T, sent, strict=True)
     ]
 
 
-def _started(context: WorkerContext, broadcast: ArrayState, job: TrainJob) -> LocalRun:
-    run = new_run(context, broadcast, job.round, job.client)
-    run.client_state = {k: to_tensor(v).to(context.device) for k, v in job.state.items()}
-    return run
-
-
-def _timed_steps(context: WorkerContext, steps: "LocalSteps | SharedSteps") -> tuple[Tensor, float]:
-    """Run all steps; return their losses, float64 [S] or [S, k] on the host, and the seconds."""
-    shape = (steps.last, *steps.losses)
-    losses = torch.empty(shape, dtype=torch.float64, device=context.device)
-    with steps.bound():
-        began = time.perf_counter()
-        for step in range(1, steps.last + 1):
-            losses[step - 1] = steps.compute(step, steps.batch(step))
-        losses = losses.cpu()
-        return losses, time.perf_counter() - began
-
-
-def _uploaded(
-    context: WorkerContext, steps: "LocalSteps", job: TrainJob, losses: Tensor
-) -> tuple[State, Tensors]:
-    vector, settings = steps.run.vector, context.settings
+def _upload(context: WorkerContext, client: "LocalClient", losses: Tensor) -> tuple[State, Tensors]:
+    """Return a client's upload and its new state."""
+    run, settings = client.run, context.settings
     hidden, finite = context.stages.hide_clients, bool(torch.isfinite(losses).all())
     if not finite and not hidden:
         step = int((~torch.isfinite(losses)).nonzero()[0]) + 1
         remedy = f"(optimizer.lr={settings.optimizer.lr}): try a smaller learning rate"
-        if job.round == step == 1:
+        if run.round == step == 1:
             remedy = (
-                "before any step was made: what is not finite comes from the backbone, the data, "
-                f"or start() of {named(type(context.method))}"
+                "before any step was made: the cause is the backbone, the data, or start() of "
+                f"{named(type(context.method))}"
             )
         raise FailsAgainError(
-            f"training loss of client {job.client} is not finite at round {job.round}, local "
+            f"training loss of client {run.client} is not finite at round {run.round}, local "
             f"step {step} {remedy}"
         )
     if hidden:
-        # Ending the run would reveal something of this client: its upload is refused, as zeros.
-        finite = finite and bool(torch.isfinite(vector).all())
-        vector.nan_to_num_(0.0, 0.0, 0.0)
+        # Ending the run would reveal something of this client: its upload is rejected, as zeros.
+        finite = finite and bool(torch.isfinite(run.vector).all())
+        run.vector.nan_to_num_(0.0, 0.0, 0.0)
     with torch.no_grad():
-        upload, state = context.method.upload(steps.run, steps.last)
+        upload, state = context.method.upload(run, run.steps)
     _check_shapes(context, upload)
     if not finite:
         upload = replace(upload, shared=torch.full_like(upload.shared, math.nan))
     # Break the cycle of references: the run is freed before the next garbage collection.
-    del steps.run.gradient
+    del run.gradient
     return upload, state
 
 
@@ -175,21 +135,20 @@ def _check_shapes(context: WorkerContext, upload: State) -> None:
             )
 
 
-def _answer(
+def _result(
     context: WorkerContext,
-    job: TrainJob,
     run: LocalRun,
     upload: State,
     state: Tensors,
-    losses: Tensor,
+    loss: float,
     seconds: float,
 ) -> tuple[Upload, TrainReport]:
-    active = None if run.active is None else run.active.numpy()
-    rows = len(context.shards.shard(job.client))
+    client = run.client
+    assert client is not None
     report = TrainReport(
-        client=job.client,
+        client=client,
         state={name: to_array(value) for name, value in state.items()},
-        loss=float(losses.mean()),
+        loss=loss,
         seconds=seconds,
         uploaded=uploaded_parameters(run, upload, context.method),
         unsent=run.unsent,
@@ -197,8 +156,10 @@ def _answer(
         spectra=run.spectra,
         memory=peak_memory(context.device),
     )
-    tokens = 0 if context.tokens is None else int(context.tokens[job.client])
-    return Upload(job.client, rows, upload.map(to_array), active, tokens=tokens), report
+    active = None if run.active is None else run.active.numpy()
+    rows = len(context.shards.shard(client))
+    tokens = 0 if context.tokens is None else int(context.tokens[client])
+    return Upload(client, rows, upload.map(to_array), active, tokens=tokens), report
 
 
 def send_change(
@@ -236,141 +197,131 @@ def send_change(
     return replace(upload, arrays=arrays), report
 
 
+class LocalClient:
+    """A client that trains.
+
+    Attributes:
+        run: Its run, which the steps change.
+        order: Rows of its mini-batches [S, b].
+        trained: The parameters of its model.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        broadcast: ArrayState,
+        job: TrainJob,
+        vector: Tensor,
+        grad: Tensor,
+    ) -> None:
+        settings, method, fed = context.settings, context.method, context.settings.federation
+        self._context = context
+        self.run = run = new_run(context, broadcast, job.round, job.client)
+        run.client_state = {k: to_tensor(v).to(context.device) for k, v in job.state.items()}
+        run.vector, run.grad, run.gradient = vector, grad, self._gradient
+        rng = numpy_rng(settings.seed, "batches", job.round, job.client)
+        shard = context.shards.shard(job.client)
+        self.order = batch_order(shard, fed.local_steps, fed.batch_size, rng)
+        self.trained = Trained(vector, run.broadcast.base, run.broadcast.constants)
+        method.start(run, context.initial)
+        self._mask = gradient_mask(run, method.wire(run.layout))
+        # Weight decay also moves parameters without a gradient: restore the untrained ones.
+        decays = settings.optimizer.weight_decay > 0
+        self._untrained = None
+        if decays and self._mask is not None:
+            self._untrained = vector * (1 - self._mask)
+        vector.grad = grad
+
+    def correct(self, step: int, loss: Tensor) -> None:
+        """Correct the gradient of a step, which is in ``run.grad``."""
+        run, clip_norm = self.run, self._context.settings.optimizer.clip_norm
+        run.step, run.loss = step, loss
+        self._context.method.before_step(run)
+        if self._mask is not None:
+            run.grad.mul_(self._mask)
+        if clip_norm is not None:
+            # Clip the gradient that the optimizer reads: corrected, without inactive core heads.
+            torch.nn.utils.clip_grad_norm_([run.vector], clip_norm)
+
+    def restore(self) -> None:
+        """Restore untrained parameters after a step."""
+        if self._untrained is not None and self._mask is not None:
+            self.run.vector.mul_(self._mask).add_(self._untrained)
+
+    def _gradient(self, step: int) -> Tensor:
+        context, grad = self._context, self.run.grad
+        with _ready(context, self.trained, grad):
+            batch = context.train_batch(self.order[step - 1])
+            return _compute_gradient(context, self.trained, grad, batch, 1)[0]
+
+
 class LocalSteps:
-    """The local steps of one client's round.
+    """The local steps of clients that share the forward and backward pass of each step.
 
     A step has a part of the host, :meth:`batch`, and a part of the device, :meth:`compute`. The
     latter never waits for the device, and its kernels, shapes and addresses do not depend on
     values, so that the host prepares the next batches in the meantime, and CUDA graphs can hold its
-    forward and backward pass and the prox (``resources.cuda_graphs``). ``run`` is a new run of the
-    client, which the steps change; ``last`` is S, the number of the last step.
-    """
-
-    losses = ()  # the shape of what :meth:`compute` returns
-
-    def __init__(self, context: WorkerContext, run: LocalRun, job: TrainJob) -> None:
-        self.context, self.run = context, run
-        settings, method, fed = context.settings, context.method, context.settings.federation
-        rng = numpy_rng(settings.seed, "batches", job.round, job.client)
-        rows = context.shards.shard(job.client)
-        self._order = batch_order(rows, fed.local_steps, fed.batch_size, rng)  # [steps, b]
-        self.last = run.steps = fed.local_steps
-        self._trained = Trained(run.vector, run.broadcast.base, run.broadcast.constants)
-        run.gradient = self._gradient
-        method.start(run, context.initial)
-        self._mask = gradient_mask(run, method.wire(run.layout))
-        # Weight decay moves even what has no gradient: put back what is not trained.
-        decays = settings.optimizer.weight_decay > 0
-        self._untrained = None
-        if decays and self._mask is not None:
-            self._untrained = run.vector * (1 - self._mask)
-        run.vector.grad = run.grad
-
-    @cached_property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Optimizer of the vector of a client that trains alone."""
-        return make_optimizer(self.context.settings.optimizer, [self.run.vector])
-
-    def bound(self) -> AbstractContextManager[None]:
-        """Let the model compute with the client's vector inside, as :meth:`compute` needs it."""
-        return _ready(self.context, self._trained, self.run.grad)
-
-    def batch(self, step: int) -> dict[str, Tensor]:
-        """Return the prepared mini-batch of a step (from 1); its copies may still be under way."""
-        return self.context.train_batch(self.rows(step))
-
-    def rows(self, step: int) -> np.ndarray:
-        """Return the rows of the mini-batch of a step (from 1), [b]."""
-        rows: np.ndarray = self._order[step - 1]
-        return rows
-
-    def compute(self, step: int, batch: Mapping[str, Tensor]) -> Tensor:
-        """Run a step on a prepared batch and return its loss, a scalar on the device."""
-        loss = self._differentiate(batch)
-        _end_step(self.context, self.optimizer, [self], step, [loss])
-        return loss
-
-    def correct(self, step: int, loss: Tensor) -> None:
-        """Correct the gradient of a step, which is in ``run.grad``."""
-        run, clip_norm = self.run, self.context.settings.optimizer.clip_norm
-        run.step, run.loss = step, loss
-        self.context.method.before_step(run)
-        if self._mask is not None:
-            run.grad.mul_(self._mask)
-        if clip_norm is not None:
-            # Clip what the optimizer reads: corrected, and without inactive core heads.
-            torch.nn.utils.clip_grad_norm_([run.vector], clip_norm)
-
-    def restore(self) -> None:
-        """Put back what is not trained."""
-        if self._untrained is not None and self._mask is not None:
-            self.run.vector.mul_(self._mask).add_(self._untrained)
-
-    def _differentiate(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Put the gradient of a batch into ``run.grad`` and return the loss."""
-        return _compute_gradient(self.context, self._trained, self.run.grad, batch, 1)[0]
-
-    def _gradient(self, step: int) -> Tensor:
-        with self.bound():
-            return self._differentiate(self.batch(step))
-
-
-class SharedSteps:
-    """The local steps of k clients in one forward and backward pass; else as :class:`LocalSteps`.
-
-    Args:
-        context: The worker context.
-        each: The clients' own steps.
-        vectors: [k, P], whose rows are the clients' vectors.
-        grads: [k, P], whose rows are their gradients.
+    forward and backward pass and the prox (``resources.cuda_graphs``). ``last`` is S, the number of
+    the last step.
     """
 
     def __init__(
-        self, context: WorkerContext, each: Sequence[LocalSteps], vectors: Tensor, grads: Tensor
+        self, context: WorkerContext, broadcast: ArrayState, jobs: Sequence[TrainJob]
     ) -> None:
-        self.context, self.each, self.last = context, each, each[0].last
-        self.losses, self._grads = (len(each),), grads
-        broadcast, optimizer = each[0].run.broadcast, context.settings.optimizer
-        self._optimizer = make_optimizer(optimizer, [steps.run.vector for steps in each])
-        self._trained = Trained(vectors, broadcast.base, broadcast.constants)
+        vectors = context.initial.new_empty(len(jobs), len(context.initial))  # [k, P]
+        grads = torch.zeros_like(vectors)
+        self.clients = [
+            LocalClient(context, broadcast, job, vector, grad)
+            for job, vector, grad in zip(jobs, vectors, grads, strict=True)
+        ]
+        settings, first = context.settings, self.clients[0]
+        self.context, self.last = context, settings.federation.local_steps
+        self._runs = [client.run for client in self.clients]
+        self._optimizer = make_optimizer(settings.optimizer, [run.vector for run in self._runs])
+        self._trained, self._grads = first.trained, first.run.grad
+        if len(jobs) > 1:
+            self._trained, self._grads = replace(first.trained, vector=vectors), grads
+
+    def run(self) -> tuple[Tensor, float]:
+        """Run all steps; return their losses, float64 [S, k] on the host, and the seconds."""
+        shape = self.last, len(self.clients)
+        losses = torch.empty(shape, dtype=torch.float64, device=self.context.device)
+        with self.bound():
+            began = time.perf_counter()
+            for step in range(1, self.last + 1):
+                losses[step - 1] = self.compute(step, self.batch(step))
+            losses = losses.cpu()
+            return losses, time.perf_counter() - began
 
     @contextmanager
     def bound(self) -> Iterator[None]:
-        """Let the model compute with the vectors of all clients inside."""
+        """Bind the clients' vectors to the model inside, as :meth:`compute` needs it."""
         with warnings.catch_warnings(), _ready(self.context, self._trained, self._grads):
-            # Those of a tensor have gaps: they lie in the rows of all clients.
+            # Gradients of a tensor lie in the rows of all clients.
             warnings.filterwarnings("ignore", message="grad and param do not obey the gradient")
             yield
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """Return the prepared mini-batches of a step (from 1), one after the other."""
-        rows = np.concatenate([steps.rows(step) for steps in self.each])
+        """Return the prepared mini-batches of a step (from 1), one client after another.
+
+        Copies to the device may still be under way.
+        """
+        rows = np.concatenate([client.order[step - 1] for client in self.clients])
         return self.context.train_batch(rows)
 
     def compute(self, step: int, batch: Mapping[str, Tensor]) -> Tensor:
-        """Run a step of every client and return their losses [k], on the device."""
-        losses = _compute_gradient(self.context, self._trained, self._grads, batch, len(self.each))
-        _end_step(self.context, self._optimizer, self.each, step, losses)
+        """Run a step on prepared batches and return the losses [k], on the device."""
+        count = len(self.clients)
+        losses = _compute_gradient(self.context, self._trained, self._grads, batch, count)
+        for client, loss in zip(self.clients, losses, strict=True):
+            client.correct(step, loss)
+        self._optimizer.param_groups[0]["lr"] = self._runs[0].rates[step - 1]
+        with torch.no_grad():
+            self._optimizer.step()
+            for client in self.clients:
+                client.restore()
+            self.context.method.after_steps(self._runs, step, self.last)
         return losses
-
-
-def _end_step(
-    context: WorkerContext,
-    optimizer: torch.optim.Optimizer,
-    each: Sequence[LocalSteps],
-    step: int,
-    losses: Iterable[Tensor],
-) -> None:
-    """End a step of clients whose gradients are computed: they have one optimizer and one prox."""
-    for steps, loss in zip(each, losses, strict=True):
-        steps.correct(step, loss)
-    runs = [steps.run for steps in each]
-    optimizer.param_groups[0]["lr"] = runs[0].rates[step - 1]  # all have the rates of the round
-    with torch.no_grad():
-        optimizer.step()
-        for steps in each:
-            steps.restore()
-        context.method.after_steps(runs, step, each[0].last)
 
 
 @contextmanager
