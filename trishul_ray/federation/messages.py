@@ -72,18 +72,10 @@ class EvalJob:
 Job = TrainJob | EvalJob
 
 
-def units_of_work(jobs: Sequence[Job], stacked: int) -> list[list[int]]:
-    """Group jobs by their numbers: up to ``stacked`` clients train together, in the jobs' order."""
-    units: list[list[int]] = []
-    group: list[int] = []
-    for index, job in enumerate(jobs):
-        if isinstance(job, EvalJob) or job.round == 0 or stacked == 1:
-            units.append([index])
-            continue
-        if len(group) % stacked == 0:
-            units.append(group := [])
-        group.append(index)
-    return units
+def units_of_work(jobs: Sequence[TrainJob], stacked: int) -> list[list[int]]:
+    """Group the positions of jobs: up to ``stacked`` clients train together, but not in round 0."""
+    size = stacked if jobs and jobs[0].round > 0 else 1
+    return [list(range(len(jobs)))[i : i + size] for i in range(0, len(jobs), size)]
 
 
 #: Uploads of a round that are compared: as many as clients in the paper's covariance matrices.
@@ -165,7 +157,6 @@ class WorkerSpec:
     (``evaluation.per_client``). ``scored`` is the number of rows of every set that is scored, and
     ``client_rows`` [C] that of every client if each client's own model is scored. ``flops`` and
     ``shard_sizes`` [C] are there if a stage needs them.
-    ``remarks`` are what the worker has mended, a line each.
     """
 
     info: DatasetInfo
@@ -185,7 +176,6 @@ class WorkerSpec:
     client_rows: dict[RowSet, np.ndarray] = field(default_factory=dict)
     flops: StepFlops | None = None
     shard_sizes: np.ndarray | None = None
-    remarks: tuple[str, ...] = ()
 
 
 def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> str:

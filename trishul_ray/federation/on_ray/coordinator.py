@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import ray
 
 from trishul_ray.federation.on_ray.client_actor import start_client
-from trishul_ray.federation.on_ray.process import Assignment, WorkerEnvironment
+from trishul_ray.federation.on_ray.process import RunRequest, WorkerEnvironment
 from trishul_ray.federation.on_ray.slices import Slices
+from trishul_ray.storage.durable import Json
 
 if TYPE_CHECKING:
     from trishul_ray.federation.on_ray.pool import ActorPool
@@ -19,61 +20,52 @@ if TYPE_CHECKING:
 class Coordinator:
     """Runs the server of a run: samples, broadcasts through the object store, reduces, saves.
 
-    It does not read the data. The first call of another run opens the server of that run, on the
-    same client actors.
+    It does not read the data. ``begin`` opens a run; the next run uses the same client actors.
     """
+
+    _server: "Server"
 
     def __init__(self, limit: int, slices: Slices, environment: WorkerEnvironment) -> None:
         environment.apply()
-        self._limit, self._slices = limit * slices.actors, slices
+        self._actors, self._limit = slices.actors, limit * slices.actors
         self._start = partial(start_client, slices, environment)
         # Before anything heavy is imported: they start in the meantime.
         self._clients = [self._start() for _ in range(slices.actors)]
         self._pool: ActorPool | None = None
-        self._token = ""  # of the run that the server is for
-        self._server: Server | None = None
 
-    def _open_server(self, run: Assignment) -> "Server":
-        """Return the server; the first call starts the run or continues its newest checkpoint."""
-        if self._server is None or self._token != run.token:
-            from trishul_ray.federation.checkpoint import open_checkpoints
-            from trishul_ray.federation.on_ray.pool import ActorPool
-            from trishul_ray.federation.server import Server
-
-            if self._pool is not None:
-                lost = self._slices.actors - len(self._pool.actors)
-                self._clients = [*self._pool.actors, *(self._start() for _ in range(lost))]
-            self._server = None  # the last run's
-            experiment = run.load()
-            self._pool = ActorPool(run, self._clients, self._start, self._limit)
-            checkpoints = open_checkpoints(experiment)
-            checkpoints.store.remove_unfinished()  # what a killed predecessor was writing
-            self._server = Server(experiment, self._pool, checkpoints, run.attempt)
-            self._token = run.token
-        return self._server
-
-    def check_fits(self, run: Assignment) -> None:
-        """Raise an InputError if the parts of a run do not fit together."""
+    def check_fits(self, experiment: Json) -> None:
+        """Raise an InputError if the parts of an experiment do not fit together."""
         from trishul_ray.experiment.fit import check_fits
 
-        check_fits(run.load())
+        check_fits(RunRequest(experiment, "", []).load())
 
-    def begin(self, run: Assignment) -> "RoundReport":
-        """Return the records of the checkpoint, if any."""
-        return self._open_server(run).progress()
+    def begin(self, run: RunRequest) -> "RoundReport":
+        """Start a run or resume its newest checkpoint, and return the records so far."""
+        from trishul_ray.federation.checkpoint import open_checkpoints
+        from trishul_ray.federation.on_ray.pool import ActorPool
+        from trishul_ray.federation.server import Server
 
-    def step(self, run: Assignment) -> "RoundReport":
-        """Run one round, or none if the run is finished."""
+        if self._pool is not None:
+            lost = self._actors - len(self._pool.actors)
+            self._clients = [*self._pool.actors, *(self._start() for _ in range(lost))]
+        experiment = run.load()
+        self._pool = ActorPool(run, self._clients, self._start, self._limit)
+        checkpoints = open_checkpoints(experiment)
+        checkpoints.store.remove_unfinished()  # files of a killed predecessor
+        self._server = Server(experiment, self._pool, checkpoints, run.attempt)
+        return self._server.progress()
+
+    def step(self) -> "RoundReport":
+        """Run one round."""
         from trishul_ray.runtime.memory import return_freed
 
-        server = self._open_server(run)
-        report = server.progress() if server.finished else server.step()
+        report = self._server.step()
         return_freed()  # it waits for the clients of the next round
         return report
 
-    def final(self, run: Assignment) -> "RunResult":
+    def final(self) -> "RunResult":
         """Return the result of a finished run."""
-        return self._open_server(run).result()
+        return self._server.result()
 
     def processes(self) -> list[int]:
         """Return the process ids of this actor and its client actors."""

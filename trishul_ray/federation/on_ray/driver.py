@@ -3,7 +3,6 @@
 Both drivers have the same methods: ``begin``, then ``step`` until finished, then ``final``.
 """
 
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,7 +19,7 @@ from trishul_ray.experiment.fit import check_fits
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.on_ray.coordinator import Coordinator
 from trishul_ray.federation.on_ray.pool import cause_of, run_error
-from trishul_ray.federation.on_ray.process import Assignment, WorkerEnvironment
+from trishul_ray.federation.on_ray.process import RunRequest, WorkerEnvironment
 from trishul_ray.federation.on_ray.session import joins_cluster
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, slices_of_bundles
 from trishul_ray.federation.prepare import Prepared
@@ -30,7 +29,7 @@ from trishul_ray.models.python_model import passed_model
 from trishul_ray.runtime.device import oversubscription_warning, usable_cores
 from trishul_ray.storage.store import Store
 
-#: Seconds to wait for an answer before reporting that clients are waiting for resources.
+#: Seconds to wait for a response before reporting that clients are waiting for resources.
 WAITING_NOTICE_SECONDS = 10.0
 
 
@@ -51,12 +50,16 @@ def slices_for_run(experiment: Experiment, held: Slices | None = None) -> Slices
     return plan_slices(experiment, free, total, may_grow=joins_cluster())
 
 
+def _in_trial() -> bool:
+    return ray.util.get_current_placement_group() is not None
+
+
 class Workers:
     """A coordinator and its client actors, which one run after another may use.
 
     A run reuses the actors, with their loaded backbones, if it needs the same slices and the same
-    process-wide settings; otherwise they end and new ones start. The bytes of a
-    run do not depend on it. Runs of ``resources.backend=inline`` keep their backbones here as well.
+    process-wide settings; otherwise they end and new ones start. The bytes of a run do not depend
+    on it. Runs of ``resources.backend=inline`` also keep their backbones here.
 
     Use it as a context manager while Ray runs (in a trial, or inside ``ray_session``), for one run
     at a time.
@@ -81,9 +84,8 @@ class Workers:
         settings = (slices, environment, local, resources, experiment.model.precision == "tf32")
         if self._coordinator is None or settings != self._settings:
             self.close()
-            in_trial = ray.util.get_current_placement_group() is not None
             node = None  # a trial's actors belong into its bundles
-            if local and not in_trial:  # next to the folder of the runs
+            if local and not _in_trial():  # next to the folder of the runs
                 id = ray.get_runtime_context().get_node_id()
                 node = NodeAffinitySchedulingStrategy(id, soft=False)
             self._coordinator = Coordinator.options(  # type: ignore[attr-defined]  # by ray.remote
@@ -109,10 +111,9 @@ class Workers:
         if self._coordinator is None or passed:
             check_fits(experiment)
             return
-        fields = experiment.to_dict(sources=True)
-        answer = self._coordinator.check_fits.remote(Assignment("", fields, "", []))
+        response = self._coordinator.check_fits.remote(experiment.to_dict(sources=True))
         try:
-            _result_of(answer.future())
+            _result_of(response.future())
         except RayError as error:
             raise RunError(f"the coordinator died ({cause_of(error)})") from error
 
@@ -128,9 +129,9 @@ class Workers:
 class RayDriver:
     """A run on a coordinator actor and its client actors, which stay with ``workers``.
 
-    If the coordinator dies, or objects are lost with a node, another coordinator continues from the
-    last checkpoint, ``resources.max_restarts`` times between two rounds. ``notify`` is called once
-    with a line of text if the clients have to wait for resources.
+    If the coordinator dies, or objects are lost with a node, another coordinator resumes the newest
+    checkpoint, ``resources.max_restarts`` times between two rounds. ``notify`` is called once with
+    a line of text if the clients have to wait for resources.
     """
 
     def __init__(
@@ -140,30 +141,31 @@ class RayDriver:
         attempt: str,
         workers: Workers,
         slices: Slices,
-        notify: Callable[[str], None] | None = None,
+        notify: Callable[[str], None],
     ) -> None:
         self.slices = slices
-        in_trial = ray.util.get_current_placement_group() is not None  # its bundles are reserved
-        fits = in_trial or workers.slices is not None or slices.count_in(ray.available_resources())
+        held = _in_trial() or workers.slices is not None  # the bundles of a trial are reserved
+        fits = held or slices.count_in(ray.available_resources())
         self._notify_waiting = None if fits else notify
         self._experiment, self._workers = experiment, workers
         self.actor = workers.coordinator(experiment, slices)
         self._losses = 0  # since the last round
         self._events: list[str] = []  # since the last report
         self._last_round = -1  # the last round whose record was returned
-        fields = experiment.to_dict(sources=True)
-        self._run = Assignment(uuid.uuid4().hex, fields, attempt, [ray.put(prepared)])
+        self._run = RunRequest(experiment.to_dict(sources=True), attempt, [ray.put(prepared)])
 
     def begin(self) -> RoundReport:
-        """Start the run, or continue its checkpoint, once one client actor has started.
+        """Start the run or resume its checkpoint, once one client actor has started.
 
         Raises:
             InputError: The run cannot be built from this input.
             RunError: No actor started, or ``resources.max_restarts`` are used up.
         """
-        report = self._without_repeats(self._call("begin"))
-        events, self._events = self._events, []
-        return replace(report, events=[*events, *report.events])
+        while True:
+            try:
+                return self._report(self.actor.begin.remote(self._run))
+            except RayError as error:
+                self._replace_coordinator(error)
 
     def step(self) -> RoundReport:
         """Run one round. If the coordinator dies in it, return where its successor starts.
@@ -172,31 +174,28 @@ class RayDriver:
             RunError: The round failed, or ``resources.max_restarts`` are used up.
         """
         try:
-            report = self._without_repeats(self._wait(self.actor.step.remote(self._run)))
+            report = self._report(self.actor.step.remote())
         except RayError as error:
             self._replace_coordinator(error)
-            # The round may have been saved and its record lost with the answer: ask for all.
+            # The round may have been saved, and its record lost with the report.
             return self.begin()
         self._losses = 0
         return report
 
     def final(self) -> RunResult:
         """Return the result of a finished run."""
-        result: RunResult = self._call("final")
-        return result
+        while True:
+            try:
+                result: RunResult = self._wait(self.actor.final.remote())
+                return result
+            except RayError as error:
+                self._replace_coordinator(error)
+                self.begin()
 
     def processes(self) -> list[int]:
         """Return the process ids of the coordinator and its client actors."""
         pids: list[int] = ray.get(self.actor.processes.remote())
         return pids
-
-    def _call(self, method: str) -> Any:
-        """Return the answer of a method, if necessary of another coordinator."""
-        while True:
-            try:
-                return self._wait(getattr(self.actor, method).remote(self._run))
-            except RayError as error:
-                self._replace_coordinator(error)
 
     def _replace_coordinator(self, error: RayError) -> None:
         """Start another coordinator, or raise a RunError after too many losses."""
@@ -210,23 +209,25 @@ class RayDriver:
         self._workers.close()
         self.actor = self._workers.coordinator(self._experiment, self.slices)
 
-    def _wait(self, answer: Any) -> Any:
-        """Return the coordinator's answer; the first time, report that it waits for resources."""
-        future = answer.future()
+    def _report(self, reference: Any) -> RoundReport:
+        """Wait for a report; drop the records that a predecessor of the coordinator returned."""
+        report: RoundReport = self._wait(reference)
+        new = [record for record in report.records if record.round > self._last_round]
+        self._last_round = max([self._last_round, *(record.round for record in new)])
+        events, self._events = self._events, []
+        return replace(report, records=new, events=[*events, *report.events])
+
+    def _wait(self, reference: Any) -> Any:
+        """Return the coordinator's result; the first time, report that it waits for resources."""
+        future = reference.future()
         if self._notify_waiting and not futures.wait([future], WAITING_NOTICE_SECONDS).done:
             self._notify_waiting(f"waiting for resources on the cluster for {self.slices}")
         self._notify_waiting = None
         return _result_of(future)
 
-    def _without_repeats(self, report: RoundReport) -> RoundReport:
-        """Drop records that were returned before: a successor of the coordinator repeats them."""
-        new = [record for record in report.records if record.round > self._last_round]
-        self._last_round = max([self._last_round, *(record.round for record in new)])
-        return replace(report, records=new)
-
 
 def _result_of(future: futures.Future[Any]) -> Any:
-    """Return what a coordinator answers, and raise its errors unchanged.
+    """Return a coordinator's result, and raise its errors unchanged.
 
     A signal interrupts a future at once; ``ray.get`` looks for signals once a second.
     """
@@ -256,26 +257,26 @@ def open_driver(
         InputError: The requested resources are not available.
     """
     notify = notify or (lambda line: None)
-    threads = experiment.resources.threads
+    driver: Driver
     with ExitStack() as stack:
         workers = workers or stack.enter_context(Workers())
         try:
             if experiment.resources.backend == "inline":
-                if warning := oversubscription_warning(1, threads, usable_cores()):
-                    notify(warning)
-                inline = InlineDriver(experiment, prepared, attempt, workers.backbones)
-                stack.callback(inline.close)
-                yield inline
-                return
-            slices = slices_for_run(experiment, workers.slices)
-            # Nodes that an autoscaler will add for this run count as well.
-            held = slices.actors * slices.cpus
-            cores = max(ray.cluster_resources().get("CPU", 0.0), held)
-            if warning := oversubscription_warning(slices.actors, threads, cores):
+                driver = InlineDriver(experiment, prepared, attempt, workers.backbones)
+                stack.callback(driver.close)
+                actors, cores = 1, float(usable_cores())
+            else:
+                slices = slices_for_run(experiment, workers.slices)
+                driver = RayDriver(experiment, prepared, attempt, workers, slices, notify)
+                # Nodes that an autoscaler will add for this run count as well.
+                cpus = ray.cluster_resources().get("CPU", 0.0)
+                actors, cores = slices.actors, max(cpus, slices.total()["CPU"])
+            threads = experiment.resources.threads
+            if warning := oversubscription_warning(actors, threads, cores):
                 notify(warning)
-            yield RayDriver(experiment, prepared, attempt, workers, slices, notify)
+            yield driver
         except GeneratorExit:
-            raise  # the run is stopped between two rounds: nothing is under way
+            raise  # the run is stopped between two rounds: no call is under way
         except BaseException:
             workers.close()
             raise

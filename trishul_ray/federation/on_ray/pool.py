@@ -29,7 +29,7 @@ from trishul_ray.federation.messages import (
     changed_sources,
     units_of_work,
 )
-from trishul_ray.federation.on_ray.process import Assignment
+from trishul_ray.federation.on_ray.process import RunRequest
 from trishul_ray.federation.reduce import FAN_IN, Reducer, combine, groups, sum_groups
 from trishul_ray.stages import ArrayState, Partial
 
@@ -46,15 +46,11 @@ def cause_of(error: Exception) -> str:
         own = [(file, number) for file, number in frames if "site-packages" not in file]
         place = f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
         return typed_line(inner) + place
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not isinstance(error, RayActorError) or error.actor_init_failed:
-        return lines[-1] if lines else type(error).__name__  # the last line of a traceback
-    # Ray writes one long line, with a list of possible causes at its end.
-    end_of_detail = r"(?:\. (?:There are|Some common)|$)"
-    for pattern in (rf"Worker exit detail: (.*?){end_of_detail}", r"because (.*?)(?:\. |$)"):
-        if match := re.search(pattern, str(error), re.MULTILINE):
-            return match.group(1).strip().rstrip(".")
-    return lines[0]
+    # The text of a RayActorError is long, and ends with a list of possible causes.
+    detail = re.search(
+        r"Worker exit detail: (.*?)\.?(?: There are| Some common|$)", str(error), re.M
+    )
+    return detail[1].strip() if detail else first_line(error)
 
 
 def run_error(action: str, error: RayTaskError) -> Exception:
@@ -69,19 +65,19 @@ def run_error(action: str, error: RayTaskError) -> Exception:
 
 @dataclass
 class Call:
-    """A call that any actor may take, after the calls of some numbers.
+    """A call that any actor may take.
 
     Attributes:
-        submit: Makes the call on an actor; returns the reference of its answer.
-        name: What it does, for an error message.
-        after: Numbers of the calls that must have ended before.
-        ended: Called when it has ended.
+        name: The action, for an error message.
+        submit: Makes the call on an actor; returns the reference of its result.
+        after: Numbers of the calls that must end first.
+        ended: Called with the result.
     """
 
-    submit: Callable[[Any], Any]
     name: str
+    submit: Callable[[Any], Any]
+    ended: Callable[[Any], None] = lambda _: None
     after: set[int] = field(default_factory=set)
-    ended: Callable[[], None] = lambda: None
 
 
 class ActorPool:
@@ -92,7 +88,7 @@ class ActorPool:
     both need never wait for each other.
 
     Args:
-        run: The run, which every call carries.
+        run: The run.
         actors: Actors that were requested.
         start: Requests another actor.
         replacements: How many dead actors are replaced between the ends of two rounds.
@@ -104,7 +100,7 @@ class ActorPool:
 
     def __init__(
         self,
-        run: Assignment,
+        run: RunRequest,
         actors: Collection[Any],
         start: Callable[[], Any],
         replacements: int,
@@ -112,45 +108,43 @@ class ActorPool:
         self._run, self._start = run, start
         self._replacements = self._left = replacements
         self._pids: dict[Any, int] = {}  # of the actors that take jobs, as they started
-        self._starting: dict[Any, Any] = {}  # reference of the first answer -> actor
+        self._opening: dict[Any, Any] = {}  # reference of the result of open() -> actor
         self._events: list[str] = []
         self._spec: WorkerSpec | None = None
         for actor in actors:
-            self._request(actor)
+            self._open(actor)
         while not self._pids:
-            (ready, *_), _ = ray.wait(list(self._starting), num_returns=1)
+            (ready, *_), _ = ray.wait(list(self._opening), num_returns=1)
             self._admit(ready)
 
     @property
     def actors(self) -> list[Any]:
         """All actors that are not known to be dead."""
-        return [*self._pids, *self._starting.values()]
+        return [*self._pids, *self._opening.values()]
 
     def processes(self) -> list[int]:
         """Return the process ids of the actors that have started."""
         return list(self._pids.values())
 
-    def _request(self, actor: Any) -> None:
-        # The first call builds the worker context: an actor that answers it is ready to work.
-        self._starting[actor.describe.remote(self._run, {})] = actor
+    def _open(self, actor: Any) -> None:
+        self._opening[actor.open.remote(self._run)] = actor
 
     def _admit(self, ready: Any) -> Any | None:
-        """Add the actor that answered, and return it, or None if it died."""
-        actor = self._starting.pop(ready)
+        """Add the actor that has opened the run, and return it, or None if it died."""
+        actor = self._opening.pop(ready)
         try:
-            pid, spec = ray.get(ready)
+            pid, remarks, spec = ray.get(ready)
         except RayActorError as error:
             self._replace(actor, error)
             return None
         except RayTaskError as error:
             raise run_error("a client actor could not start", error) from error
-        if self._spec is None:
-            self._spec = spec
-        elif other := changed_sources(self._spec.sources, spec.sources):
+        self._spec = self._spec or spec
+        if other := changed_sources(self._spec.sources, spec.sources):
             raise InputError(
                 f"the nodes of the cluster have different {other}: they must be the same on all"
             )
-        self._events += spec.remarks
+        self._events += remarks
         self._pids[actor] = pid
         return actor
 
@@ -167,35 +161,31 @@ class ActorPool:
         if self._left > 0:
             self._left -= 1
             self._events[-1] += "; another one replaces it"
-            self._request(self._start())
-        if not self._pids and not self._starting:
+            self._open(self._start())
+        if not self.actors:
             raise RunError(
                 f"every client actor died, and resources.max_restarts is used up: "
                 f"{'; '.join(self._events[-3:])}"
             )
 
-    def _run_calls(self, calls: Sequence[Call]) -> list[Any]:
-        """Return the answers of all calls, each made on any idle actor.
-
-        A call that waits for others is made, once they have ended, before all else that waits.
-        """
+    def _run_calls(self, calls: Sequence[Call]) -> None:
+        """Make each call on an idle actor, the calls that waited for others first."""
         blocked = {number: {*call.after} for number, call in enumerate(calls) if call.after}
         waiting = deque(number for number in range(len(calls)) if number not in blocked)
         idle = deque(self._pids)
         running: dict[Any, tuple[int, Any]] = {}  # reference -> (number, actor)
-        answers: dict[int, Any] = {}
-        while len(answers) < len(calls):
+        while waiting or running or blocked:
             while waiting and idle:
                 number, actor = waiting.popleft(), idle.popleft()
                 running[calls[number].submit(actor)] = number, actor
-            (done, *_), _ = ray.wait([*running, *self._starting], num_returns=1)
-            if done in self._starting:
+            (done, *_), _ = ray.wait([*running, *self._opening], num_returns=1)
+            if done in self._opening:
                 if (started := self._admit(done)) is not None:
                     idle.append(started)
                 continue
             number, actor = running.pop(done)
             try:
-                answers[number] = ray.get(done)
+                result = ray.get(done)
             except RayActorError as error:
                 waiting.appendleft(number)
                 self._replace(actor, error)
@@ -203,21 +193,23 @@ class ActorPool:
             except RayTaskError as error:
                 raise run_error(f"{calls[number].name} failed", error) from error
             idle.append(actor)
-            calls[number].ended()
+            calls[number].ended(result)
             for later in list(blocked):
                 blocked[later].discard(number)
                 if not blocked[later]:
                     del blocked[later]
                     waiting.appendleft(later)
         self._left = self._replacements
-        return [answers[number] for number in range(len(calls))]
 
     def describe(self, survey: Arrays) -> WorkerSpec:
-        """Return the spec of the first actor that answers; all build the same."""
+        """Return the spec of the first actor that responds; all build the same."""
+        found = [self._spec]
         if survey:
-            reference = ray.put(survey)
-            call = Call(lambda actor: actor.describe.remote(self._run, reference), "an adapter")
-            ((_, self._spec),) = self._run_calls([call])
+            sent = ray.put(survey)
+            self._run_calls(
+                [Call("an adapter", lambda actor: actor.describe.remote(sent), found.append)]
+            )
+        self._spec = found[-1]
         assert self._spec is not None  # the constructor waits for it
         return self._spec
 
@@ -236,62 +228,57 @@ class ActorPool:
         Raises:
             RunError: A job failed, or no actor is left.
         """
-        units = units_of_work(jobs, self._run.experiment["federation"]["stacked"])
-        clients = [index for index, job in enumerate(jobs) if isinstance(job, TrainJob)]
-        kept = clients[:MOST_CLIENTS]
-        unit_of = {index: number for number, unit in enumerate(units) for index in unit}
-        untrained = {unit_of[index] for index in clients}
-        uploads: dict[int, Any] = {}
-        sums: dict[int, Any] = {}
+        train = [job for job in jobs if isinstance(job, TrainJob)]
+        evaluate = [job for job in jobs if isinstance(job, EvalJob)]
+        units = units_of_work(train, self._run.experiment["federation"]["stacked"])
+        first, untrained = range(len(train))[:MOST_CLIENTS], {*range(len(units))}
+        uploads: dict[int, Any] = {}  # references; this and the next by the position of their jobs
+        reports: dict[int, Any] = {}
+        evaluations: dict[int, Any] = {}
+        sums: dict[int, Any] = {}  # references, by group
         sent = ray.put(broadcast)  # once for all jobs
 
-        def evaluate(unit: list[int], actor: Any) -> Any:
-            return actor.evaluate.remote(self._run, sent, jobs[unit[0]])
-
-        def train(unit: list[int], actor: Any) -> Any:
+        def submit_unit(unit: list[int], actor: Any) -> Any:
             method = actor.train.options(num_returns=1 + len(unit))
-            reports, *made = method.remote(self._run, sent, *(jobs[index] for index in unit))
+            result, *made = method.remote(sent, *(train[index] for index in unit))
             uploads.update(zip(unit, made, strict=True))
-            return reports
+            return result
 
-        def end_training(number: int) -> None:
+        def end_unit(number: int, found: Sequence[Any]) -> None:
+            reports.update(zip(units[number], found, strict=True))
             untrained.discard(number)
             if not untrained and trained is not None:
-                trained([uploads[index] for index in kept])
+                trained([uploads[index] for index in first])
 
-        def add(number: int, part: list[int], actor: Any) -> Any:
-            made = [uploads[index] for index in part]
-            answer, sums[number] = actor.reduce.remote(self._run, shared_reducer, made)
-            return answer
+        def submit_sum(number: int, part: list[int], actor: Any) -> Any:
+            result, sums[number] = actor.reduce.remote(shared, [uploads[i] for i in part])
+            return result
 
-        def release(part: list[int]) -> None:
-            for index in {*part} - {*kept}:
+        def release(part: list[int], _: None) -> None:
+            for index in {*part} - {*first}:
                 del uploads[index]
 
         calls = []
         for number, unit in enumerate(units):
-            name = " and ".join(_name_of(jobs[index]) for index in unit)
-            if isinstance(jobs[unit[0]], EvalJob):
-                calls.append(Call(partial(evaluate, unit), name))
-            else:
-                ended = partial(end_training, number)
-                calls.append(Call(partial(train, unit), name, ended=ended))
-        if reducer is not None and len(clients) > FAN_IN:
-            shared_reducer = ray.put(reducer)
-            for number, group in enumerate(groups(clients)):
-                part = [clients[i] for i in group]
-                after, ended = {unit_of[index] for index in part}, partial(release, part)
-                name = f"summing group {number}"
-                calls.append(Call(partial(add, number, part), name, after, ended))
-        results: dict[int, Any] = {}
-        for unit, answer in zip(units, self._run_calls(calls), strict=False):  # sums follow
-            found = answer if isinstance(jobs[unit[0]], TrainJob) else [answer]
-            results |= zip(unit, found, strict=True)
+            clients = " and ".join(str(train[index].client) for index in unit)
+            name = f"client {clients} in round {train[unit[0]].round}"
+            calls.append(Call(name, partial(submit_unit, unit), partial(end_unit, number)))
+        for number, job in enumerate(evaluate):
+            name = f"evaluation of rows {job.start}:{job.stop} after round {job.round}"
+            submit = partial(lambda job, actor: actor.evaluate.remote(sent, job), job)
+            calls.append(Call(name, submit, partial(evaluations.__setitem__, number)))
+        if reducer is not None and len(train) > FAN_IN:
+            shared = ray.put(reducer)
+            for number, part in enumerate(groups(train)):
+                after = {n for n, unit in enumerate(units) if {*unit} & {*part}}
+                submit, name = partial(submit_sum, number, part), f"summing group {number}"
+                calls.append(Call(name, submit, partial(release, part), after))
+        self._run_calls(calls)
         events, self._events = self._events, []
         return Outcome(
-            uploads=[uploads[index] for index in clients if index in uploads],
-            reports=[results[index] for index in clients],
-            evaluations=[results[i] for i, job in enumerate(jobs) if isinstance(job, EvalJob)],
+            uploads=[uploads[index] for index in sorted(uploads)],
+            reports=[reports[index] for index in range(len(train))],
+            evaluations=[evaluations[number] for number in range(len(evaluate))],
             events=events,
             sums=[sums[number] for number in sorted(sums)],
         )
@@ -309,25 +296,19 @@ class ActorPool:
         total: Partial = ray.get(left[0])
         return total
 
-    def _combine(self, sums: Sequence[Any]) -> Any:
+    def _combine(self, sums: list[Any]) -> Any:
         """Return the reference of the sum of sums, which an actor adds."""
         totals: list[Any] = []
 
-        def add(actor: Any) -> Any:
-            answer, total = actor.combine.remote(self._run, list(sums))
+        def submit(actor: Any) -> Any:
+            result, total = actor.combine.remote(sums)
             totals.append(total)
-            return answer
+            return result
 
-        self._run_calls([Call(add, "adding the sums of groups")])
+        self._run_calls([Call("adding the sums of groups", submit)])
         return totals[-1]
 
     def fetch(self, uploads: list[Any]) -> list[Upload]:
         """Return uploads as read-only views of the object store."""
         fetched: list[Upload] = ray.get(uploads)
         return fetched
-
-
-def _name_of(job: Job) -> str:
-    if isinstance(job, TrainJob):
-        return f"client {job.client} in round {job.round}"
-    return f"evaluation of rows {job.start}:{job.stop} after round {job.round}"

@@ -34,11 +34,10 @@ class WorkerEnvironment:
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """The run that an actor works for. Every call carries it, because actors outlive runs.
+class RunRequest:
+    """A run that actors open.
 
     Attributes:
-        token: Unique for every run of every process.
         experiment: The fields of the experiment.
         attempt: Name of the run in the tracking server.
         prepared: The object store reference of a
@@ -46,7 +45,6 @@ class Assignment:
             reference instead of the content.
     """
 
-    token: str
     experiment: Json
     attempt: str
     prepared: list[Any]

@@ -7,9 +7,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -32,6 +31,8 @@ CONNECT_SECONDS = 10.0
 FOLDER_BYTES = 8
 #: Variables that configure the token of Ray, in addition to ~/.ray/auth_token.
 _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+#: The same for all clusters that this process starts: Ray reads it once.
+_TOKEN = secrets.token_hex(32)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -106,7 +107,7 @@ def ray_session(
 def _start(cpus: int, fork_server: ForkServer | None, folder: str) -> None:
     if not any(os.environ.get(name) for name in _TOKEN_SETTINGS):
         # Otherwise Ray writes a token to the home directory, which may be read-only or shared.
-        os.environ["RAY_AUTH_TOKEN"] = _process_token()
+        os.environ["RAY_AUTH_TOKEN"] = _TOKEN
     # Ray starts workers at niceness 15: any other process of this machine would starve them.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Only a dashboard reads the events of tasks.
@@ -122,31 +123,32 @@ def _start(cpus: int, fork_server: ForkServer | None, folder: str) -> None:
     remove_abandoned()
 
 
-@cache
-def _process_token() -> str:
-    # The same for all clusters that this process starts: Ray reads it once.
-    return secrets.token_hex(32)
-
-
 @contextmanager
-def _held_signals() -> Iterator[None]:
+def _held_signals() -> Iterator[Callable[[], None]]:
     """Deliver signals that arrive in this context at its end, to the handlers from before it.
 
     Ray sets handlers when it starts and when it ends: they exit, or abort after three seconds. An
     exception of a handler would interrupt Ray's own start. Processes that start in this context
     inherit the blocked signals. So the raylet outlives a signal to all processes of a job (Slurm,
     systemd), without which Ray would end this process with exit code 1.
+
+    Yields:
+        A function that sets these handlers again.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
+
+    def set_again() -> None:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield set_again
+    finally:
+        set_again()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -155,15 +157,12 @@ def _end_ray() -> None:
 
     Ray then waits for its processes. Without a handler, a second signal would kill this process.
     """
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    with _held_signals():
+    with _held_signals() as set_again:
         ending = threading.Thread(target=ray.shutdown)
         ending.start()
         while ending.is_alive():
             ending.join(0.01)
-            if threading.current_thread() is threading.main_thread():
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
+            set_again()
 
 
 @contextmanager
