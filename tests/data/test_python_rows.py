@@ -88,7 +88,7 @@ def test_images_become_bytes_from_any_form(tmp_path):
         ({"image": [np.zeros((4, 4, 2), np.uint8)]}, r"uint8 \(4, 4, 2\); it must be uint8"),
     ],
 )
-def test_rows_that_are_no_table_are_rejected(rows, message):
+def test_rows_without_a_table_are_rejected(rows, message):
     with pytest.raises(InputError, match=message):
         to_splits(rows)
 
@@ -105,4 +105,4 @@ def test_missing_images_are_named_or_skipped(tmp_path):
     rejected(r"image \(column 'image'\) is missing in 1 of 5 rows", "rows", folder, tmp_path)
     data = prepare_user("rows", folder, tmp_path, skip_broken=True)
     assert len(data.train) + len(data.test) == 4
-    assert data.info.skipped == ("python:rows, split train, row 4",)
+    assert data.info.skipped == ("train row 4",)

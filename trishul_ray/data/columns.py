@@ -6,14 +6,14 @@ of shapes: N rows.
 
 import json
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from trishul_ray.errors import CorruptFileError, did_you_mean
+from trishul_ray.errors import CorruptFileError, did_you_mean, join_limited
 from trishul_ray.runtime.lazy import pc
 
 #: Whole numbers that fit into int64 (no sign, no leading zeros); also as floats are spelled.
@@ -169,3 +169,18 @@ def class_names(table: pa.Table, column: str) -> tuple[str, ...] | None:
         return tuple(nfc(str(name)) for name in composed[column]["names"])
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
+
+
+def common_class_names(tables: Iterable[pa.Table], column: str) -> tuple[str, ...] | None:
+    """Return the class names in the metadata of tables, or None if no table has any.
+
+    Raises:
+        CorruptFileError: Tables number their classes differently.
+    """
+    found = dict.fromkeys(filter(None, (class_names(table, column) for table in tables)))
+    if len(found) > 1:
+        lists = " and ".join(f"({join_limited(names, 10)})" for names in list(found)[:2])
+        raise CorruptFileError(
+            f"column {column!r}: files have different class names, {lists}; write labels as words"
+        )
+    return next(iter(found), None)

@@ -7,11 +7,13 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
 
 from trishul_ray.data.dataset import Origin
+from trishul_ray.data.tables import file_signature, read_table
 from trishul_ray.errors import InputError, one_line
 from trishul_ray.runtime.lazy import datasets
 
@@ -29,8 +31,8 @@ class HubRepo:
         revision: Commit to read from the hub; None reads the newest.
         file_patterns: Patterns with ``{split}`` for the files of a split in a mirror, relative to
             the repository. The first that matches any file is used.
-        fetch: Pattern with ``{split}`` of the files to fetch from the hub; None fetches all files
-            of the configuration. Set it if a configuration has large splits that are not used.
+        fetch: Pattern with ``{split}`` of the files to download from the hub; None downloads the
+            configuration. Set it if a configuration has large splits that are not used.
     """
 
     repo: str
@@ -45,17 +47,8 @@ class HubRepo:
         return re.fullmatch(r"[^/]+/[^/]+", self.repo) is not None
 
     @property
-    def key(self) -> str:
-        """Identity of the rows read from the hub: repository, configuration and revision."""
-        at = f"@{self.revision}" if self.revision else ""
-        return f"{ON_HUB}{self.repo}/{self.config or ''}{at}"
-
-    def origin(self, *, mirrored: bool) -> Origin:
-        """Return the origin of rows; the revision of files in a mirror is unknown."""
-        if mirrored:
-            return Origin("mirror", self.repo)
-        name = f"{self.repo}/{self.config}" if self.config else self.repo
-        return Origin("hub", name, self.revision)
+    def _example(self) -> str:
+        return f"{self.repo}/{self.file_patterns[0].format(split='train')}"
 
     def mirror_files(
         self, hub: Path | None, splits: Sequence[str], others: Sequence[str] = ()
@@ -80,51 +73,69 @@ class HubRepo:
                 raise InputError(f"mirror {folder} lacks {name} of {self.repo}")
         return None
 
-    def download(self, hub: Path | None, splits: Sequence[str] = ()) -> dict[str, pa.Table]:
-        """Return the splits from the hub, or from the cache of the ``datasets`` library.
+    def key(self, hub: Path | None, splits: Sequence[str], others: Sequence[str] = ()) -> str:
+        """Return a text that changes if the rows may change; see :meth:`read` for the arguments."""
+        files = self.mirror_files(hub, splits, others)
+        if files is not None:
+            return file_signature(chain(*files.values()))
+        at = f"@{self.revision}" if self.revision else ""
+        return f"{ON_HUB}{self.repo}/{self.config or ''}{at}"
+
+    def read(
+        self, hub: Path | None, splits: Sequence[str], others: Sequence[str] = ()
+    ) -> tuple[Origin, dict[str, list[pa.Table]]]:
+        """Read the tables of every split from the mirror, or else from the hub.
 
         Args:
-            hub: The mirror that was searched, for messages.
-            splits: Splits to read; all by default.
+            hub: The mirror.
+            splits: Splits that must exist.
+            others: Splits to read if they exist.
 
         Raises:
-            InputError: The dataset is not on the hub, or the hub cannot be reached.
+            InputError: Neither the mirror nor the hub has the splits.
+            CorruptFileError: A file in the mirror is malformed.
         """
+        files = self.mirror_files(hub, splits, others)
+        if files is not None:  # the revision of files in a mirror is unknown
+            return Origin("mirror", self.repo), {
+                s: list(map(read_table, f)) for s, f in files.items()
+            }
+        if not (self.on_hub or Path(self.repo).is_dir()):
+            raise InputError(
+                f"dataset {self.repo} not found: set TRISHUL_HUB or storage.hub to a folder with "
+                f"{self._example}"
+            )
+        name = f"{self.repo}/{self.config}" if self.config else self.repo
+        return Origin("hub", name, self.revision), self._download(hub, splits, others)
+
+    def _download(
+        self, hub: Path | None, splits: Sequence[str], others: Sequence[str]
+    ) -> dict[str, list[pa.Table]]:
+        """Download the splits, or read them from the cache of the ``datasets`` library."""
         from huggingface_hub.errors import HfHubHTTPError
 
         files = {s: self.fetch.format(split=s) for s in splits} if self.fetch else None
         name = None if self.fetch else self.config
-        loggers = [logging.getLogger(each) for each in ("huggingface_hub", "datasets")]
-        levels = [logger.level for logger in loggers]
+        for logger in ("huggingface_hub", "datasets"):  # they log each retry
+            logging.getLogger(logger).setLevel(logging.CRITICAL)
         try:
-            for logger in loggers:  # they log each retry
-                logger.setLevel(logging.CRITICAL)
+            if others:
+                existing = datasets.get_dataset_split_names(self.repo, name, revision=self.revision)
+                others = [split for split in others if split in existing]
             loaded = {
                 split: datasets.load_dataset(
                     self.repo, name, data_files=files, split=split, revision=self.revision
                 )
-                for split in splits or self._split_names()
+                for split in (*splits, *others)
             }
         except (OSError, ValueError, HfHubHTTPError, datasets.exceptions.DatasetsError) as error:
             searched = f"mirror {hub} does not have it" if hub else "no mirror is set"
-            example = f"{self.repo}/{self.file_patterns[0].format(split='train')}"
             raise InputError(
                 f"dataset {self.repo} not found: {searched}, and the Hugging Face hub failed "
                 f"({one_line(error)[:300]}); repeat the command with internet access, or set "
-                f"TRISHUL_HUB or storage.hub to a folder with {example}"
+                f"TRISHUL_HUB or storage.hub to a folder with {self._example}"
             ) from error
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-        return {split: table_of(rows) for split, rows in loaded.items()}
-
-    def _split_names(self) -> list[str]:
-        return [
-            str(split)
-            for split in datasets.get_dataset_split_names(
-                self.repo, self.config, revision=self.revision
-            )
-        ]
+        return {split: [table_of(rows)] for split, rows in loaded.items()}
 
 
 def table_of(rows: "datasets.Dataset") -> pa.Table:

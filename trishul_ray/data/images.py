@@ -1,7 +1,7 @@
 """Decode images into one array.
 
-A prepared dataset holds images of one size and mode. :func:`decode_images` requires it of a public
-dataset's images. :func:`decode_and_resize` converts user images: each is turned upright (its EXIF
+A prepared dataset has images of one size and mode. :func:`decode_images` requires them of a public
+dataset. :func:`decode_and_resize` converts user images: each is turned upright (its EXIF
 orientation), resized so that its short side fits (bilinear, with antialiasing), and cropped to the
 square in its center. The side is the most frequent short side, at most :data:`MAX_SIDE`. Unless all
 images are gray, all are converted to RGB, which drops transparency. Gray images of 16 bits are
@@ -16,7 +16,7 @@ import struct
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image, ImageOps
 
-from trishul_ray.data.columns import get_column, holds_images
+from trishul_ray.data.columns import at_row, get_column, holds_images
 from trishul_ray.errors import CorruptFileError, join_limited, one_line
 
 # Python would print what Pillow logs on malformed files.
@@ -43,7 +43,7 @@ PREPARATION_VERSION = 3
 #: Broken images to name in one message.
 MAX_NAMED = 100
 
-#: Errors of Pillow for files that are no images, are truncated or are malformed.
+#: Errors of Pillow for files that are not images, are truncated or are malformed.
 _UNREADABLE = (
     Image.DecompressionBombError,
     OSError,
@@ -73,38 +73,39 @@ def decode_images(
     ``size``. ``where`` names the file in messages; ``progress`` gets the fraction done.
 
     Raises:
-        CorruptFileError: the column does not hold images, or an image cannot be decoded or has
+        CorruptFileError: The column does not hold images, or an image cannot be decoded or has
             another mode or size.
     """
-    images = get_column(table, column, where)
-    if not holds_images(images.type):
-        kind = images.type
-        raise CorruptFileError(f"{where}: column {column!r} is {kind}, not an image with bytes")
-    height, width = size
-    pixels = np.empty((table.num_rows, MODE_CHANNELS[mode], height, width), dtype=np.uint8)
-    row = 0
-    for chunk in images.chunks:
-        for encoded in chunk.field("bytes"):
-            pixels[row] = _decode(encoded.as_py(), mode, size, f"{where}, row {row}")
-            row += 1
-            if row % 1000 == 0:
-                progress(row / table.num_rows)
-    progress(1.0)
-    return pixels
+    images = named_images(get_column(table, column, where), where)
+    for encoded, name in images:
+        with _open_image(encoded, name) as image:  # reads only the header
+            if (image.mode, image.height, image.width) != (mode, *size):
+                raise CorruptFileError(
+                    f"{name}: the image is {image.mode} {image.width}x{image.height}, not {mode} "
+                    f"{size[1]}x{size[0]}"
+                )
+    return resize_images(images, (MODE_CHANNELS[mode], *size), progress)
 
 
-def _decode(encoded: bytes | None, mode: str, size: tuple[int, int], where: str) -> np.ndarray:
-    if encoded is None:
-        raise CorruptFileError(f"{where}: the image has no bytes")
-    with _open_image(encoded, where) as image:
-        # Only the header has been read: a huge image is rejected before it is decoded.
-        if (image.height, image.width) != size:
-            raise CorruptFileError(
-                f"{where}: image is {image.width}x{image.height}, not {size[1]}x{size[0]}"
-            )
-        if image.mode != mode:
-            raise CorruptFileError(f"{where}: image mode is {image.mode}, not {mode}")
-        return _to_array(image)
+def named_images(
+    values: pa.ChunkedArray, where: str, names: Sequence[str] | None = None
+) -> list[NamedImage]:
+    """Return images, encoded or in structs {bytes, path}, with the name of each row.
+
+    Raises:
+        CorruptFileError: The values are not images, or an image has no bytes.
+    """
+    kind = values.type
+    if not (holds_images(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+        raise CorruptFileError(f"{where}: the column of images is {kind}, not images")
+    images = []
+    for row, value in enumerate(values.to_pylist()):
+        name = f"{where}, {names[row]}" if names else at_row(where, row)
+        encoded = value["bytes"] if holds_images(kind) else value
+        if encoded is None:
+            raise CorruptFileError(f"{name}: the image has no bytes")
+        images.append((encoded, name))
+    return images
 
 
 @dataclass(frozen=True)
@@ -113,100 +114,64 @@ class ResizedImages:
 
     Attributes:
         pixels: The readable images, uint8 [n, C, H, W].
-        readable: Whether each image could be read, bool [N].
-        skipped: Names of the images that could not be read.
-        notes: How many were scaled, resized, cropped or skipped, for reports.
+        broken: Faults of the images that could not be read, by name.
+        notes: Numbers of scaled, resized and skipped images, for reports.
     """
 
     pixels: np.ndarray
-    readable: np.ndarray
-    skipped: tuple[str, ...]
+    broken: Mapping[str, str]
     notes: tuple[str, ...]
 
 
 def decode_and_resize(
     images: Sequence[NamedImage], progress: Callable[[float], None], *, skip_broken: bool = False
 ) -> ResizedImages:
-    """Decode images of any size and mode, at least one, and convert them to one size and mode.
+    """Decode images of any size and mode, and convert them to one size and mode.
 
-    With ``skip_broken``, images that cannot be read are left out.
+    With ``skip_broken``, skip images that cannot be read.
 
     Raises:
         CorruptFileError: Images cannot be read; the message names them.
     """
-    broken: dict[str, str] = {}
-    while True:
-        shape, sizes = _common_shape([each for each in images if each[1] not in broken], broken)
-        readable = [each for each in images if each[1] not in broken]
-        pixels, deep = _resize(readable, shape, progress, broken)
-        if broken and not skip_broken:
-            raise _broken_images(broken, "remove them, or set data.skip_broken=true")
-        if len(pixels) == sizes.total():
-            break
-        # The header of a broken image may have been readable: its size must not count.
-    progress(1.0)
-    total, side = len(pixels), shape[1]
-    counts = {
-        f"of {total} images scaled from 16 to 8 bits": deep,
-        f"of {total} images resized and cropped to {side}x{side}": total - sizes[side, side],
-        "broken images skipped": len(broken),
-    }
-    notes = tuple(f"{count} {what}" for what, count in counts.items() if count)
-    kept = np.array([name not in broken for _, name in images])
-    return ResizedImages(pixels, kept, tuple(broken), notes)
-
-
-def _common_shape(
-    images: Sequence[NamedImage], broken: dict[str, str]
-) -> tuple[tuple[int, int, int], Counter[tuple[int, int]]]:
-    """Return (C, side, side) for all images, and the number of images per stored size.
-
-    Only headers are read. Images without a readable header are added to ``broken``.
-    """
-    sizes: Counter[tuple[int, int]] = Counter()
+    short_sides: Counter[int] = Counter()
     all_gray = True
     for encoded, where in images:
-        try:
-            with _open_image(encoded, where) as image:
-                sizes[image.height, image.width] += 1
-                all_gray = all_gray and (image.mode in ("1", "L") or _is_deep(image))
-        except CorruptFileError as error:
-            broken[where] = str(error)
-    if not sizes:
-        raise _broken_images(broken, "replace them")
-    short_sides: Counter[int] = Counter()
-    for size, count in sizes.items():
-        short_sides[min(size)] += count
-    side = min(MAX_SIDE, min(short_sides, key=lambda side: (-short_sides[side], side)))
-    return (MODE_CHANNELS["L" if all_gray else "RGB"], side, side), sizes
+        # The second pass reports an unreadable header.
+        with suppress(CorruptFileError), _open_image(encoded, where) as image:
+            short_sides[min(image.size)] += 1
+            all_gray = all_gray and (image.mode in ("1", "L") or _is_deep(image))
+    side = min(short_sides, key=lambda side: (-short_sides[side], side), default=1)
+    side = min(MAX_SIDE, side)
+    shape = (MODE_CHANNELS["L" if all_gray else "RGB"], side, side)
+    found = _resize(images, shape, progress)
+    if found.broken and (not skip_broken or not len(found.pixels)):
+        raise _broken_images(found.broken, "remove them, or set data.skip_broken=true")
+    return found
 
 
-def resize_images(images: Sequence[NamedImage], shape: tuple[int, int, int]) -> np.ndarray:
+def resize_images(
+    images: Sequence[NamedImage],
+    shape: tuple[int, int, int],
+    progress: Callable[[float], None] = lambda done: None,
+) -> np.ndarray:
     """Decode images of any size and mode to uint8 [N, C, H, W] of one ``shape``, (C, H, W).
 
     Images that cannot be read are a CorruptFileError that names them.
     """
-    broken: dict[str, str] = {}
-    pixels, _ = _resize(images, shape, lambda done: None, broken)
-    if broken:
-        raise _broken_images(broken, "remove them")
-    return pixels
+    found = _resize(images, shape, progress)
+    if found.broken:
+        raise _broken_images(found.broken, "remove them")
+    return found.pixels
 
 
 def _resize(
-    images: Sequence[NamedImage],
-    shape: tuple[int, int, int],
-    progress: Callable[[float], None],
-    broken: dict[str, str],
-) -> tuple[np.ndarray, int]:
-    """Return the pixels of the readable images, and how many have 16 bits.
-
-    The other images are added to ``broken``, with their faults.
-    """
+    images: Sequence[NamedImage], shape: tuple[int, int, int], progress: Callable[[float], None]
+) -> ResizedImages:
     channels, height, width = shape
     mode = next(mode for mode, count in MODE_CHANNELS.items() if count == channels)
     pixels = np.empty((len(images), *shape), dtype=np.uint8)
-    row = deep = 0
+    broken: dict[str, str] = {}
+    row = deep = resized = 0
     for number, (encoded, where) in enumerate(images):
         try:
             with _open_image(encoded, where) as image:
@@ -219,18 +184,26 @@ def _resize(
                 if upright.size != (width, height):
                     bilinear = Image.Resampling.BILINEAR
                     upright = ImageOps.fit(upright, (width, height), bilinear)
+                    resized += 1
         except CorruptFileError as error:
             broken[where] = str(error)
             continue
-        pixels[row] = _to_array(upright)
+        pixels[row] = np.asarray(upright).reshape(height, width, channels).transpose(2, 0, 1)
         row += 1
         if number % 500 == 0:
             progress(number / len(images))
-    return pixels[:row], deep
+    progress(1.0)
+    counts = {
+        f"of {row} images scaled from 16 to 8 bits": deep,
+        f"of {row} images resized and cropped to {width}x{height}": resized,
+        "broken images skipped": len(broken),
+    }
+    notes = tuple(f"{count} {what}" for what, count in counts.items() if count)
+    return ResizedImages(pixels[:row], broken, notes)
 
 
 def turn_upright(image: Image.Image) -> Image.Image:
-    """Return an image as its EXIF orientation says that it is seen."""
+    """Return an image in the orientation of its EXIF data."""
     image.load()  # an image that cannot be decoded fails here
     try:
         return ImageOps.exif_transpose(image)
@@ -261,9 +234,9 @@ def _broken_images(broken: Mapping[str, str], advice: str) -> CorruptFileError:
 
 @contextmanager
 def _open_image(encoded: bytes | Path, where: str) -> Iterator[Image.Image]:
-    """Open an image and read its header; convert errors in the body, too, to CorruptFileError.
+    """Open an image and read its header; convert errors, also in the body, to CorruptFileError.
 
-    Warnings of Pillow are not shown: what is wrong but readable needs no attention.
+    Warnings of Pillow about readable images are not shown.
     """
     try:
         with warnings.catch_warnings():
@@ -276,11 +249,6 @@ def _open_image(encoded: bytes | Path, where: str) -> Iterator[Image.Image]:
     except _UNREADABLE as error:
         reason = re.sub(r" <_io\.BytesIO object at \w+>", "", one_line(error))
         raise CorruptFileError(f"{where}: not a readable image ({reason})") from error
-
-
-def _to_array(image: Image.Image) -> np.ndarray:
-    """Return the pixels of an image with a mode in :data:`MODE_CHANNELS`, uint8 [C, H, W]."""
-    return np.asarray(image).reshape(image.height, image.width, -1).transpose(2, 0, 1)
 
 
 def pixel_statistics(pixels: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:

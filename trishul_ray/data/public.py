@@ -1,7 +1,7 @@
-"""Public datasets: read from a local mirror, else from the hub.
+"""Public datasets: read from a local mirror, or else from the hub.
 
-Rows from the hub must be as many as the official number. A mirror may hold fewer;
-:class:`~trishul_ray.data.prepare.Coverage` reports how many.
+Rows from the hub must match the official number. A mirror may hold fewer rows, which
+:class:`~trishul_ray.data.coverage.Coverage` reports.
 
 Legend of shapes: N rows, C channels, H x W pixels.
 """
@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ import pyarrow as pa
 
 from trishul_ray.data.columns import (
     at_row,
-    class_names,
+    common_class_names,
     number_names,
     read_answers,
     read_labels,
@@ -40,13 +41,10 @@ from trishul_ray.data.dataset import (
 )
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.images import MODE_CHANNELS, decode_images, pixel_statistics
-from trishul_ray.data.tables import file_signature, read_tables
-from trishul_ray.errors import CorruptFileError, InputError, join_limited
+from trishul_ray.data.tables import concatenate
+from trishul_ray.errors import CorruptFileError, join_limited
 from trishul_ray.plugins.registry import Registry
 from trishul_ray.runtime.random_streams import numpy_rng
-
-#: Class names, or None if the source has none.
-ClassNames = tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,6 @@ class RowFormat(ABC):
 
     kind: ClassVar[Kind]
 
-    @property
-    @abstractmethod
-    def columns(self) -> tuple[str, ...]:
-        """Columns of the hub's tables to read."""
-
     @abstractmethod
     def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
         """Return the canonical columns [N, ...] of a table; ``group`` may be raw texts.
@@ -70,20 +63,15 @@ class RowFormat(ABC):
         Error messages begin with ``where``; ``progress`` may be called with the fraction done.
 
         Raises:
-            CorruptFileError: a column or row is malformed.
+            CorruptFileError: A column or row is malformed.
         """
 
-    def class_names(self, table: pa.Table) -> ClassNames:
-        """Return the class names in the table's metadata, by which it numbers its labels."""
-        return None
-
-    def expected_names(self) -> ClassNames:
-        """Return the class names by which labels are read, where the format has them."""
-        return None
-
     @abstractmethod
-    def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
-        """Return fields of ``DatasetInfo``, and the columns of every split as they are stored."""
+    def finish(self, splits: Splits, tables: Sequence[pa.Table]) -> tuple[dict[str, Any], Splits]:
+        """Return fields of ``DatasetInfo``, and the columns of every split to store.
+
+        ``tables`` are the decoded tables, whose metadata may contain the names of the classes.
+        """
 
 
 @dataclass(frozen=True)
@@ -105,28 +93,20 @@ class ImageRows(RowFormat):
     size: tuple[int, int] = (32, 32)
     kind = "image"
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns of the hub's tables to read."""
-        return (self.image, self.label)
-
     def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
         """Return ``pixels`` and ``label``."""
         label = read_labels(table, self.label, self.classes, where)
         pixels = decode_images(table, self.image, self.mode, self.size, where, progress)
         return {"pixels": pixels, "label": label}
 
-    def class_names(self, table: pa.Table) -> ClassNames:
-        """Return the class names of the hub's metadata, if there is one for each class."""
-        names = class_names(table, self.label)
-        return names if names is not None and len(names) == self.classes else None
-
-    def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
+    def finish(self, splits: Splits, tables: Sequence[pa.Table]) -> tuple[dict[str, Any], Splits]:
         """Return class names, image shape and the statistics of the training pixels."""
         mean, std = pixel_statistics(splits["train"]["pixels"])
-        classes = names or tuple(str(label) for label in range(self.classes))
+        names = common_class_names(tables, self.label) or ()
+        if len(names) != self.classes:
+            names = tuple(map(str, range(self.classes)))
         shape = (MODE_CHANNELS[self.mode], *self.size)
-        return {"classes": classes, "image_shape": shape, "mean": mean, "std": std}, splits
+        return {"classes": names, "image_shape": shape, "mean": mean, "std": std}, splits
 
 
 @dataclass(frozen=True)
@@ -144,27 +124,20 @@ class TextRows(RowFormat):
     label: str = "label"
     kind = "text"
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns of the hub's tables to read."""
-        return (*self.fields, self.label)
-
     def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
         """Return the texts and ``label``."""
         columns: Columns = {field: read_texts(table, field, where) for field in self.fields}
         columns["label"] = read_labels(table, self.label, len(self.classes), where, self.classes)
         return columns
 
-    def class_names(self, table: pa.Table) -> ClassNames:
-        """Return the class names of the hub's metadata."""
-        return class_names(table, self.label)
-
-    def expected_names(self) -> ClassNames:
-        """Return :attr:`classes`."""
-        return self.classes
-
-    def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
-        """Return class names and fields."""
+    def finish(self, splits: Splits, tables: Sequence[pa.Table]) -> tuple[dict[str, Any], Splits]:
+        """Return class names and fields, or raise an error if the tables use another order."""
+        names = common_class_names(tables, self.label) or self.classes
+        if names != self.classes and set(names) == set(self.classes):
+            raise CorruptFileError(
+                f"column {self.label!r}: the files number their labels by {join_limited(names, 10)}"
+                f", but the dataset by {join_limited(self.classes, 10)}"
+            )
         return {"classes": self.classes, "fields": self.fields}, splits
 
 
@@ -182,11 +155,6 @@ class QuestionRows(RowFormat):
     subset: str = "subset"
     kind = "qa"
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns of the hub's tables to read."""
-        return ("question", "context", "answers", self.subset)
-
     def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
         """Return the four columns as texts [N]; an answer is a JSON list."""
         return {
@@ -196,7 +164,7 @@ class QuestionRows(RowFormat):
             "group": read_texts(table, self.subset, where),
         }
 
-    def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
+    def finish(self, splits: Splits, tables: Sequence[pa.Table]) -> tuple[dict[str, Any], Splits]:
         """Return the names of the sub-datasets that occur, with ``group`` as int64 [N]."""
         return {"groups": _number_groups(splits, self.subsets)}, splits
 
@@ -219,17 +187,12 @@ class InstructionRows(RowFormat):
     shards: int | None = None
     kind = "instruction"
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns of the hub's tables to read."""
-        return tuple(self.names.values())
-
     def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
         """Return the columns as texts [N]."""
         return {name: read_texts(table, column, where) for name, column in self.names.items()}
 
-    def finish(self, splits: Splits, names: ClassNames) -> tuple[dict[str, Any], Splits]:
-        """Return fields, and names of ``group`` and ``client``, int64 [N], where there are any."""
+    def finish(self, splits: Splits, tables: Sequence[pa.Table]) -> tuple[dict[str, Any], Splits]:
+        """Return fields and the names of groups and clients, if the dataset has any."""
         skipped, stored = [], {}
         for split, columns in splits.items():
             blank = [not text.strip() for text in pa.array(columns["output"]).to_pylist()]
@@ -308,29 +271,17 @@ class PublicDataset:
     splits: tuple[str, ...] = ("train", "test")
 
     def __post_init__(self) -> None:
-        def check(right: bool, fault: str) -> None:
-            if not right:
-                raise ValueError(f"dataset {self.name}: {fault}")
-
         pinned = re.fullmatch("[0-9a-f]{40}", self.repo.revision or "") is not None
-        check(
-            pinned or not self.repo.on_hub,
-            f"{self.repo.repo} is on the hub: set repo.revision to a commit (40 hex digits)",
-        )
-        if self.test_share is not None:
-            check(0 < self.test_share < 1, f"test_share={self.test_share} is not between 0 and 1")
-        if self.test_each is not None:
-            check(bool(self._row_groups), "test_each is for rows with groups")
-        if one := self._drawn_by:
-            check(len(self.sizes) == 1, f"{one} is for one split; sizes has several")
-            check(not self.groups, f"{one} makes one group of test rows; groups has names")
-            return
         missing = [split for split in ("train", *self.test) if split not in self.sizes]
-        check(not missing, f"sizes has no {', '.join(missing)}; for one split set test_share")
-        check(
-            len(self.groups) in (0, len(self.test)),
-            f"{len(self.groups)} groups for {len(self.test)} splits of test rows",
-        )
+        fault = ""
+        if self.repo.on_hub and not pinned:
+            fault = f"{self.repo.repo} is on the hub: set repo.revision to a commit (40 hex digits)"
+        elif self._drawn_by and len(self.sizes) != 1:
+            fault = f"{self._drawn_by} is for one split; sizes has several"
+        elif not self._drawn_by and missing:
+            fault = f"sizes has no {', '.join(missing)}; for one split set test_share"
+        if fault:
+            raise ValueError(f"dataset {self.name}: {fault}")
 
     @property
     def _drawn_by(self) -> str:
@@ -339,116 +290,56 @@ class PublicDataset:
         return next((name for name in fields if getattr(self, name) is not None), "")
 
     @property
-    def _row_groups(self) -> tuple[str, ...]:
-        return self.rows.groups if isinstance(self.rows, InstructionRows) else ()
-
-    @property
     def official(self) -> dict[str, int]:
         """Published numbers of ``train`` and ``test`` rows."""
         if self._drawn_by:
             (total,) = self.sizes.values()
-            test = len(self._row_groups) * (self.test_each or 0)
             if self.test_share is not None:
                 test = count_test_rows(total, self.test_share)
+            else:
+                test = (self.test_each or 0) * len(getattr(self.rows, "groups", ()))
             return {"train": total - test, "test": test}
         return {"train": self.sizes["train"], "test": sum(self.sizes[s] for s in self.test)}
 
     def key(self, hub: Path | None) -> str:
-        """Return what the rows depend on: the mirror's files or the hub's revision, and the format.
-
-        A dataset that is being written is prepared again when its definition changes.
-        """
-        files = self.repo.mirror_files(hub, tuple(self.sizes))
-        source = self.repo.key
-        if files is not None:
-            source = file_signature(file for split in self.sizes for file in files[split])
-        each = "" if self.test_each is None else f", {self.test_each} test rows of a group"
-        return f"{source}\n{(self.rows, self.test, self.groups, self.test_share)!r}{each}"
+        """Return a text that changes if the source of the rows or the definition changes."""
+        definition = (self.rows, self.test, self.groups, self.test_share, self.test_each)
+        return f"{self.repo.key(hub, tuple(self.sizes))}\n{definition!r}"
 
     def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
         """Return the description, and the columns [N, ...] of every split.
 
         Raises:
-            CorruptFileError: a file or row is malformed; names file, row and fault.
-            InputError: the dataset was not found; names the places searched.
+            CorruptFileError: A file or row is malformed, or rows on the hub are missing.
+            InputError: The dataset was not found; the message names the places searched.
         """
-        files = self.repo.mirror_files(hub, tuple(self.sizes))
-        if files is None:
-            tables = self._download(hub)
-        else:
-            tables = {s: read_tables(of, self.rows.columns) for s, of in files.items()}
+        origin, tables = self.repo.read(hub, tuple(self.sizes))
         splits: dict[str, Columns] = {}
-        names, named = self.rows.expected_names(), f"dataset {self.name}"
-        for split, table in tables.items():
+        for split, parts in tables.items():
             where = f"{self.repo.repo}, split {split}"
-            if files is not None and len(files[split]) == 1:
-                where = str(files[split][0])
-            found = self.rows.class_names(table)
-            if found is not None and names is not None:
-                _check_order(found, where, names, named)
-            elif found is not None:
-                names, named = found, where
             report = partial(progress, f"{self.name} {split}")
-            splits[split] = self.rows.decode(table, where, report)
+            splits[split] = self.rows.decode(concatenate(parts, where), where, report)
             report(1.0)
-            if not length(splits[split]):
-                raise CorruptFileError(f"{where}: the {split} split has no rows")
-        if files is None:
-            self._check_sizes(splits)
-        fields, columns = self.rows.finish(self._split(splits), names)
+            found, official = length(splits[split]), self.sizes[split]
+            if not found or (origin.kind == "hub" and found != official):
+                raise CorruptFileError(f"{where}: {found} rows, not the official {official}")
+        fields, columns = self.rows.finish(self._split(splits), [*chain(*tables.values())])
         if self.groups:
             fields["groups"] = self.groups
-        origin = self.repo.origin(mirrored=files is not None)
         return DatasetInfo(self.name, self.rows.kind, origin=origin, **fields), columns
 
-    def _check_sizes(self, splits: Splits) -> None:
-        for split, rows in self.sizes.items():
-            if length(splits[split]) != rows:
-                raise CorruptFileError(
-                    f"hub dataset {self.repo.repo}: split {split} of {self.name} has "
-                    f"{length(splits[split])} rows, not the official {rows}: the copy is "
-                    "incomplete or of another version"
-                )
-
     def _split(self, splits: Splits) -> dict[str, Columns]:
-        if self.test_share is not None:
-            (only,) = self.sizes
-            return split_off_test(splits[only], self.test_share, self.name)
-        if self.test_each is not None:
-            (only,) = self.sizes
-            test_rows = _draw_each(splits[only]["group"], self.test_each)
+        if self._drawn_by:
+            (columns,) = splits.values()
+            if self.test_share is not None:
+                return split_off_test(columns, self.test_share, self.name)
+            test_rows = _draw_each(columns["group"], self.test_each or 0)
             parts = {"train": ~test_rows, "test": test_rows}
-            return {k: take_rows(splits[only], np.flatnonzero(v)) for k, v in parts.items()}
+            return {k: take_rows(columns, np.flatnonzero(v)) for k, v in parts.items()}
         test = [dict(splits[split]) for split in self.test]
         for group, part in enumerate(test if self.groups else ()):
             part["group"] = np.full(length(part), group, dtype=np.int64)
         return {"train": dict(splits["train"]), "test": join(test)}
-
-    def _download(self, hub: Path | None) -> dict[str, pa.Table]:
-        if not (self.repo.on_hub or Path(self.repo.repo).is_dir()):
-            needed = f"{self.repo.repo}/{self.repo.file_patterns[0]}"
-            raise InputError(
-                f"dataset {self.name} not found: set TRISHUL_HUB or storage.hub to a folder with "
-                f"{needed}"
-            )
-        tables = self.repo.download(hub, tuple(self.sizes))
-        return {
-            split: table.select([c for c in self.rows.columns if c in table.column_names])
-            for split, table in tables.items()
-        }
-
-
-def _check_order(found: Sequence[str], where: str, names: Sequence[str], named: str) -> None:
-    """Raise a CorruptFileError if two lists of class names have a name at different places.
-
-    Labels are numbers, so those of one table would be read by the names of the other. Lists that
-    spell the classes otherwise cannot be compared.
-    """
-    if any(name in names and names.index(name) != k for k, name in enumerate(found)):
-        raise CorruptFileError(
-            f"{where}: its labels are numbered by the class names {join_limited(found, 10)}, but "
-            f"those of {named} by {join_limited(names, 10)}: the copy is of another version"
-        )
 
 
 #: The public datasets by name.

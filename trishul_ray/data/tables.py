@@ -1,7 +1,8 @@
 """Read table files: CSV, TSV, JSON, JSON lines and Parquet."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,10 @@ SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, RecursionError)
 
 
-def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the rows of a file with one of :data:`SUFFIXES`; the columns' names are in NFC.
+def read_table(file: Path) -> pa.Table:
+    """Read a file with one of :data:`SUFFIXES`; the columns' names are in NFC.
 
-    Columns of CSV files are texts. ``columns`` that the file lacks are left out; if it lacks all of
-    them, all of its columns are read, so that an error message can list them.
+    Columns of CSV files are texts.
 
     Raises:
         CorruptFileError: The file cannot be read in the format of its suffix.
@@ -39,23 +39,19 @@ def read_table(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
             f"{file}: not a readable {kind} file ({first_line(error)})"
         ) from error
     names = [nfc(name) for name in table.column_names]
-    table = table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
     check_unique(names, str(file))
-    wanted = [name for name in names if name in (columns or ())]
-    return table.select(wanted) if wanted else table
+    return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
 
 
-def read_tables(files: Sequence[Path], columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the rows of consecutive files; columns that a file lacks are null.
+def concatenate(tables: Iterable[pa.Table], where: str) -> pa.Table:
+    """Return the rows of all tables; columns that a table lacks are null.
 
-    Files whose columns have different types are a CorruptFileError.
+    Columns of different types are a CorruptFileError.
     """
-    tables = [read_table(file, columns) for file in files]
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
-        names = ", ".join(map(str, files))
-        raise CorruptFileError(f"{names}: different columns ({first_line(error)})") from error
+        raise CorruptFileError(f"{where}: different columns ({first_line(error)})") from error
 
 
 def check_unique(names: Sequence[str], where: str) -> None:
@@ -85,7 +81,8 @@ def _read(file: Path) -> pa.Table:
             strings_can_be_null=False,
         )
         return pa.csv.read_csv(file, *_csv_options(file), as_text)
-    return to_arrow(list(_json_rows(file)))
+    rows = list(_json_rows(file))
+    return to_arrow({name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))})
 
 
 def _stored_names(file: Path) -> list[str]:
@@ -94,7 +91,7 @@ def _stored_names(file: Path) -> list[str]:
         return list(pq.read_schema(file).names)
     if suffix in (".csv", ".tsv"):
         return list(pa.csv.open_csv(file, *_csv_options(file)).schema.names)
-    return list(to_arrow([next(_json_rows(file), {})]).column_names)
+    return list(next(_json_rows(file), {}))
 
 
 def _csv_options(file: Path) -> tuple[pa.csv.ReadOptions, pa.csv.ParseOptions]:
@@ -105,40 +102,36 @@ def _csv_options(file: Path) -> tuple[pa.csv.ReadOptions, pa.csv.ParseOptions]:
     )
 
 
-def _json_rows(file: Path) -> Iterator[Any]:
-    """Yield the values of a list, or of lines."""
+def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a list, or of lines."""
     with file.open(encoding="utf-8-sig", newline="\n") as lines:
-        if file.suffix.lower() == ".json" and lines.read(1) == "[":
-            lines.seek(0)
-            yield from json.load(lines)
-            return
+        listed = file.suffix.lower() == ".json" and lines.read(1) == "["
         lines.seek(0)
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"line {number}: {error}") from error
+        rows = enumerate(json.load(lines)) if listed else enumerate(lines, start=1)
+        for number, row in rows:
+            if not (listed or row.strip()):
+                continue
+            try:
+                value = row if listed else json.loads(row)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+            if not isinstance(value, dict):
+                raise ValueError(f"a row is {type(value).__name__}, not an object with columns")
+            yield value
 
 
-def to_arrow(rows: Sequence[Any]) -> pa.Table:
-    """Return dictionaries as a table with all of their keys; None and NaN become null.
+def to_arrow(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
+    """Return columns as a table with nulls for None and NaN.
 
-    A row that is no dictionary, or a column with values of several types, is a ValueError.
+    A column with values of several types is a ValueError.
     """
-    for row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(f"a row is {type(row).__name__}, not an object with columns")
-    names = dict.fromkeys(name for row in rows for name in row)
-    return pa.table({name: to_array([row.get(name) for row in rows], name) for name in names})
-
-
-def to_array(values: Sequence[Any], column: str) -> pa.Array:
-    """Return the values of a column as an array; values of several types are a ValueError."""
-    try:
-        return pa.array(values, from_pandas=True)
-    except (pa.ArrowException, TypeError, OverflowError, ValueError) as error:
-        raise ValueError(f"column {column!r}: {first_line(error)}") from error
+    arrays = {}
+    for name, values in columns.items():
+        try:
+            arrays[name] = pa.array(values, from_pandas=True)
+        except (pa.ArrowException, TypeError, OverflowError, ValueError) as error:
+            raise ValueError(f"column {name!r}: {first_line(error)}") from error
+    return pa.table(arrays)
 
 
 def file_signature(files: Iterable[Path]) -> str:

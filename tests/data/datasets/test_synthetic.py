@@ -2,9 +2,8 @@
 
 import json
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from public_mirror import write_mirror
 
 from trishul_ray.data.datasets.glue import MNLI, QNLI, QQP, RTE, SST2
 from trishul_ray.data.datasets.mrqa import MRQA, SUBSETS
@@ -26,17 +25,6 @@ REAL = dict(
 )
 
 
-def write_mirror(hub, source):
-    """Write a few rows of a real dataset of texts, in the hub's layout."""
-    for split in source.sizes:
-        columns = {name: ["text"] * 6 for name in source.rows.columns}
-        numbers = {"label": list(range(2)) * 3, "answers": [["text"]] * 6, "subset": SUBSETS}
-        columns |= {name: numbers[name] for name in numbers.keys() & columns}
-        file = hub / source.repo.repo / source.repo.file_patterns[0].format(split=split)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.table(columns), file.with_name(file.name.replace("*", "0")))
-
-
 def schema(split):
     def kind(name):
         return split.column(name).dtype if name in ("label", "group") else split.texts(name).type
@@ -45,8 +33,8 @@ def schema(split):
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_the_schema_is_that_of_the_real_dataset(name, tmp_path):
-    write_mirror(tmp_path / "hub", REAL[name])
+def test_schema_matches_the_real_dataset(name, tmp_path):
+    write_mirror(tmp_path / "hub", REAL[name], {"train": 6, "test": 6})
     real = prepare(REAL[name].name, cache=tmp_path, hub=tmp_path / "hub")
     ours = prepare(f"synthetic/{name}", cache=tmp_path, hub=None)
     for split in ("train", "test"):
@@ -59,7 +47,7 @@ def test_the_schema_is_that_of_the_real_dataset(name, tmp_path):
         assert set(groups) == set(range(len(ours.info.groups)))
 
 
-def test_shapes_are_gray_images_of_as_many_classes_as_svhn(tmp_path):
+def test_shapes_are_gray_images_of_ten_classes(tmp_path):
     shapes = prepare("synthetic/shapes", cache=tmp_path, hub=None)
     assert shapes.info.num_classes == SVHN.rows.classes == len(set(shapes.test.labels))
     assert shapes.info.image_shape == shapes.test.column("pixels").shape[1:] == (1, 8, 8)
@@ -67,7 +55,7 @@ def test_shapes_are_gray_images_of_as_many_classes_as_svhn(tmp_path):
 
 def test_the_same_rows_on_any_machine(tmp_path):
     found = {s.name: prepare(s.name, cache=tmp_path, hub=None).fingerprint[:8] for s in SYNTHETIC}
-    # With other rows, raise the number in SyntheticDataset.key, too.
+    # With other rows, raise the number in SyntheticDataset.key.
     assert found == {
         "synthetic/topics": "91b77851",
         "synthetic/questions": "f5e47e59",
@@ -81,7 +69,7 @@ def test_the_same_rows_on_any_machine(tmp_path):
     }
 
 
-def test_every_answer_stands_once_in_its_context(tmp_path):
+def test_context_contains_each_answer_once(tmp_path):
     data = prepare("synthetic/questions", cache=tmp_path, hub=None)
     for split in (data.train, data.test):
         columns = [split.texts(name).to_pylist() for name in ("context", "answers")]
@@ -102,7 +90,7 @@ def experiment(cache, tmp_path):
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_no_text_is_cut_by_the_lengths_of_its_preset(name, experiment):
+def test_preset_lengths_do_not_cut_texts(name, experiment):
     longer = experiment(name, "task.max_length=256", "task.target_length=64")
     tokens = [prepare_run(made).sources["tokens"] for made in (experiment(name), longer)]
     assert tokens[0] == tokens[1]
@@ -117,9 +105,7 @@ def test_no_text_is_cut_by_the_lengths_of_its_preset(name, experiment):
         ("shapes", "accuracy", 0),
     ],
 )
-def test_a_round_with_the_metrics_of_the_real_dataset(
-    name, headline, groups, experiment, drive_to_end
-):
+def test_round_has_metrics_of_the_real_dataset(name, headline, groups, experiment, drive_to_end):
     words = ["model.init=random", "federation.rounds=1", "federation.local_steps=1"]
     made = experiment(name, *words)
     before, after = drive_to_end(InlineDriver(made, prepare_run(made), "a")).checkpoint.records

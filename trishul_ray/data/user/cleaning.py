@@ -3,15 +3,13 @@
 Legend of shapes: N rows.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
-from trishul_ray.data.columns import at_row, class_names, is_text, nfc
+from trishul_ray.data.columns import is_text, nfc
 from trishul_ray.data.conversations import find_layout
 from trishul_ray.data.dataset import Kind
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean, join_limited
@@ -41,6 +39,9 @@ _COLUMNS: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
 #: Columns that assign rows of any kind to clients and groups.
 _ASSIGN = ("client", "group")
 
+#: Columns that only some splits may have.
+_OPTIONAL = (*_ASSIGN, *SCORED)
+
 #: Columns of names: a class, a sub-dataset, a client.
 _NAMES = ("label", *_ASSIGN)
 
@@ -50,59 +51,8 @@ _CONTENTS = (
     *(("instruction", "input"), ("output",), ("messages",)),
 )
 
-#: Rows to name in a message for each fault, and skipped rows to name in ``result.json``.
-_MAX_ROWS, _MAX_SKIPPED = 5, 100
-
-#: Integers of smaller absolute value are the same as floats.
-_EXACT = 2.0**53
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of all splits in one table.
-
-    Attributes:
-        table: The rows, with the platform's column names.
-        split: The split of each row.
-        number: The number of each row in its split before rows were skipped.
-        where: Where the rows come from, for messages.
-        skipped: Names of the rows that were skipped.
-        notes: What was changed, for reports.
-    """
-
-    table: pa.Table
-    split: np.ndarray
-    number: np.ndarray
-    where: str
-    skipped: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def name(self, row: int) -> str:
-        """Return the name of a row in messages."""
-        return at_row(f"{self.where}, split {self.split[row]}", int(self.number[row]))
-
-    def take(self, kept: np.ndarray, skipped: Iterable[str], notes: Iterable[str]) -> "Rows":
-        """Return the rows that a mask [N] selects."""
-        names = [*self.skipped, *skipped]
-        if len(names) > _MAX_SKIPPED:
-            names[_MAX_SKIPPED:] = [f"and {len(names) - _MAX_SKIPPED} more rows"]
-        table, split, number = self.table.filter(pa.array(kept)), self.split[kept], self.number
-        return Rows(table, split, number[kept], self.where, tuple(names), (*self.notes, *notes))
-
-    def replaced(self, columns: Mapping[str, pa.Array | pa.ChunkedArray]) -> "Rows":
-        """Return the rows with other values in some columns."""
-        table = self.table
-        for name, values in columns.items():
-            table = table.set_column(table.column_names.index(name), name, values)
-        return Rows(table, self.split, self.number, self.where, self.skipped, self.notes)
-
-
-def join_splits(tables: Mapping[str, Sequence[pa.Table]], where: str) -> Rows:
-    """Concatenate the tables of all splits; columns that a table lacks become null."""
-    table = pa.concat_tables(chain(*tables.values()), promote_options="permissive")
-    sizes = [sum(map(len, of)) for of in tables.values()]
-    numbers = np.concatenate([np.arange(size) for size in sizes])
-    return Rows(table, np.repeat(list(tables), sizes), numbers, where)
+#: Rows to name in a message for each fault.
+_MAX_ROWS = 5
 
 
 def find_columns(
@@ -143,63 +93,82 @@ def find_columns(
     )
 
 
+def absent_columns(table: pa.Table) -> set[tuple[str, str]]:
+    """Return pairs of split and optional column, for columns that are null in the whole split."""
+    absent = set()
+    names = [name for name in _OPTIONAL if name in table.column_names]
+    for split in pc.unique(table.column("split")).to_pylist():
+        part = table.filter(pc.equal(table.column("split"), split))
+        absent |= {(split, name) for name in names if part[name].null_count == len(part)}
+    return absent
+
+
 def clean(
-    rows: Rows, names: Mapping[str, str], classes: Sequence[str] | None, *, skip_broken: bool
-) -> Rows:
-    """Return the rows that lack nothing, with classes, groups and clients spelled in one way.
+    table: pa.Table,
+    names: Mapping[str, str],
+    classes: Sequence[str] | None,
+    where: str,
+    *,
+    skip_broken: bool,
+) -> tuple[pa.Table, tuple[str, ...], tuple[str, ...]]:
+    """Return the complete rows, with classes, groups and clients spelled in one way.
 
     Args:
-        rows: Rows with the platform's column names.
-        names: The data's columns by these names, for messages.
-        classes: Class names by which labels are numbered; -1 is no label then.
+        table: Rows with the platform's column names, ``split``, and ``name`` for messages.
+        names: The data's columns by the platform's names, for messages.
+        classes: Class names by which labels are numbered; -1 is not a label then.
+        where: Where the rows come from, for messages.
         skip_broken: Whether to skip incomplete rows instead of rejecting them.
+
+    Returns:
+        The rows, the names of the skipped rows, and notes for reports.
 
     Raises:
         CorruptFileError: Rows are incomplete; the message names the columns and the first rows.
     """
-    table, notes = rows.table, []
+    notes, absent = [], absent_columns(table)
     lacking: dict[str, np.ndarray] = {}
-    absent = {name: _absent(rows, name) for name in _ASSIGN if name in table.column_names}
     for name in filter(table.column_names.__contains__, _NAMES):
-        spelled, changed = _spell(table.column(name), f"{rows.where}: column {names[name]!r}")
+        spelled, changed = _spell(table.column(name), f"{where}: column {names[name]!r}")
         if name == "label" and classes is not None and pa.types.is_integer(spelled.type):
             spelled = pc.if_else(pc.equal(spelled, -1), None, spelled)
         if changed:
             notes.append(f"{changed:,} values of column {names[name]!r} stripped or composed (NFC)")
-        rows = rows.replaced({name: spelled})
-        lacking[name] = _numpy(pc.is_null(spelled)) & ~absent.get(name, False)
+        table = _replaced(table, name, spelled)
+        unused = pa.array([split for split, column in absent if column == name], pa.string())
+        used = pc.invert(pc.is_in(table.column("split"), unused))
+        lacking[name] = pc.and_(pc.is_null(spelled), used).to_numpy()
     for group in _CONTENTS:
         if present := [name for name in group if name in table.column_names]:
             blank = [_is_blank(table.column(name)) for name in present]
             lacking[" and ".join(present)] = np.logical_and.reduce(blank)
-            texts = [name for name in present if is_text(table.schema.field(name).type)]
-            rows = rows.replaced({n: pc.fill_null(rows.table.column(n), "") for n in texts})
+            for name in present:
+                if is_text(table.schema.field(name).type):
+                    table = _replaced(table, name, pc.fill_null(table.column(name), ""))
     lacking = {name: found for name, found in lacking.items() if found.any()}
     if not lacking:
-        return rows.take(np.ones(len(table), bool), (), notes)
+        return table, (), tuple(notes)
     if not skip_broken:
         faults = []
         for name, found in lacking.items():
-            first = [f"{rows.split[n]} {rows.number[n]}" for n in np.flatnonzero(found)]
+            first = table.column("name").filter(pa.array(found)).to_pylist()
             columns = " and ".join(repr(names.get(n, n)) for n in name.split(" and "))
             faults.append(
                 f"{name} (column {columns}) is missing in {len(first)} of {len(found)} rows "
                 f"({join_limited(first, _MAX_ROWS)})"
             )
         raise CorruptFileError(
-            f"{rows.where}: {'; '.join(faults)}; rows count from 0; correct them, or set "
+            f"{where}: {'; '.join(faults)}; rows count from 0; correct them, or set "
             "data.skip_broken=true"
         )
-    broken = np.logical_or.reduce(list(lacking.values()))
-    notes.append(f"{broken.sum():,} rows without {' or '.join(lacking)} skipped")
-    return rows.take(~broken, [rows.name(row) for row in np.flatnonzero(broken).tolist()], notes)
+    broken = pa.array(np.logical_or.reduce(list(lacking.values())))
+    skipped = table.column("name").filter(broken).to_pylist()
+    notes.append(f"{len(skipped):,} rows without {' or '.join(lacking)} skipped")
+    return table.filter(pc.invert(broken)), tuple(skipped), tuple(notes)
 
 
-def _absent(rows: Rows, name: str) -> np.ndarray:
-    """Return the rows [N] of splits in which a column has no value, as if it were not there."""
-    null = _numpy(pc.is_null(rows.table.column(name)))
-    without = [split for split in np.unique(rows.split) if null[rows.split == split].all()]
-    return np.isin(rows.split, without)
+def _replaced(table: pa.Table, name: str, values: pa.ChunkedArray) -> pa.Table:
+    return table.set_column(table.column_names.index(name), name, values)
 
 
 def _is_blank(values: pa.ChunkedArray) -> np.ndarray:
@@ -207,71 +176,37 @@ def _is_blank(values: pa.ChunkedArray) -> np.ndarray:
     if is_text(values.type):
         blank = pc.or_(pc.equal(values, ""), pc.utf8_is_space(values))
         missing = pc.or_(missing, pc.fill_null(blank, False))
-    return _numpy(missing)
-
-
-def _numpy(values: pa.ChunkedArray) -> np.ndarray:
-    array: np.ndarray = values.to_numpy()
+    array: np.ndarray = missing.to_numpy()
     return array
 
 
 def _spell(values: pa.ChunkedArray, where: str) -> tuple[pa.ChunkedArray, int]:
-    """Return names as int64 or as stripped texts in NFC, and how many texts were changed.
+    """Return names as int64 or as stripped texts in NFC, and the number of changed texts.
 
-    Words such as ``NA`` and blank texts become null. Numbers become int64 if all are whole and fit,
-    and otherwise texts, so that a class has one name.
+    Words such as ``NA`` and blank texts become null. Numbers become int64 if all are whole, and
+    otherwise texts, so that a class has one name.
     """
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     kind = values.type
     if is_text(kind) or pa.types.is_null(kind):
-        texts = values.cast(pa.large_string())
-        names = _composed(pc.utf8_trim_whitespace(texts))
-        gaps = pa.array(pa.csv.ConvertOptions().null_values, pa.large_string())
-        names = pc.if_else(pc.is_in(names, gaps), None, names)
-        return names, pc.sum(pc.not_equal(names, texts)).as_py() or 0
-    if pa.types.is_nested(kind) or not (
-        pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_floating(kind)
-    ):
+        texts = values.to_pylist()
+        names = [None if text is None else nfc(text.strip()) for text in texts]
+        changed = sum(name != text for name, text in zip(names, texts, strict=True))
+        gaps = {*pa.csv.ConvertOptions().null_values}
+        names = [None if name in gaps else name for name in names]
+        return pa.chunked_array([pa.array(names, pa.large_string())]), changed
+    if pa.types.is_floating(kind):
+        values = pc.if_else(pc.is_nan(values), None, values)
+        if pc.all(pc.equal(values, pc.floor(values))).as_py() is False:
+            words = [v if v is None else repr(v).removesuffix(".0") for v in values.to_pylist()]
+            return pa.chunked_array([pa.array(words, pa.large_string())]), 0
+    elif not (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
         raise CorruptFileError(
             f"{where} is {kind}, not one text or number per row; several labels per row or a label "
             "per token need a custom task (docs/adding-a-task.md)"
         )
-    if pa.types.is_floating(kind):
-        values = pc.if_else(pc.is_nan(values), None, values)
-        exact = pc.and_(pc.equal(values, pc.floor(values)), pc.less(pc.abs(values), _EXACT))
-        fits = pc.all(exact).as_py() is not False
-    else:
-        most = pa.scalar(np.iinfo(np.int64).max, pa.uint64())
-        fits = not pa.types.is_uint64(kind) or pc.all(pc.less_equal(values, most)).as_py()
-    if fits:
-        return values.cast(pa.int64()), 0
-    words = [v if v is None else repr(v).removesuffix(".0") for v in values.to_pylist()]
-    return pa.chunked_array([pa.array(words, pa.large_string())]), 0
-
-
-def _composed(names: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return names in NFC; ``utf8_normalize`` of Arrow 25 leaves them in NFD."""
-    if pc.all(pc.string_is_ascii(names)).as_py() is not False:
-        return names
-    encoded = pc.dictionary_encode(names).combine_chunks()
-    forms = [nfc(name) for name in encoded.dictionary.to_pylist()]
-    return pa.chunked_array([pa.array(forms, pa.large_string()).take(encoded.indices)])
-
-
-def common_class_names(tables: Iterable[pa.Table], column: str) -> tuple[str, ...] | None:
-    """Return the class names in the metadata of tables; None if no table has any.
-
-    Raises:
-        InputError: Tables have different class names, so that a number is not one class.
-    """
-    found = dict.fromkeys(filter(None, (class_names(table, column) for table in tables)))
-    if len(found) > 1:
-        lists = " and ".join(f"({join_limited(names, 10)})" for names in list(found)[:2])
-        raise InputError(
-            f"column {column!r}: files have different class names, {lists}; write labels as words"
-        )
-    return next(iter(found), None)
+    return values.cast(pa.int64()), 0
 
 
 def is_unlabelled(tables: Sequence[pa.Table], columns: Mapping[str, str]) -> bool:
@@ -289,7 +224,7 @@ _FEW_CLASSES = 20
 
 
 def doubt_labels(classes: Sequence[str], labels: np.ndarray) -> str:
-    """Return why labels cannot be classes; empty if they may be.
+    """Return why labels cannot be classes, or an empty text.
 
     They cannot if there are many and most rows are the only row of their class, as in regression
     or question answering. In LFW, 31% of the photos show a person that no other photo shows.

@@ -5,6 +5,7 @@ import io
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from PIL import Image
 from trishul_ray.data.columns import class_names, is_text, nfc
 from trishul_ray.data.hub import table_of
 from trishul_ray.data.images import check_mode, turn_upright
-from trishul_ray.data.tables import check_unique, to_array, to_arrow
-from trishul_ray.data.user.cleaning import is_unlabelled
+from trishul_ray.data.tables import check_unique, to_arrow
 from trishul_ray.errors import InputError
 from trishul_ray.runtime.lazy import pq
 from trishul_ray.storage.integrity import make_once
@@ -24,19 +24,18 @@ from trishul_ray.storage.integrity import make_once
 #: Name of the dataset of rows passed from Python, and of their folder in the cache.
 ROWS = "rows"
 
-#: Splits of passed rows, and the splits that they become. A test split replaces a validation split.
-_SPLITS = {"train": "train", "validation": "test", "test": "test"}
+#: Splits of passed rows.
+_SPLITS = frozenset({"train", "validation", "test"})
 
 
 def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
     """Write rows (see :func:`to_splits`) into the cache, unless they are there; return the folder.
 
-    ``columns`` are ``data.columns``. The files are Parquet, which a later command can read, too.
-    The folder is named by a hash of the values: the same rows are the same dataset, whatever they
-    were passed as.
+    ``columns`` are ``data.columns``. The files are Parquet, which a later command can also read.
+    The folder's name is a hash of the values: the same rows in any form are the same dataset.
     """
     image = columns.get("image", "image")
-    tables = {s: _plain(table, image) for s, table in to_splits(rows, columns).items()}
+    tables = {split: _plain(table, image) for split, table in to_splits(rows).items()}
     folder = cache / ROWS / _hash_of(tables)
 
     def write(new: Path) -> None:
@@ -61,24 +60,16 @@ def _hash_of(tables: Mapping[str, pa.Table]) -> str:
     return hashed.hexdigest()
 
 
-def to_splits(rows: Any, columns: Mapping[str, str] | None = None) -> dict[str, pa.Table]:
-    """Return the tables of ``train`` and, if there is one, ``test``, or raise an InputError.
+def to_splits(rows: Any) -> dict[str, pa.Table]:
+    """Return the table of each split, or raise an InputError.
 
-    Rows are a table (see :func:`to_table`), or a dictionary of splits with a table each. If all
-    labels of the test split are -1, the validation split replaces it; ``columns`` are
-    ``data.columns``.
+    Rows are a table (see :func:`to_table`), or a dictionary of splits with a table each.
     """
-    if not (isinstance(rows, Mapping) and rows and set(rows) <= set(_SPLITS)):
+    if not (isinstance(rows, Mapping) and rows and set(rows) <= _SPLITS):
         return {"train": to_table(rows)}
     if "train" not in rows:
         raise InputError(f"the rows have the splits {', '.join(rows)}; a train split is needed")
-    splits: dict[str, pa.Table] = {}
-    for name, split in _SPLITS.items():
-        if name in rows:
-            table = to_table(rows[name])
-            if split not in splits or not is_unlabelled([table], columns or {}):
-                splits[split] = table
-    return splits
+    return {split: to_table(table) for split, table in rows.items()}
 
 
 def to_table(rows: Any) -> pa.Table:
@@ -103,21 +94,19 @@ def _to_table(rows: Any) -> pa.Table:
         return table_of(rows)
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of pandas
         check_unique([str(name) for name in rows.columns], "the rows")
-        rows = {str(name): list(rows[name]) for name in rows.columns}
-    if isinstance(rows, Mapping):
-        return pa.table({str(name): _array(values, str(name)) for name, values in rows.items()})
-    if isinstance(rows, Sequence) and rows and isinstance(rows[0], Mapping):
-        return to_arrow([{str(k): _plain_value(v) for k, v in row.items()} for row in rows])
-    raise ValueError(
-        f"they are of type {type(rows).__name__}, or empty; pass a Hugging Face Dataset, a table "
-        "of pandas or Arrow, a list of dictionaries, or a dictionary of columns"
-    )
-
-
-def _array(values: Any, column: str) -> pa.Array:
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise ValueError(f"column {column!r} is a {type(values).__name__}, not a list of values")
-    return to_array([_plain_value(value) for value in values], column)
+        rows = {name: list(rows[name]) for name in rows.columns}
+    elif isinstance(rows, Sequence) and rows and isinstance(rows[0], Mapping):
+        rows = {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))}
+    if not isinstance(rows, Mapping):
+        raise ValueError(
+            f"they are of type {type(rows).__name__}, or empty; pass a Hugging Face Dataset, a "
+            "table of pandas or Arrow, a list of dictionaries, or a dictionary of columns"
+        )
+    for name, values in rows.items():
+        if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+            kind = type(values).__name__
+            raise ValueError(f"column {str(name)!r} is a {kind}, not a list of values")
+    return to_arrow({str(k): [_plain_value(v) for v in values] for k, values in rows.items()})
 
 
 def _plain_value(value: Any) -> Any:

@@ -1,70 +1,32 @@
 """User data: a folder of images, a table file, any dataset of the hub, or rows from Python.
 
-If there are no test rows, ``data.test_share`` of the rows becomes the test split.
+Without test rows, ``data.test_share`` of the rows becomes the test split.
 """
 
 import hashlib
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pyarrow as pa
 
-from trishul_ray.data.columns import (
-    holds_images,
-    is_text,
-    nfc,
-    number_names,
-    read_answers,
-    read_labels,
-    read_texts,
-)
-from trishul_ray.data.conversations import plain_choices, plain_messages, plain_references
-from trishul_ray.data.dataset import (
-    LABELLED,
-    Column,
-    Columns,
-    DatasetInfo,
-    Kind,
-    Origin,
-    ProgressCallback,
-    Splits,
-    length,
-    split_off_test,
-    take_rows,
-)
+from trishul_ray.data.columns import is_text
+from trishul_ray.data.dataset import DatasetInfo, Origin, ProgressCallback, Splits
 from trishul_ray.data.hub import HubRepo
-from trishul_ray.data.images import (
-    PREPARATION_VERSION,
-    NamedImage,
-    decode_and_resize,
-    pixel_statistics,
-)
-from trishul_ray.data.tables import SUFFIXES, column_names, file_signature, read_table
-from trishul_ray.data.user.cleaning import (
-    Rows,
-    clean,
-    common_class_names,
-    doubt_labels,
-    find_columns,
-    is_unlabelled,
-    join_splits,
-)
+from trishul_ray.data.images import PREPARATION_VERSION
+from trishul_ray.data.tables import SUFFIXES, column_names, read_table
+from trishul_ray.data.user.cleaning import is_unlabelled
 from trishul_ray.data.user.python_rows import ROWS
-from trishul_ray.errors import CorruptFileError, InputError, first_line, join_limited
+from trishul_ray.data.user.tables_to_dataset import to_dataset
+from trishul_ray.errors import InputError
 from trishul_ray.storage.integrity import digest
 
-#: Columns of texts that rows may have, in reading order.
-_TEXT_FIELDS: dict[Kind, tuple[str, ...]] = {
-    "text": ("text", "text_pair"),
-    "qa": ("question", "context"),
-    "instruction": ("instruction", "input", "messages"),
-}
+#: Splits of user data that are read.
+_SPLITS = ("train", "test", "validation")
 
 #: Suffixes of the files that are read as images in a class folder.
 _IMAGES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -72,12 +34,9 @@ _IMAGES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".
 #: Folders of test rows next to ``train``; the first that exists is read.
 _TEST_FOLDERS = ("test", "val", "valid", "validation")
 
-#: Names to list in a note.
-_MAX_NAMED = 10
-
 
 @dataclass(frozen=True)
-class UserData:
+class UserData(ABC):
     """Base of the kinds of user data, with the settings of the section ``data``."""
 
     path: str | None
@@ -87,10 +46,6 @@ class UserData:
     name: ClassVar[str]
     splits = ("train", "test")
     official = None
-
-    def _key(self, source: str) -> str:
-        settings = sorted(self.columns.items()), self.test_share, self.skip_broken
-        return f"{source}\n{settings!r}\nimages {PREPARATION_VERSION}"
 
     def content(self) -> str | None:
         """Return a hash of everything that determines the rows, wherever they are stored.
@@ -110,183 +65,43 @@ class UserData:
             raise InputError(f"data.path={self.path!r} does not exist; it must be {expected}")
         return path
 
-    def _of_tables(
-        self,
-        origin: Origin,
-        tables: Mapping[str, Sequence[pa.Table]],
-        progress: ProgressCallback,
-        folder: Path | None = None,
-    ) -> tuple[DatasetInfo, Splits]:
-        """Return the description of the tables of each split, and their columns.
+    def key(self, hub: Path | None) -> str:
+        """Return a text that changes if the rows or the settings may change."""
+        settings = self.path, sorted(self.columns.items()), self.test_share, self.skip_broken
+        return f"{self._source_key(hub)}\n{settings!r}\nimages {PREPARATION_VERSION}"
 
-        Paths of images are relative to ``folder``.
+    def _source_key(self, hub: Path | None) -> str:
+        return str(self.content())
+
+    @abstractmethod
+    def _read_tables(self, hub: Path | None) -> tuple[Origin, Mapping[str, Sequence[pa.Table]]]:
+        """Return where the rows come from, and the tables of each of :data:`_SPLITS`."""
+
+    def _image_folder(self) -> Path | None:
+        """Return the folder of images whose paths are in the tables."""
+        return None
+
+    def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
+        """Return the description, and the columns [N, ...] of ``train`` and ``test``.
+
+        The test rows are the first of the splits ``test`` and ``validation`` that has labels.
+
+        Raises:
+            InputError: The data do not exist, or their columns do not make a dataset.
+            CorruptFileError: A file or row is malformed; the message names it.
         """
-        where = origin.place
-        try:
-            rows = join_splits(tables, where)
-            if not any(map(len, tables["train"])):
-                raise InputError(f"{where}: there are no rows")
-            kind, names = find_columns(self.columns, rows.table.column_names)
-            classes = None
-            if kind in LABELLED:
-                classes = common_class_names(chain(*tables.values()), names["label"])
-            if "test" in tables and is_unlabelled(tables["test"], self.columns):
-                raise InputError(
-                    f"{where}: all labels of the test split are -1, which marks rows without "
-                    "labels; remove it, or replace it by rows with labels"
-                )
-            renamed = rows.table.select(list(names.values())).rename_columns(list(names))
-            rows = replace(rows, table=renamed)
-            if kind == "instruction":
-                rows = _with_conversations(rows)
-            rows = clean(rows, names, classes, skip_broken=self.skip_broken)
-            columns, fields = _read_columns(kind, rows, classes)
-        except pa.ArrowException as error:
-            raise CorruptFileError(f"{where}: {first_line(error)}") from error
-        if kind == "image":
-            images = _list_images(rows, folder)
-            columns, rows = self._with_pixels(columns, rows, images, progress)
-        splits: dict[str, Columns] = {}
-        for split in tables:
-            found = take_rows(columns, np.flatnonzero(rows.split == split))
-            splits[split] = {k: v for k, v in found.items() if not _is_absent(k, v)}
-            progress(f"{self.name} {split}", 1.0)
-        origin = replace(origin, notes=(*origin.notes, *rows.notes))
-        return self._finish(kind, origin, splits, fields | {"skipped": rows.skipped})
-
-    def _with_pixels(
-        self, columns: Columns, rows: Rows, images: Sequence[NamedImage], progress: ProgressCallback
-    ) -> tuple[Columns, Rows]:
-        """Return the columns with ``pixels``, without the rows of broken images."""
-        resized = decode_and_resize(
-            images, lambda done: progress(f"{self.name} images", done), skip_broken=self.skip_broken
-        )
-        columns = take_rows(columns, np.flatnonzero(resized.readable))
-        rows = rows.take(resized.readable, resized.skipped, resized.notes)
-        return columns | {"pixels": resized.pixels}, rows
-
-    def _finish(
-        self, kind: Kind, origin: Origin, splits: dict[str, Columns], fields: dict[str, Any]
-    ) -> tuple[DatasetInfo, Splits]:
-        """Return the description and the columns of ``train`` and ``test``.
-
-        ``fields`` are the known fields of the description. A split without rows is an InputError,
-        as are rows of a single class.
-        """
-        where, classes = origin.place, fields.get("classes", ())
-        if kind in LABELLED:
-            labels = np.concatenate([columns["label"] for columns in splits.values()])
-            fields["doubt"] = doubt_labels(classes, labels)
-        if "test" not in splits:
-            splits = split_off_test(splits["train"], self.test_share, where)
-        for split, columns in splits.items():
-            if not length(columns):
-                raise InputError(f"{where}: the {split} split has no rows")
-        if kind in LABELLED and len(classes) < 2:
-            raise InputError(
-                f"{where}: all rows are of class {classes[0]!r}; two classes are needed"
-            )
-        train, notes = splits["train"], []
-        for what, column, names in (
-            ("classes", "label", classes),
-            ("clients", "client", fields.get("clients", ())),
-        ):
-            if len(lost := np.setdiff1d(np.arange(len(names)), train.get(column, ()))):
-                named = join_limited([repr(names[n]) for n in lost], _MAX_NAMED)
-                notes.append(f"{what} without training rows: {named}")
-        if len({name.casefold() for name in classes}) < len(classes):
-            notes.append("warning: some class names differ only in case")
-        if kind == "image":
-            pixels: Any = train["pixels"]
-            mean, std = pixel_statistics(pixels)
-            # Pixels are divided by std, which is zero if a channel is constant.
-            std = tuple(value or 1.0 for value in std)
-            fields |= {"image_shape": pixels.shape[1:], "mean": mean, "std": std}
-        elif kind != "qa":
-            fields["fields"] = tuple(name for name in _TEXT_FIELDS[kind] if name in train)
-        origin = replace(origin, notes=(*origin.notes, *notes))
-        return DatasetInfo(self.name, kind, origin=origin, **fields), splits
-
-
-#: Values of columns that only some splits have, in the other splits.
-_NOTHING = {"client": -1, "group": -1, "choice": -1, "choices": "[]", "references": "[]"}
-
-
-def _is_absent(name: str, values: Column) -> bool:
-    return name in _NOTHING and set(pa.array(values).to_pylist()) == {_NOTHING[name]}
-
-
-def _with_conversations(rows: Rows) -> Rows:
-    """Return rows of instructions whose conversations are JSON texts, null without an answer.
-
-    A prompt and a completion that are lists of messages are one conversation (TRL).
-    """
-    table = rows.table
-    parts = [n for n in ("messages", "instruction", "output") if n in table.column_names]
-    lists = [name for name in parts if pa.types.is_list(table.schema.field(name).type)]
-    if "messages" not in parts and not lists:
-        return rows
-    if len(parts) > 1 and len(lists) < len(parts):
-        raise CorruptFileError(
-            f"{rows.where}: prompts and answers must be both texts, or both lists of messages"
-        )
-    values, *answers = (table.column(part).to_pylist() for part in parts)
-    for more in answers:
-        pairs = zip(values, more, strict=True)
-        values = [[*(asked or ()), *(answer or ())] or None for asked, answer in pairs]
-    names = [rows.name(row) for row in range(len(table))]
-    messages = plain_messages(values, names, "+".join(parts))
-    unread = [*parts, *({"input"} & {*table.column_names})]
-    return replace(rows, table=table.drop_columns(unread).append_column("messages", messages))
-
-
-def _read_columns(
-    kind: Kind, rows: Rows, classes: tuple[str, ...] | None
-) -> tuple[Columns, dict[str, Any]]:
-    """Return all columns but the images, and the names of classes, groups and clients."""
-    table, where, fields = rows.table, rows.where, dict[str, Any]()
-    texts = _TEXT_FIELDS.get(kind, ()) + ("output",) * (kind == "instruction")
-    columns: Columns = {
-        name: read_texts(table, name, where) for name in texts if name in table.column_names
-    }
-    if kind == "qa":
-        columns["answers"] = read_answers(table, "answers", where)
-    named = {"client": "clients", "group": "groups"}
-    if kind in LABELLED and classes is not None:
-        columns["label"] = read_labels(table, "label", len(classes), where, classes)
-        fields["classes"] = classes
-    elif kind in LABELLED:
-        named["label"] = "classes"
-    if kind == "instruction":
-        names = [rows.name(row) for row in range(len(table))]
-        if "references" in table.column_names:
-            further = table.column("references").to_pylist()
-            columns["references"] = plain_references(further, names, "references")
-        if {"choices", "choice"} <= {*table.column_names}:
-            lists, right = (table.column(name).to_pylist() for name in ("choices", "choice"))
-            columns |= plain_choices(lists, right, names, "choices")
-    for name, field in named.items():
-        if name in table.column_names:
-            values = table.column(name).combine_chunks()
-            columns[name], fields[field] = number_names(values)
-    return columns, fields
-
-
-def _list_images(rows: Rows, folder: Path | None) -> list[NamedImage]:
-    """Return the images, encoded or as paths of their files."""
-    values = rows.table.column("image")
-    kind, images = values.type, list[NamedImage]()
-    if is_text(kind) and folder is not None:
-        paths = [folder / value for value in values.to_pylist()]
-        return [(path, rows.name(row)) for row, path in enumerate(paths)]
-    if not (holds_images(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
-        raise CorruptFileError(f"{rows.where}: column 'image' is {kind}, not images")
-    for row, value in enumerate(values.to_pylist()):
-        encoded = value["bytes"] if holds_images(kind) else value
-        if encoded is None:
-            raise CorruptFileError(f"{rows.name(row)}: the image has no bytes")
-        images.append((encoded, rows.name(row)))
-    return images
+        origin, tables = self._read_tables(hub)
+        used = {"train": tables["train"]}
+        for split in _SPLITS[1:]:
+            if split in tables and "test" not in used:
+                if is_unlabelled(tables[split], self.columns):
+                    origin = replace(origin, notes=(f"{split} rows have no labels: not used",))
+                else:
+                    used["test"] = tables[split]
+        return to_dataset(
+            self.name, origin, used, progress, columns=self.columns, test_share=self.test_share,
+            skip_broken=self.skip_broken, folder=self._image_folder(),
+        )  # fmt: skip
 
 
 class ImageFolder(UserData):
@@ -301,32 +116,19 @@ class ImageFolder(UserData):
     name = "images"
     description = "your images: data.path, a folder of class folders"
 
-    def key(self, hub: Path | None) -> str:
-        """Return what determines the rows: the files and the test share."""
-        return self._key(json.dumps([str(self.path), self._hashes()]))
-
     def content(self) -> str | None:
         """Return a hash of splits, classes and images, in order."""
         return _hash_of([self._hashes(), PREPARATION_VERSION])
 
-    def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
-        """Return the description, and ``pixels`` uint8 [N, C, H, W] and ``label`` int64 [N].
+    def _read_tables(self, hub: Path | None) -> tuple[Origin, Mapping[str, Sequence[pa.Table]]]:
+        tables = {}
+        for split, files in self._find_files().items():
+            columns = {"image": [str(file) for file, _ in files], "label": [c for _, c in files]}
+            tables[split] = [pa.table(columns)]
+        return Origin("file", str(self.path)), tables
 
-        Raises:
-            InputError: The folder does not exist, or a class folder holds no images.
-            CorruptFileError: Images cannot be read; the message names the files.
-        """
-        found = self._find_files()
-        files = [(s, nfc(label), file) for s, of in found.items() for file, label in of]
-        classes = tuple(sorted({label for _, label, _ in files}))
-        labels = np.array([classes.index(label) for _, label, _ in files], np.int64)
-        split = np.array([split for split, _, _ in files])
-        rows = Rows(pa.table({"label": labels}), split, np.arange(len(files)), str(self.path))
-        images: list[NamedImage] = [(file, str(file)) for _, _, file in files]
-        columns, rows = self._with_pixels({"label": labels}, rows, images, progress)
-        splits = {s: take_rows(columns, np.flatnonzero(rows.split == s)) for s in found}
-        origin = Origin("file", str(self.path), notes=rows.notes)
-        return self._finish("image", origin, splits, {"classes": classes, "skipped": rows.skipped})
+    def _image_folder(self) -> Path:
+        return Path()
 
     def _hashes(self) -> list[tuple[str, str, str]]:
         # A link without a target has no hash, and is named when it is read.
@@ -395,11 +197,6 @@ class TableFiles(UserData):
     name = "table"
     description = "your CSV, TSV, JSONL or Parquet: data.path, data.columns"
 
-    def key(self, hub: Path | None) -> str:
-        """Return what determines the rows: the files, the columns and the test share."""
-        files = self._find_files()
-        return self._key(file_signature([*_all(files), *self._listed_images(files)]))
-
     def content(self) -> str | None:
         """Return a hash of splits, formats, files and images."""
         files = self._find_files()
@@ -407,21 +204,13 @@ class TableFiles(UserData):
         parts = [tables, [digest(image) for image in self._listed_images(files)]]
         return _hash_of([*parts, PREPARATION_VERSION] if self._tables_of_images(files) else parts)
 
-    def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
-        """Return the description, and the columns [N, ...] by split.
-
-        Image paths in a table are relative to the folder of its first file.
-
-        Raises:
-            InputError: The file does not exist, or its columns make no dataset.
-            CorruptFileError: A file or row is malformed; the message names it.
-        """
+    def _read_tables(self, hub: Path | None) -> tuple[Origin, Mapping[str, Sequence[pa.Table]]]:
         files = self._find_files()
-        tables = {split: [read_table(f) for f in of] for split, of in files.items()}
-        return self._of_tables(self._origin(), tables, progress, files["train"][0].parent)
+        tables = {split: [read_table(file) for file in found] for split, found in files.items()}
+        return Origin("file", str(self.path)), tables
 
-    def _origin(self) -> Origin:
-        return Origin("file", str(self.path))
+    def _image_folder(self) -> Path:
+        return self._find_files()["train"][0].parent
 
     def _find_files(self) -> dict[str, list[Path]]:
         """Return the files of ``train`` and, if there are any, of ``test``."""
@@ -432,7 +221,7 @@ class TableFiles(UserData):
                 raise InputError(f"data.path={self.path!r}: the file must be one of {suffixes}")
             return {"train": [path]}
         found = {}
-        for split in self.splits:
+        for split in _SPLITS:
             pattern = re.compile(rf"{split}(-.*)?\.[a-z]+", re.IGNORECASE)
             named = [file for file in path.iterdir() if pattern.fullmatch(file.name)]
             files = sorted(file for file in named if file.suffix.lower() in SUFFIXES)
@@ -451,7 +240,7 @@ class TableFiles(UserData):
         """Return the image files whose paths the tables hold, as far as they exist."""
         name, folder, images = self.columns.get("image", "image"), files["train"][0].parent, []
         for file in self._tables_of_images(files):
-            values = read_table(file, [name]).column(name)
+            values = read_table(file).column(name)
             if is_text(values.type):
                 images += [folder / path for path in values.to_pylist() if path]
         return [image for image in images if image.is_file()]
@@ -471,8 +260,8 @@ class PythonRows(TableFiles):
         """Return the hash that the folder is named by."""
         return f"sha256:{self._existing_path('passed from Python').name}"
 
-    def _origin(self) -> Origin:
-        return Origin("python", "rows")
+    def _read_tables(self, hub: Path | None) -> tuple[Origin, Mapping[str, Sequence[pa.Table]]]:
+        return Origin("python", "rows"), super()._read_tables(hub)[1]
 
 
 class HubData(UserData):
@@ -486,37 +275,17 @@ class HubData(UserData):
     name = "hub"
     description = "any hub dataset: data.path=owner/name[/config][@commit]"
 
-    def key(self, hub: Path | None) -> str:
-        """Return what determines the rows: the mirror's files or the hub's name, and columns."""
-        repo = self._repo()
-        files = self._find_in_mirror(repo, hub)
-        return self._key(repo.key if files is None else file_signature(_all(files)))
+    def _source_key(self, hub: Path | None) -> str:
+        return self._repo(hub).key(hub, ("train",), _SPLITS[1:])
 
-    def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
-        """Return the description, and the columns [N, ...] by split.
+    def _read_tables(self, hub: Path | None) -> tuple[Origin, Mapping[str, Sequence[pa.Table]]]:
+        return self._repo(hub).read(hub, ("train",), _SPLITS[1:])
 
-        Raises:
-            InputError: Neither the mirror nor the hub has the dataset, or its columns make no
-                dataset.
-            CorruptFileError: A file or row is malformed; the message names it.
+    def _repo(self, hub: Path | None) -> HubRepo:
+        """Return the repository that ``data.path`` names.
+
+        A mirror with several configurations, of which the path names none, is an InputError.
         """
-        repo = self._repo()
-        files = self._find_in_mirror(repo, hub)
-        if files is None:
-            tables = {s: [t] for s, t in repo.download(hub).items() if s in _HUB_SPLITS}
-            if "train" not in tables:
-                raise InputError(f"data.path={self.path!r} has no train split")
-        else:
-            tables = {split: [read_table(f) for f in of] for split, of in files.items()}
-        used = {"train": tables["train"]}
-        for split in _HUB_SPLITS[1:]:
-            known = split in tables and not is_unlabelled(tables[split], self.columns)
-            if "test" not in used and known:
-                used["test"] = tables[split]
-        return self._of_tables(repo.origin(mirrored=files is not None), used, progress)
-
-    def _repo(self) -> HubRepo:
-        """Return the repository that ``data.path`` names."""
         expected = "owner/name of a hub dataset, owner/name/config, or either with @commit"
         path, _, revision = self._required_path(expected).partition("@")
         parts = path.split("/")
@@ -527,22 +296,14 @@ class HubData(UserData):
         if config is None:
             patterns = ("data/{split}-*.parquet", "{split}-*.parquet", "*/{split}-*.parquet")
             patterns += tuple("{split}" + suffix for suffix in SUFFIXES)
-        return HubRepo(repo, config, revision or None, patterns)
-
-    def _find_in_mirror(self, repo: HubRepo, hub: Path | None) -> dict[str, list[Path]] | None:
-        """Return the files of the splits in the mirror, or None if it has no train split."""
-        files = repo.mirror_files(hub, ("train",), _HUB_SPLITS[1:])
-        folders = sorted({file.parent.name for file in (files or {}).get("train", ())})
-        if len(folders) > 1:
-            names = ", ".join(f"{repo.repo}/{folder}" for folder in folders)
+        found = HubRepo(repo, config, revision or None, patterns)
+        files = found.mirror_files(hub, ("train",)) or {"train": []}
+        if len(folders := sorted({file.parent.name for file in files["train"]})) > 1:
+            names = ", ".join(f"{repo}/{folder}" for folder in folders)
             raise InputError(
                 f"data.path={self.path!r} has several configurations: use one of {names}"
             )
-        return files
-
-
-#: Splits of the hub that are read, the test rows in order of preference.
-_HUB_SPLITS = ("train", "test", "validation")
+        return found
 
 
 def _all(files: Mapping[str, list[Path]]) -> list[Path]:

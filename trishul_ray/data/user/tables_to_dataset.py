@@ -1,0 +1,216 @@
+"""Convert the tables of user data into a dataset: columns, class names, images and splits."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from trishul_ray.data.columns import (
+    common_class_names,
+    is_text,
+    number_names,
+    read_answers,
+    read_labels,
+    read_texts,
+)
+from trishul_ray.data.conversations import plain_choices, plain_messages, plain_references
+from trishul_ray.data.dataset import (
+    LABELLED,
+    Columns,
+    DatasetInfo,
+    Kind,
+    Origin,
+    ProgressCallback,
+    Splits,
+    length,
+    split_off_test,
+    take_rows,
+)
+from trishul_ray.data.images import (
+    NamedImage,
+    decode_and_resize,
+    named_images,
+    pixel_statistics,
+)
+from trishul_ray.data.tables import concatenate
+from trishul_ray.data.user.cleaning import absent_columns, clean, doubt_labels, find_columns
+from trishul_ray.errors import CorruptFileError, InputError, first_line, join_limited
+
+#: Columns of texts that rows may have, in reading order.
+_TEXT_FIELDS: dict[Kind, tuple[str, ...]] = {
+    "image": (),
+    "text": ("text", "text_pair"),
+    "qa": ("question", "context"),
+    "instruction": ("instruction", "input", "messages"),
+}
+
+#: Skipped rows to name in ``result.json``, and names to list in a note.
+_MAX_SKIPPED, _MAX_NAMED = 100, 10
+
+
+def to_dataset(
+    name: str,
+    origin: Origin,
+    tables: Mapping[str, Sequence[pa.Table]],
+    progress: ProgressCallback,
+    *,
+    columns: Mapping[str, str],
+    test_share: float,
+    skip_broken: bool,
+    folder: Path | None,
+) -> tuple[DatasetInfo, Splits]:
+    """Return the description of the rows, and the columns [N, ...] of ``train`` and ``test``.
+
+    Args:
+        name: Name of the dataset.
+        origin: Where the rows come from.
+        tables: Tables of ``train`` and, if there is one, ``test``.
+        progress: Called with the fraction of the images that are decoded.
+        columns: ``data.columns``.
+        test_share: Fraction of the rows for the test if there is no test split.
+        skip_broken: Whether to skip incomplete rows instead of rejecting them.
+        folder: Folder of images whose paths the tables contain; None if they contain none.
+
+    Raises:
+        InputError: The columns do not make a dataset, or a split or a second class is missing.
+        CorruptFileError: Rows are malformed or incomplete.
+    """
+    where = origin.place
+    try:
+        table = concatenate(chain(*tables.values()), where)
+        kind, names = find_columns(columns, table.column_names)
+        classes = None
+        if kind in LABELLED:
+            classes = common_class_names(chain(*tables.values()), names["label"])
+        table = table.select(list(names.values())).rename_columns(list(names))
+        sizes = {split: sum(map(len, parts)) for split, parts in tables.items()}
+        rows = [(split, f"{split} row {row}") for split, n in sizes.items() for row in range(n)]
+        for column, values in zip(("split", "name"), zip(*rows, strict=True), strict=False):
+            table = table.append_column(column, pa.array(values, pa.string()))
+        if not sizes["train"]:
+            raise InputError(f"{where}: there are no rows")
+        absent = absent_columns(table)
+        if kind == "instruction":
+            table = _with_conversations(table, where)
+        table, skipped, notes = clean(table, names, classes, where, skip_broken=skip_broken)
+        read, fields = _read_columns(kind, table, where, classes)
+    except pa.ArrowException as error:
+        raise CorruptFileError(f"{where}: {first_line(error)}") from error
+    if kind == "image":
+        images = _list_images(table, where, folder)
+        resized = decode_and_resize(
+            images, lambda done: progress(f"{name} images", done), skip_broken=skip_broken
+        )
+        readable = np.array([image not in resized.broken for _, image in images])
+        table = table.filter(pa.array(readable))
+        read = take_rows(read, np.flatnonzero(readable)) | {"pixels": resized.pixels}
+        skipped, notes = (*skipped, *resized.broken), (*notes, *resized.notes)
+    if len(skipped) > _MAX_SKIPPED:
+        skipped = (*skipped[:_MAX_SKIPPED], f"and {len(skipped) - _MAX_SKIPPED} more rows")
+    if kind in LABELLED:
+        fields["doubt"] = doubt_labels(fields["classes"], read["label"])
+    splits: dict[str, Columns] = {}
+    for split in tables:
+        found = take_rows(read, np.flatnonzero(table.column("split").to_numpy() == split))
+        splits[split] = {k: v for k, v in found.items() if (split, k) not in absent}
+    if "test" not in splits:
+        splits = split_off_test(splits["train"], test_share, where)
+    notes = (*notes, *_check_splits(kind, splits, fields, where))
+    origin = replace(origin, notes=(*origin.notes, *notes))
+    return DatasetInfo(name, kind, origin=origin, skipped=skipped, **fields), splits
+
+
+def _check_splits(kind: Kind, splits: Splits, fields: dict[str, Any], where: str) -> list[str]:
+    """Add what depends on the training rows to ``fields``, and return notes.
+
+    A split without rows is an InputError, as are rows of a single class.
+    """
+    for split, columns in splits.items():
+        if not length(columns):
+            raise InputError(f"{where}: the {split} split has no rows")
+    classes, train, notes = fields.get("classes", ()), splits["train"], []
+    if kind in LABELLED and len(classes) < 2:
+        raise InputError(f"{where}: all rows are of class {classes[0]!r}; two classes are needed")
+    for what, column in (("classes", "label"), ("clients", "client")):
+        names = fields.get(what, ())
+        if len(lost := np.setdiff1d(np.arange(len(names)), train.get(column, ()))):
+            named = join_limited([repr(names[n]) for n in lost], _MAX_NAMED)
+            notes.append(f"{what} without training rows: {named}")
+    if len({name.casefold() for name in classes}) < len(classes):
+        notes.append("warning: some class names differ only in case")
+    if kind == "image":
+        pixels: Any = train["pixels"]
+        mean, std = pixel_statistics(pixels)
+        # Pixels are divided by std, which is zero if a channel is constant.
+        std = tuple(value or 1.0 for value in std)
+        fields |= {"image_shape": pixels.shape[1:], "mean": mean, "std": std}
+    elif kind != "qa":
+        fields["fields"] = tuple(name for name in _TEXT_FIELDS[kind] if name in train)
+    return notes
+
+
+def _with_conversations(table: pa.Table, where: str) -> pa.Table:
+    """Return rows of instructions whose conversations are JSON texts, null without an answer.
+
+    A prompt and a completion that are lists of messages are one conversation (TRL).
+    """
+    parts = [n for n in ("messages", "instruction", "output") if n in table.column_names]
+    lists = [name for name in parts if pa.types.is_list(table.schema.field(name).type)]
+    if "messages" not in parts and not lists:
+        return table
+    if len(parts) > 1 and len(lists) < len(parts):
+        raise CorruptFileError(
+            f"{where}: prompts and answers must be both texts, or both lists of messages"
+        )
+    values, *answers = (table.column(part).to_pylist() for part in parts)
+    for more in answers:
+        pairs = zip(values, more, strict=True)
+        values = [[*(asked or ()), *(answer or ())] or None for asked, answer in pairs]
+    names = [f"{where}, {row}" for row in table.column("name").to_pylist()]
+    messages = plain_messages(values, names, "+".join(parts))
+    unread = [*parts, *({"input"} & {*table.column_names})]
+    return table.drop_columns(unread).append_column("messages", messages)
+
+
+def _read_columns(
+    kind: Kind, table: pa.Table, where: str, classes: tuple[str, ...] | None
+) -> tuple[Columns, dict[str, Any]]:
+    """Return all columns except the images, and the names of classes, groups and clients."""
+    fields: dict[str, Any] = {}
+    texts = _TEXT_FIELDS[kind] + ("output",) * (kind == "instruction")
+    columns: Columns = {
+        name: read_texts(table, name, where) for name in texts if name in table.column_names
+    }
+    if kind == "qa":
+        columns["answers"] = read_answers(table, "answers", where)
+    named = {"client": "clients", "group": "groups"}
+    if kind in LABELLED and classes is not None:
+        columns["label"] = read_labels(table, "label", len(classes), where, classes)
+        fields["classes"] = classes
+    elif kind in LABELLED:
+        named["label"] = "classes"
+    if kind == "instruction":
+        names = [f"{where}, {row}" for row in table.column("name").to_pylist()]
+        if "references" in table.column_names:
+            further = table.column("references").to_pylist()
+            columns["references"] = plain_references(further, names, "references")
+        if {"choices", "choice"} <= {*table.column_names}:
+            lists, right = (table.column(name).to_pylist() for name in ("choices", "choice"))
+            columns |= plain_choices(lists, right, names, "choices")
+    for name, field in named.items():
+        if name in table.column_names:
+            values = table.column(name).combine_chunks()
+            columns[name], fields[field] = number_names(values)
+    return columns, fields
+
+
+def _list_images(table: pa.Table, where: str, folder: Path | None) -> list[NamedImage]:
+    """Return the images, encoded or as paths of their files."""
+    values = table.column("image")
+    if is_text(values.type) and folder is not None:
+        return [(folder / path, str(folder / path)) for path in values.to_pylist()]
+    return named_images(values, where, table.column("name").to_pylist())
