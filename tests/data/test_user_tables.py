@@ -90,8 +90,8 @@ def test_incomplete_rows_are_named_or_skipped(tmp_path, suffix):
     file = encoded(tmp_path / f"c{suffix}", rows)
     rejected(
         r"label \(column 'topic'\) is missing in 2 of 8 rows \(train row 1, train row 2\); .*text "
-        r"\(column 'body'\) is missing in 1 of 8 rows \(train row 4\); rows count from 0; correct them, or set",
-        "table", file, tmp_path, columns=COLUMNS,
+        r"\(column 'body'\) is missing in 1 of 8 rows \(train row 4\); rows count from 0; "
+        "correct them, or set", "table", file, tmp_path, columns=COLUMNS,
     )  # fmt: skip
     data = prepare_user("table", file, tmp_path, columns=COLUMNS, skip_broken=True)
     lost = (1, 2, 4) if suffix == ".csv" else (1, 2, 4, 6)
@@ -216,7 +216,7 @@ def test_minus_one_marks_a_missing_label(tmp_path):
     folder = write_tables(tmp_path / "none", {"train": table.slice(2, 3), "test": none})
     data = prepare_user("table", folder, tmp_path)
     assert len(data.train) + len(data.test) == 3
-    assert data.info.origin.notes == ("test rows have no labels: not used",)
+    assert data.info.origin.notes[0] == "test rows have no labels: not used"
 
 
 @pytest.mark.parametrize(
