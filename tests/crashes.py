@@ -49,7 +49,7 @@ import trishul_ray.federation.on_ray.session
 import trishul_ray.models.attention
 import trishul_ray.models.last_block
 import trishul_ray.report.page
-import trishul_ray.runs.artifacts
+import trishul_ray.runs.export
 import trishul_ray.sweeps.run
 import trishul_ray.sweeps.tuner
 import trishul_ray.tracking.mlflow
@@ -202,11 +202,12 @@ class Place:
         return found
 
     def files(self) -> list[str]:
-        """Return all files and folders but MLflow's artifacts, without hashes of timed content."""
+        """Return all files but MLflow's artifacts and locks, without hashes of timed content."""
         names = []
         for path in sorted(self.root.rglob("*")):
             parts = path.relative_to(self.root).parts
-            if parts[0] in FOLDERS and "mlartifacts" not in parts:
+            lock = parts[0] == "runs" and parts[-1].endswith(".lock")
+            if parts[0] in FOLDERS and "mlartifacts" not in parts and not lock:
                 if parts[:2] == ("cache", "weights") and len(parts) > 2:
                     # Named after the backbone's files, with the times at which they were linked.
                     kind = ".lock" if parts[2].endswith(".lock") else ""

@@ -404,13 +404,13 @@ def test_runs_are_listed_and_loaded_by_prefix(tiny, tmp_path):
     assert trishul_ray.list_runs(Path(store)).equals(table)
     for prefix, message in [
         ("", "does not exist"),
-        (results[0].id[:10] + "zz", f"the nearest are {results[0].id}"),
+        (results[0].id[:10] + "zz", f"did you mean '{results[0].id}'"),
     ]:
         with pytest.raises(trishul_ray.InputError, match=message):
             trishul_ray.load(prefix, runs=store)
     twin = results[0].id[:6] + "0" * 6
     (tmp_path / "runs" / twin).mkdir()
-    with pytest.raises(trishul_ray.InputError, match=f"several begin so: .*{results[0].id}"):
+    with pytest.raises(trishul_ray.InputError, match=f"several ids begin so: .*{results[0].id}"):
         trishul_ray.load(results[0].id[:6], runs=store)
 
 

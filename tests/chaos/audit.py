@@ -34,7 +34,6 @@ def audit(experiment, reference, paths, database):
     if damaged := summary.damaged_files(home):
         wrong.append(("different", f"damaged: {damaged}"))
     unfinished = [path for path in paths if path.suffix == ".tmp" or ".partial-" in path.name]
-    unfinished += [path for path in paths if path.name == f".{experiment.id}.lock"]
     if unfinished:
         wrong.append(("left", f"files: {', '.join(map(str, unfinished))}"))
     if database is not None:

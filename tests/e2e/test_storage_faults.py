@@ -1,7 +1,6 @@
 """Runs on storage that is missing, fails in mid-run, is read-only, or has lost files."""
 
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -213,21 +212,6 @@ def test_a_full_disk_ends_the_run_with_how_to_continue(trishul_here, mounted, tm
     results = [disk / experiment.id / "result.json", tmp_path / "result.json"]
     first, second = (json.loads(path.read_text())["state_sha256"] for path in results)
     assert first == second
-
-
-@pytest.mark.parametrize("free", [0, 4096, 40_000])
-def test_a_disk_too_full_for_the_first_files_is_left_unchanged(trishul_here, mounted, free):
-    disk = mounted("-o", "size=1m")
-    with open(disk / "filler", "wb", buffering=0) as filler, pytest.raises(OSError):
-        while True:
-            filler.write(bytes(2**12))
-    os.truncate(disk / "filler", (disk / "filler").stat().st_size - free)
-    words = [f"storage.runs={disk}", "storage.retry_seconds=0"]
-    code, _, error = trishul_here("run", *TINY, *words)
-    assert code == 1, error
-    assert "No space left on device" in words_of(error)
-    assert "checkpoints; to continue: trishul run" in words_of(error)
-    assert [path.name for path in disk.iterdir() if not path.name.endswith(".lock")] == ["filler"]
 
 
 def test_a_disk_too_full_for_the_mlflow_database_is_left_unchanged(trishul_here, mounted):

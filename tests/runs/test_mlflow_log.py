@@ -1,16 +1,13 @@
 """Names, groups and parameters of runs in MLflow."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from mlflow.utils.validation import _validate_metric_name
-from summaries import invented_summary
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.runs.mlflow_log import close_run, grouped_metrics, run_name
+from trishul_ray.runs.mlflow_log import grouped_metrics, run_name
 from trishul_ray.tasks.build import unread_fields
 
 
@@ -85,21 +82,3 @@ def test_fields_that_a_task_does_not_read(rows, model, unread):
         experiment.task, info, Backbone.of(experiment.model, experiment.storage.places)
     )
     assert set(found) == {f"task.{name}" for name in unread}
-
-
-def test_clients_have_a_metric_each_by_name():
-    clients = {"Genf": 0.5, "Zürich, 1/2": 0.25}
-    summary = invented_summary(
-        per_client=clients,
-        best={"round": 1, "accuracy": 0.5, "chosen_on": "test"},
-        untouched={"accuracy": 0.1},
-    )
-    ended = {}
-    run = SimpleNamespace(end=lambda *status, metrics, **more: ended.update(metrics=metrics))
-    close_run(run, summary)
-    logged = ended["metrics"]
-    assert logged["client/Genf"] == 0.5 and logged["client/Zürich_ 1_2"] == 0.25
-    for name in logged:
-        _validate_metric_name(name)
-    close_run(run, replace(summary, per_client={str(n): 0.5 for n in range(101)}))
-    assert not any(name.startswith("client/") for name in ended["metrics"])

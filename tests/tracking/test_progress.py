@@ -109,7 +109,6 @@ def test_terminal_gets_a_bar_with_notes_above(clock):
         clock.now += 5
         progress.advance(1, {"accuracy": 0.4321, "loss": 2.5, "uploaded_bytes": 2_000_000})
         progress.note("actor 1 restarted")
-        clock.now += 5
         progress.advance(2, {"accuracy": 0.5432})
     shown = console.file.getvalue()
     assert "\x1b[?25l" in shown and shown.rstrip().endswith("\x1b[?25h")  # cursor given back
@@ -140,7 +139,7 @@ def test_a_terminal_shows_running_cells_and_counts(clock):
 def test_expected_cells_are_counted_from_the_start(clock):
     console = Console(file=io.StringIO(), width=100)
     with SweepProgress(console) as progress:
-        progress.expect(3, 2)
+        progress.expect(3)
         for name in "aab":  # two samples may be alike
             progress.add(name, name, 2)
             progress.start(name)
@@ -153,17 +152,15 @@ def test_expected_cells_are_counted_from_the_start(clock):
     assert lines[0].endswith("about 30.0 s left") and lines[-1] == "2/2  b: failed b"
 
 
-def test_repeated_notes_are_counted(clock):
+def test_repeated_note_is_printed_once(clock):
     console = plain()
     with RunProgress(1, console) as progress:
-        for _ in range(50):
-            progress.note("actor 3 [cpu] restarted")
-        progress.note("another thing")
-    restarted = "actor 3 [cpu] restarted"
-    assert lines(console) == [restarted, "another thing", f"{restarted} (50 times in all)"]
+        for text in ["actor 3 [cpu] restarted"] * 3 + ["another thing"]:
+            progress.note(text)
+    assert lines(console) == ["actor 3 [cpu] restarted", "another thing"]
 
 
-def test_a_long_preparation_shows_its_time_left(clock):
+def test_preparation_is_printed_every_five_seconds(clock):
     console = plain()
     with RunProgress(1, console) as progress:
         report = progress.task_progress("digits")
@@ -175,7 +172,7 @@ def test_a_long_preparation_shows_its_time_left(clock):
             report("encoding", 1.0)
     assert lines(console) == [
         "digits: decoding   0%",
-        "digits: decoding  50%, 5.0 s left",
+        "digits: decoding  50%",
         "digits: decoding 100%",
         "digits: encoding 100%",
     ]
@@ -192,7 +189,6 @@ def test_a_finished_cell_is_one_line(clock):
             progress.round("a", round_, {"accuracy": round_ / 10, "loss": 1.0, "rank_energy": 3})
             clock.now += 5
         progress.end("a")
-        # Continues after round 2 of an earlier attempt: these two rounds took no time today.
         progress.round("b", 2, {})
         progress.round("b", 3, {"accuracy": 0.7})
         progress.retry("b", "killed", 2, 3)
@@ -204,8 +200,8 @@ def test_a_finished_cell_is_one_line(clock):
         progress.round("c", 1, {"accuracy": 0.5})
         progress.end("b", failure="no luck")
     assert lines(console) == [
-        "1/3  cell a: accuracy 40.00%  loss 1  25.0 s  about 50.0 s left",  # 8 of 12 rounds left
+        "1/3  cell a: accuracy 40.00%  loss 1  25.0 s  about 50.0 s left",
         "cell b: killed; attempt 2 of 3 follows",
-        "cells 1/3 done, 2 running, their rounds 4/8, about 1 min 23 s left",
+        "cells 1/3 done, 2 running, their rounds 4/8, about 4 min 10 s left",
         "2/3  cell b: no luck  about 1 min 02 s left",
     ]

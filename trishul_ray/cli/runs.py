@@ -46,16 +46,13 @@ def rm(
 ) -> None:
     """Remove a run: its folder, and its run in MLflow."""
     from trishul_ray.runs.folder import RunFolder, open_run
-    from trishul_ray.runs.mlflow_log import describe, mark_replaced
+    from trishul_ray.runs.mlflow_log import describe
 
     home, experiment = open_run(run, runs)
     if not yes:
         typer.confirm(f"Remove {home.uri}: {describe(experiment)}?", abort=True)
     folder = RunFolder.of(experiment)
     with folder.locked(read_only=False):
-        attempt = folder.attempt
-        folder.remove_result()
-        for refused in mark_replaced(experiment, attempt, by="trishul rm"):
-            print_line(f"not removed from MLflow: {refused}", err)
-        home.remove_all()
+        for rejected in folder.remove():
+            print_line(f"not removed from MLflow: {rejected}", err)
     print_line(f"removed {home.uri}")

@@ -1,39 +1,63 @@
-"""The model that a finished run leaves: ``adapter/`` (PEFT), or ``model/`` (all weights)."""
+"""Write the files of a finished run.
 
-import shutil
+Its tables and result.json come first, then its model: ``adapter/`` (PEFT), or ``model/`` (all
+weights).
+"""
+
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from trishul_ray.errors import ArtifactsError
 from trishul_ray.experiment import Experiment
+from trishul_ray.federation.checkpoint import Checkpoint
 from trishul_ray.plugins.loading import fault_of
 from trishul_ray.report.summary import RunSummary, write_result
-from trishul_ray.runs.export import fits_adapter, load_trained, write_model
-from trishul_ray.runs.results import file_hashes
+from trishul_ray.runs.results import file_hashes, write_tables
+from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.storage.store import Store
 
 
-def add_model(experiment: Experiment, summary: RunSummary, home: Store, folder: Path) -> RunSummary:
-    """Export the model of a finished run, first into a local ``folder``, then into ``home``.
+def write_results(
+    experiment: Experiment, last: Checkpoint, summary: RunSummary, home: Store, *, model: bool
+) -> RunSummary:
+    """Write the tables and result.json of a finished run, and export its model if ``model``.
 
     Returns:
-        The new result, which is written.
+        The new content of result.json.
 
     Raises:
-        ArtifactsError: The model cannot be made or stored; the result does not change.
+        ArtifactsError: The model cannot be exported; everything else is written.
     """
-    target = folder
+    with scratch_folder("results") as scratch:
+        write_tables(experiment, last, Path(scratch))
+        hashes = summary.sha256 | file_hashes(Path(scratch))
+        home.upload_folder(Path(scratch))
+    summary = replace(
+        summary, files=sorted(hashes), sha256=hashes, logged=summary.logged_to is None
+    ).written()
+    # Its presence marks the run as finished, even if the model cannot be exported.
+    write_result(home, summary)
+    return _add_model(experiment, summary, home) if model else summary
+
+
+def _add_model(experiment: Experiment, summary: RunSummary, home: Store) -> RunSummary:
+    """Export the model of a finished run, first into a local folder, then into ``home``."""
     try:
+        from trishul_ray.runs.export import fits_adapter, load_trained, write_model  # takes seconds
+
         run = load_trained(experiment)
         name = "adapter" if fits_adapter(run.context) else "model"
-        target, headline, federation = folder / name, summary.headline, experiment.federation
+        headline, federation = summary.headline, experiment.federation
         notes = {
             headline: f"{summary.final[headline]:.4f} ({summary.data.sentence})",
             "clients": f"{federation.clients}, partition {experiment.partition.kind}",
         }
         place = f"{home.root}/{name}" if home.is_local else name
-        export = write_model(run, target, merged=False, notes=notes, place=place)
-        hashes = {f"{name}/{file}": digest for file, digest in file_hashes(target).items()}
+        with scratch_folder("model") as scratch:
+            folder = Path(scratch)
+            export = write_model(run, folder / name, merged=False, notes=notes, place=place)
+            hashes = file_hashes(folder)
+            home.upload_folder(folder)
         added = replace(
             summary,
             export=asdict(export),
@@ -41,11 +65,8 @@ def add_model(experiment: Experiment, summary: RunSummary, home: Store, folder: 
             sha256=summary.sha256 | hashes,
             logged=summary.logged_to is None,
         ).written()
-        home.upload_folder(folder, list(hashes))
         write_result(home, added)
     except Exception as error:  # of a plug-in, a disk or a bug: the scores are kept
-        if target != folder:
-            shutil.rmtree(target, ignore_errors=True)
         raise ArtifactsError(
             f"the model of run {experiment.id} could not be exported: {fault_of(error)}. The run "
             f"has finished: its scores are kept in {home.place('result.json')}, and repeating the "

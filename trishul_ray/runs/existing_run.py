@@ -1,7 +1,7 @@
 """Runs that exist before a call: a finished run is read and restored, a shorter one extended."""
 
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import yaml
 
@@ -15,11 +15,10 @@ from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.worker.schedule import depends_on_rounds
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained
-from trishul_ray.report.summary import TABLES, RunSummary, unscored, write_result
+from trishul_ray.report.summary import TABLES, RunSummary, unscored
+from trishul_ray.runs.artifacts import write_results
 from trishul_ray.runs.folder import RunFolder
-from trishul_ray.runs.results import file_hashes, write_tables
 from trishul_ray.stages import Stages
-from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.storage.store import Store
 from trishul_ray.tracking.progress import RunProgress
 
@@ -63,46 +62,37 @@ def restore_files(
     experiment: Experiment, summary: RunSummary, folder: RunFolder, progress: RunProgress,
     *, extras: bool,
 ) -> RunSummary:  # fmt: skip
-    """Write damaged files of a finished run again, from its last checkpoint; return its result.
+    """Write the files of a finished run again if one is damaged, from its last checkpoint.
 
     With ``extras``, also export the model that a run in a sweep left out.
+
+    Returns:
+        The content of result.json.
 
     Raises:
         ArtifactsError: The model cannot be exported.
     """
-    home, adds = folder.home, extras and summary.export is None
-    damaged = summary.damaged_files(home)
-    if not (damaged or adds):
+    adds, damaged = extras and summary.export is None, summary.damaged_files(folder.home)
+    model = adds or not damaged.keys() <= {*TABLES}
+    if not (damaged or model):
         return summary
-    names = join_limited(list(damaged), 3) or "its model"
     faults = " and ".join(dict.fromkeys(damaged.values())) or "not exported"
+    faults, names = f"{faults} in {folder.home.uri}", join_limited(list(damaged), 3) or "its model"
     try:
         checkpoint = folder.checkpoints.newest()
-        if checkpoint is None or not checkpoint.is_last(experiment.federation.rounds):
+        if checkpoint is None or checkpoint.round != experiment.federation.rounds:
             raise RunError("its last checkpoint is missing or corrupt; --fresh runs it again")
-        with scratch_folder("results") as scratch:
-            files = Path(scratch)
-            if tables := damaged.keys() & {*TABLES}:
-                write_tables(experiment, checkpoint, files)
-                home.upload_folder(files, sorted(tables))
-                found = {name: file_hashes(files)[name] for name in tables}
-                if found.items() - summary.sha256.items():
-                    logged = summary.logged_to is None
-                    summary = replace(summary, sha256=summary.sha256 | found, logged=logged)
-                    write_result(home, summary)
-            if adds or damaged.keys() - {*TABLES}:
-                backbone = Backbone.of(experiment.model, experiment.storage.places)
-                ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=False)
-                from trishul_ray.runs.artifacts import add_model  # imports PEFT
-
-                summary = add_model(experiment, summary, home, files)
+        if model:
+            backbone = Backbone.of(experiment.model, experiment.storage.places)
+            ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=False)
+        summary = write_results(experiment, checkpoint, summary, folder.home, model=model)
     except (InputError, RunError, FileNotFoundError) as error:
         if adds and isinstance(error, ArtifactsError):
             raise
-        progress.note(f"{faults} in {home.uri} and cannot be restored: {names} ({error})")
+        progress.note(f"{faults} and cannot be restored: {names} ({error})")
     else:
         if damaged:
-            progress.note(f"{faults} in {home.uri}, restored from the last checkpoint: {names}")
+            progress.note(f"{faults}, restored from the last checkpoint: {names}")
     return summary
 
 
@@ -115,29 +105,23 @@ def extend_shorter(
     The rounds must be equal: no schedule or stage depends on the number of rounds, all
     requested scores exist, and the last round has no diagnostics only because it was the last.
     """
-    own, fed, measured = folder.checkpoints, experiment.federation, experiment.evaluation
-    stages = Stages.of(experiment)
-    if depends_on_rounds(experiment.optimizer) or any(each.reads_rounds for each in stages):
-        return
-    if own.store.names():
+    fed, own = experiment.federation, folder.checkpoints
+    varies = any(stage.reads_rounds for stage in Stages.of(experiment))
+    if own.store.names() or varies or depends_on_rounds(experiment.optimizer):
         return
     there = set(folder.home.parent().names())
     for rounds in range(fed.rounds - 1, 0, -1):
         federation = fed.model_copy(update={"rounds": rounds})
         shorter = experiment.model_copy(update={"federation": federation})
-        if shorter.id not in there:
-            continue
-        try:
-            checkpoint = open_checkpoints(shorter).newest()
-        except FileNotFoundError:  # another process runs it and has removed this checkpoint
-            continue
-        if checkpoint is None or changed_sources(checkpoint.sources, prepared.sources):
-            continue
-        if checkpoint.round == rounds and rounds % (measured.diagnostics_every or 1):
-            continue
-        scored = {record.round for record in checkpoint.records if record.scored}
-        if any(r not in scored for r in experiment.scored_rounds if r < checkpoint.round):
-            continue
-        own.save(replace(checkpoint, experiment_id=experiment.id, attempt=attempt))
-        progress.note(f"extending run {shorter.id}, which has {checkpoint.round} of these rounds")
-        return
+        with suppress(FileNotFoundError):  # another process runs it and removes this checkpoint
+            checkpoint = open_checkpoints(shorter).newest() if shorter.id in there else None
+            if checkpoint is None or changed_sources(checkpoint.sources, prepared.sources):
+                continue
+            number, every = checkpoint.round, experiment.evaluation.diagnostics_every
+            scored = {record.round for record in checkpoint.records if record.scored}
+            missing = {r for r in experiment.scored_rounds if r < number} - scored
+            if missing or (number == rounds and number % (every or 1)):
+                continue
+            own.save(replace(checkpoint, experiment_id=experiment.id, attempt=attempt))
+            progress.note(f"extending run {shorter.id}, which has {number} of these rounds")
+            return

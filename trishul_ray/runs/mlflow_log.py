@@ -5,7 +5,6 @@ store is logged there once, from its files, with the tag ``trishul.reused``.
 """
 
 import hashlib
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,25 +17,15 @@ from trishul_ray.report.summary import RunSummary, flatten, read_metrics, write_
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.stages import STAGES
 from trishul_ray.storage.durable import scratch_folder
+from trishul_ray.storage.redaction import redact
 from trishul_ray.storage.store import Store
-from trishul_ray.tracking.mlflow import (
-    ID_TAG,
-    MlflowRun,
-    Tracker,
-    dataset_input,
-    has_finished,
-    replace_run,
-)
-from trishul_ray.tracking.store import SCORES, place_of, tracking_uri, ui_command
+from trishul_ray.tracking.mlflow import ID_TAG, MlflowRun, Tracker, dataset_input, find_runs
+from trishul_ray.tracking.store import SCORES, tracking_uri, ui_command
 from trishul_ray.tracking.sweep import AXIS_TAG, CELL_TAG
 from trishul_ray.version import versions
 
 #: Tag of a run whose result was made elsewhere.
 REUSED_TAG = "trishul.reused"
-#: With more clients, MLflow gets no metric for each client.
-MAX_CLIENTS = 100
-#: A character that MLflow rejects in the name of a metric, or that would start another group.
-_NO_METRIC_NAME = re.compile(r"[^\w.\- :]")
 
 
 def describe(experiment: Experiment) -> str:
@@ -58,9 +47,8 @@ def mlflow_command(experiment: Experiment) -> str | None:
 
 def logged_to(experiment: Experiment) -> list[str] | None:
     """Return the MLflow store and experiment of a run, or None if it is not logged."""
-    if not experiment.tracking.mlflow:
-        return None
-    return place_of(_uri(experiment), experiment.tracking.experiment)
+    options = experiment.tracking
+    return [redact(_uri(experiment)), options.experiment] if options.mlflow else None
 
 
 def open_run(
@@ -77,10 +65,9 @@ def open_run(
         return Tracker()
     rows = {"rows": {"train": asdict(data.train), "test": asdict(data.test)}}
     splits = (("train", "training", data.train), ("test", "evaluation", data.test))
-    content = _digest(sources.get("rows", "unknown"))
-    uri = _uri(experiment)
+    content = hashlib.sha256(sources.get("rows", "unknown").encode()).hexdigest()[:16]
     return MlflowRun(
-        uri, options.experiment, attempt, name,
+        _uri(experiment), options.experiment, attempt, name,
         params={
             **{key: text for key, text in tags.items() if key.startswith(AXIS_TAG)},
             **{k: v for k, v in flatten(experiment.to_dict()).items() if k not in unread},
@@ -142,8 +129,7 @@ def _grouped(name: str) -> str:
     if name in DIAGNOSTICS or name == "aggregation_error":
         return f"cores/{name}"
     # The prox, the clients' changes of their cores, the validation rows, and the stages.
-    groups: dict[str, frozenset[str]] = {"svt": frozenset(), "delta": frozenset()}
-    groups |= {"validation": frozenset()}
+    groups = dict.fromkeys(("svt", "delta", "validation"), frozenset[str]())
     groups |= {section: stage.numbers for section, stage in STAGES.items.items()}
     for group, names in groups.items():
         if name in names or name.startswith(f"{group}_"):
@@ -151,9 +137,9 @@ def _grouped(name: str) -> str:
     return f"{SCORES}{name}"
 
 
-def close_run(run: Tracker, summary: RunSummary, folder: Path | None = None) -> list[str]:
-    """End the MLflow run of a finished run with its totals; return what MLflow rejected."""
-    headline, hardware, sources = summary.headline, summary.hardware, summary.sources
+def close_run(run: Tracker, summary: RunSummary, home: Store) -> list[str]:
+    """End the MLflow run of a finished run with its totals and files; return the rejected parts."""
+    headline, hardware = summary.headline, summary.hardware
     chosen = f"best_on_{summary.best['chosen_on']}"
     metrics = {
         f"{chosen}/{headline}": summary.best[headline],
@@ -164,32 +150,36 @@ def close_run(run: Tracker, summary: RunSummary, folder: Path | None = None) -> 
         "total/uploaded_bytes": summary.uploaded_bytes,
         "total/downloaded_bytes": summary.downloaded_bytes,
         "total/wall_seconds": summary.wall_seconds,
-        **_by_client("client", summary.per_client),
-        **_by_client("personal", summary.personal),
     }
     tags = {
         "hardware.processor": hardware.processor,
         "hardware.cpus": hardware.cpus,
         "hardware.gpus": ", ".join(hardware.gpus) or "none",
-        **{f"source.{name}": source for name, source in sources.items()},
+        **{f"source.{name}": source for name, source in summary.sources.items()},
         **{f"trishul.{k}": r["sentence"] for k, r in summary.reports.items() if "sentence" in r},
     }
-    inputs = []
-    if isinstance(run, MlflowRun) and (weights := sources.get("backbone")) is not None:
-        name = summary.config["model"]["name"]
-        facts = {"hash": weights}
-        inputs = [dataset_input(name, _digest(weights), f"model:{name}", "backbone", facts)]
-    rounds = len(summary.round_seconds)
-    return run.end("FINISHED", rounds, metrics=metrics, tags=tags, inputs=inputs, folder=folder)
+    if not isinstance(run, MlflowRun):
+        return []
+    with scratch_folder("results") as scratch:
+        for name in filter(home.exists, summary.files):
+            file = Path(scratch, name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(home.read(name))
+        Path(scratch, "result.json").write_bytes(_as_logged(summary).to_json())
+        return run.end("FINISHED", metrics=metrics, tags=tags, folder=Path(scratch))
 
 
-def _by_client(group: str, scores: Mapping[str, float]) -> dict[str, float]:
-    if len(scores) > MAX_CLIENTS:
-        return {}
-    return {f"{group}/{_NO_METRIC_NAME.sub('_', name)}": value for name, value in scores.items()}
+def mark_logged(summary: RunSummary, home: Store) -> RunSummary:
+    """Record in result.json that the run is completely logged; return its content."""
+    write_result(home, logged := _as_logged(summary))
+    return logged
 
 
-def log_reused(
+def _as_logged(summary: RunSummary) -> RunSummary:
+    return replace(summary, logged=True).written()
+
+
+def log_finished(
     experiment: Experiment, summary: RunSummary, home: Store, tags: Mapping[str, str]
 ) -> tuple[RunSummary, list[str]]:
     """Log a finished run where the experiment asks for it, unless it is already there.
@@ -200,53 +190,33 @@ def log_reused(
     Returns:
         The summary in result.json, and the rejected parts.
     """
-    options = experiment.tracking
-    if not options.mlflow:
+    options, made_here = experiment.tracking, summary.logged_to == logged_to(experiment)
+    if not options.mlflow or (made_here and summary.logged):
         return summary, []
     try:
-        made_here = summary.logged_to == logged_to(experiment)
-        if made_here and summary.logged:
-            return summary, []
-        complete = replace(summary, logged=True).written()
-        rejected: list[str] = []
-        if made_here or not has_finished(_uri(experiment), options.experiment, summary.attempt):
-            marks = {**tags} if made_here else {**tags, REUSED_TAG: str(True)}
-            rejected = _log_finished(experiment, complete, home, marks)
+        if not made_here:
+            found = find_runs(_uri(experiment), options.experiment, summary.attempt)
+            if any(run.info.status == "FINISHED" for run in found):
+                return summary, []
+            tags = {**tags, REUSED_TAG: "True"}
+        sources, unread = summary.sources, summary.unread_fields
+        run = open_run(experiment, summary.attempt, summary.data, sources, tags, unread)
+        for record in read_metrics(home):
+            run.round(int(record["round"]), grouped_metrics(record))
+        rejected = close_run(run, summary, home)
         if made_here and not rejected:
-            write_result(home, complete)
-            return complete, []
-        return summary, rejected
+            summary = mark_logged(summary, home)
     except (InputError, StorageError, FileNotFoundError) as error:
         return summary, [str(error)]
+    return summary, rejected
 
 
-def _log_finished(
-    experiment: Experiment, summary: RunSummary, home: Store, tags: Mapping[str, str]
-) -> list[str]:
-    """Complete the MLflow run of a finished run, and end it."""
-    records, unread = read_metrics(home), summary.unread_fields
-    run = open_run(experiment, summary.attempt, summary.data, summary.sources, tags, unread)
-    for record in records:
-        run.round(int(record["round"]), grouped_metrics(record))
-    with scratch_folder("results") as scratch:
-        for name in filter(home.exists, summary.files):
-            file = Path(scratch, name)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(home.read(name))
-        Path(scratch, "result.json").write_bytes(summary.to_json())
-        return close_run(run, summary, Path(scratch))
-
-
-def mark_replaced(experiment: Experiment, attempt: str, *, by: str) -> list[str]:
-    """Delete the MLflow run of an attempt that another attempt replaces; a tag names the new one.
-
-    Returns:
-        The rejected parts.
-    """
+def delete_logged(experiment: Experiment, attempt: str) -> list[str]:
+    """Delete the MLflow run of an attempt; return the rejected parts."""
     if not (experiment.tracking.mlflow and attempt):
         return []
     try:
-        replace_run(_uri(experiment), experiment.tracking.experiment, attempt, by)
+        find_runs(_uri(experiment), experiment.tracking.experiment, attempt, delete=True)
     except InputError as error:
         return [str(error)]
     return []
@@ -254,9 +224,3 @@ def mark_replaced(experiment: Experiment, attempt: str, *, by: str) -> list[str]
 
 def _uri(experiment: Experiment) -> str:
     return tracking_uri(experiment.tracking.uri, experiment.storage.runs)
-
-
-def _digest(source: str) -> str:
-    """Return the hash that a source names, or the hash of its text, as MLflow accepts it."""
-    found = source.rpartition("sha256:")[2]
-    return (found if len(found) >= 32 else hashlib.sha256(source.encode()).hexdigest())[:16]

@@ -6,11 +6,9 @@ loop of both is :func:`_train`.
 """
 
 import time
-import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 
 from trishul_ray.config.fields import RateSource
@@ -18,6 +16,7 @@ from trishul_ray.data.user.user_data import USER_DATA
 from trishul_ray.errors import ArtifactsError, InputError, StorageRefusedError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits, random_weights_line
+from trishul_ray.federation.checkpoint import Checkpoint
 from trishul_ray.federation.on_ray.driver import Driver, RayDriver, Workers, open_driver
 from trishul_ray.federation.on_ray.session import opening, ray_session
 from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
@@ -26,7 +25,8 @@ from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.pretraining import ensure_pretrained, needs_pretraining
 from trishul_ray.plugins.loading import find_plugin
-from trishul_ray.report.summary import FAILURE, RunSummary, write_result
+from trishul_ray.report.summary import FAILURE, RunSummary
+from trishul_ray.runs.artifacts import write_results
 from trishul_ray.runs.existing_run import (
     check_sources,
     extend_shorter,
@@ -37,16 +37,15 @@ from trishul_ray.runs.folder import RunFolder
 from trishul_ray.runs.mlflow_log import (
     close_run,
     grouped_metrics,
-    log_reused,
+    log_finished,
     logged_to,
-    mark_replaced,
+    mark_logged,
     mlflow_command,
     open_run,
 )
-from trishul_ray.runs.results import file_hashes, summarize, write_tables
+from trishul_ray.runs.results import summarize
 from trishul_ray.runtime.lazy import import_ahead
 from trishul_ray.stages import Stages
-from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.storage.store import Store
 from trishul_ray.tasks.build import unread_fields
 from trishul_ray.tracking.mlflow import Tracker
@@ -54,7 +53,7 @@ from trishul_ray.tracking.progress import RunProgress
 
 #: Modules that take seconds to import and are needed when the rounds are over: they are imported
 #: after the first one, while this process waits for the others.
-LATE = ("trishul_ray.runs.artifacts", "trishul_ray.models.attention")
+LATE = ("trishul_ray.runs.export", "trishul_ray.models.attention")
 #: A run as a generator: it yields a report after each round and returns the result.
 RunSteps = Generator[RoundReport, None, "FinishedRun"]
 
@@ -116,21 +115,21 @@ def run_steps(
     folder = RunFolder.of(experiment)
     folder.home.check_bucket(experiment.storage.runs)
     with folder.locked(read_only=not fresh):
-        summary, lacks = None, ""
         if not fresh:
             with folder.accessible():
-                summary, lacks = read_finished(experiment, folder.home, progress)
-        if lacks:
-            progress.note(f"{lacks}: the run starts over, and its numbers are the same")
-        elif summary is not None:
-            return _reuse(experiment, folder, summary, progress, extras, tags)
+                summary, missing = read_finished(experiment, folder.home, progress)
+            if missing:
+                progress.note(f"{missing}: the run starts over, and its numbers are the same")
+                fresh = True
+            elif summary is not None:
+                return _reuse(experiment, folder, summary, progress, extras, tags)
         # Checked before anything is removed or written: wrong input changes no files.
         prepared = _prepare(experiment, workers, progress)
-        new = uuid.uuid4().hex
-        if fresh or lacks:
-            _start_over(experiment, folder, new, progress)
-        with folder.begun(experiment.to_yaml(), new) as attempt:
-            if not (fresh or lacks):
+        if fresh:
+            for rejected in folder.remove():
+                progress.note(f"not deleted in MLflow: {rejected}")
+        with folder.begun() as attempt:
+            if not fresh:
                 extend_shorter(experiment, prepared, folder, attempt, progress)
             run = _Run(experiment, prepared, folder, attempt, progress, workers, extras, tags)
             return (yield from run.steps())
@@ -144,15 +143,14 @@ def _reuse(
     extras: bool,
     tags: Mapping[str, str],
 ) -> FinishedRun:
-    """Return the result of a run that has finished before, whose files are whole again."""
+    """Return the result of a run that has finished before, with all its files."""
     check_sources(experiment, summary, progress)
-    if not folder.home.is_local:  # on this machine, the next write there does so
-        with suppress(StorageRefusedError):  # it may be one that this user can only read
-            folder.home.remove_unfinished()
+    with suppress(StorageRefusedError):  # the user may only have permission to read
+        folder.home.remove_unfinished()
     summary = restore_files(experiment, summary, folder, progress, extras=extras)
-    summary, rejected = log_reused(experiment, summary, folder.home, tags)
-    for refused in rejected:
-        progress.note(f"not logged to MLflow: {refused}")
+    summary, rejected = log_finished(experiment, summary, folder.home, tags)
+    for line in rejected:
+        progress.note(f"not logged to MLflow: {line}")
     return FinishedRun(summary, folder.home, True, mlflow_command(experiment))
 
 
@@ -175,15 +173,6 @@ def _prepare(experiment: Experiment, workers: Workers | None, progress: RunProgr
         if notice is not None:
             progress.note(notice)
     return prepared
-
-
-def _start_over(experiment: Experiment, folder: RunFolder, new: str, progress: RunProgress) -> None:
-    """Remove an earlier run, which the attempt ``new`` replaces."""
-    earlier = folder.attempt
-    folder.remove_result()
-    for refused in mark_replaced(experiment, earlier, by=new):
-        progress.note(f"not marked in MLflow: {refused}")
-    folder.home.remove_all()
 
 
 @dataclass(frozen=True)
@@ -214,30 +203,28 @@ class _Run:
         sources = self.prepared.sources
         tracker = open_run(experiment, self.attempt, coverage, sources, self.tags, unread)
         with self.tracked(tracker):
-            with self.driver(tracker) as driver:
-                late = LATE if self.extras else ()
-                earlier, result = yield from _train(driver, tracker, progress, late)
+            with self.driver() as driver:
+                earlier, result = yield from _train(driver, tracker, progress, self.extras)
                 held = driver.slices.total() if isinstance(driver, RayDriver) else {}
             progress.phase("writing results")
             state = result.checkpoint
             before = [r for r in state.records if r.round <= earlier]
             wall = time.perf_counter() - began + sum(r.seconds or 0.0 for r in before)
-            reports = Stages.of(experiment).reports(state.stages, state.records[-1].stages)
             summary = replace(
                 summarize(experiment, result, coverage, wall, tracker.run_id),
-                reports=reports,
+                reports=Stages.of(experiment).reports(state.stages, state.records[-1].stages),
                 logged_to=logged_to(experiment),
                 unread_fields=unread,
                 held=held,
             )
-            return self.write(result, summary, tracker)
+            return self.write(state, summary, tracker)
 
     @contextmanager
     def tracked(self, tracker: Tracker) -> Iterator[None]:
-        """End the tracking run if the block fails or is stopped."""
+        """End the MLflow run if the block fails or is stopped."""
         try:
             yield
-        except ArtifactsError:  # the run has finished, and its tracking run has ended
+        except ArtifactsError:  # the run has finished, and its MLflow run has ended
             raise
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | GeneratorExit)
@@ -246,57 +233,40 @@ class _Run:
 
     def note_rejected(self, rejected: Sequence[str]) -> None:
         for line in rejected:
-            self.progress.note(f"MLflow refused: {line}")
+            self.progress.note(f"MLflow rejected {line}")
 
     @contextmanager
-    def driver(self, tracker: Tracker) -> Iterator[Driver]:
+    def driver(self) -> Iterator[Driver]:
         """Start what computes: Ray, the backbone's weights if they are trained here, the actors."""
         experiment, progress, workers = self.experiment, self.progress, self.workers
         backbone, use_ray = _backbone(experiment), experiment.resources.backend == "ray"
-        with ExitStack() as stack:
-            if use_ray:
-                if workers is None:
-                    progress.phase(opening())
-                stack.enter_context(ray_session())
+        if use_ray and workers is None:
+            progress.phase(opening())
+        with ray_session() if use_ray else nullcontext():
             if workers is not None and needs_pretraining(backbone):
                 workers.close()  # it takes a CPU, and they may hold all
             ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=use_ray)
             progress.phase("starting clients")
-            opened = open_driver(experiment, self.prepared, self.attempt, progress.note, workers)
-            yield stack.enter_context(opened)
+            note = progress.note
+            with open_driver(experiment, self.prepared, self.attempt, note, workers) as driver:
+                yield driver
 
-    def write(self, result: RunResult, summary: RunSummary, tracker: Tracker) -> FinishedRun:
-        """Write and log what a finished run leaves.
+    def write(self, last: Checkpoint, summary: RunSummary, tracker: Tracker) -> FinishedRun:
+        """Write and log the results.
 
         Raises:
-            ArtifactsError: The model cannot be exported; everything else is written.
+            ArtifactsError: The model cannot be exported; everything else is written and logged.
         """
         experiment, home, lost = self.experiment, self.folder.home, None
-        with scratch_folder("results") as scratch:
-            files = Path(scratch)
-            write_tables(experiment, result.checkpoint, files)
-            home.upload_folder(files)
-            hashes = file_hashes(files)
-            # Its presence marks the run as finished, even if the model cannot be exported.
-            summary = replace(
-                summary, files=list(hashes), sha256=hashes, logged=summary.logged_to is None
-            ).written()
-            write_result(home, summary)
-            home.remove(FAILURE)
-            if self.extras:
-                from trishul_ray.runs.artifacts import add_model  # imports PEFT
-
-                try:
-                    summary = add_model(experiment, summary, home, files)
-                except ArtifactsError as error:
-                    lost = error
-            whole = replace(summary, logged=True).written()
-            (files / "result.json").write_bytes(whole.to_json())
-            rejected = close_run(tracker, whole, files)
-            self.note_rejected(rejected)
-        if summary.logged_to is not None and not rejected:
-            summary = whole
-            write_result(home, summary)
+        try:
+            summary = write_results(experiment, last, summary, home, model=self.extras)
+        except ArtifactsError as error:
+            summary, lost = RunSummary.read(home), error
+        home.remove(FAILURE)
+        rejected = close_run(tracker, summary, home)
+        self.note_rejected(rejected)
+        if not (rejected or summary.logged):
+            summary = mark_logged(summary, home)
         if lost is not None:
             raise lost
         return FinishedRun(summary, home, False, mlflow_command(experiment))
@@ -307,15 +277,12 @@ def _backbone(experiment: Experiment) -> Backbone:
 
 
 def _train(
-    driver: Driver,
-    tracker: Tracker,
-    progress: RunProgress,
-    late: Sequence[str],
+    driver: Driver, tracker: Tracker, progress: RunProgress, extras: bool
 ) -> Generator[RoundReport, None, tuple[int, RunResult]]:
     """Run the rounds that are left: the round loop of every run.
 
-    Returns the number of rounds that earlier processes had finished, and the result; the modules
-    ``late`` are imported by then.
+    Returns the number of rounds that earlier processes had finished, and the result. With
+    ``extras``, the modules that export the model are imported by then.
 
     It yields after every step, to :func:`run_steps`. One round goes from here to a client's local
     training in six hops: ``RayDriver.step`` (on_ray/driver.py), ``Coordinator.step``
@@ -334,8 +301,8 @@ def _train(
         report = driver.step()
         _log(report, tracker, progress, shown=len(report.records))
         yield report
-        if late and ahead is None:
-            ahead = import_ahead(*late)
+        if extras and ahead is None:
+            ahead = import_ahead(*LATE)
     if ahead is not None:
         ahead.join()
     return earlier, driver.final()

@@ -16,8 +16,8 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.rows import check_rows
 from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.report.summary import attempt_of
-from trishul_ray.runs.folder import RunFolder, remove_locks
-from trishul_ray.runs.mlflow_log import log_reused
+from trishul_ray.runs.folder import RunFolder
+from trishul_ray.runs.mlflow_log import log_finished
 from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.cells import Cell, CellRun, Sweep, TuneOptions, distinct
 from trishul_ray.sweeps.samples import sampled, with_random_samples, with_samples
@@ -73,9 +73,6 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
             _run(work, missing, options)
             work.examine()
         failures = {work.name(id): work.states[id].reason for id in work.unfinished()}
-        finished = {id for id, state in work.states.items() if state.status == "finished"}
-        for runs in {experiment.storage.runs for experiment in work.cells.values()}:
-            remove_locks(runs, finished)
         status = "FAILED" if failures else "FINISHED"
     except KeyboardInterrupt:
         status = "KILLED"
@@ -188,7 +185,7 @@ class _Work:
                 logs[id] = "FAILED" if state.failure else "KILLED"
                 if state.summary is not None:
                     home, tags = RunFolder.of(experiment).home, cell_tags(part.sweep, cell)
-                    logged, refused = log_reused(experiment, state.summary, home, tags)
+                    logged, refused = log_finished(experiment, state.summary, home, tags)
                     self.states[id] = replace(state, summary=logged)
                     logs[id], rejected = "FINISHED", rejected + refused
             found = Counter(self.states[id].status for id in part.cells)

@@ -133,7 +133,7 @@ def run_search(
     search, experiment = sweep.search, cell.experiment
     assert search is not None
     nodes = _nodes()
-    progress.expect(search.samples, experiment.federation.rounds)
+    progress.expect(search.samples)
     at_once = min(search.samples, options.concurrency or search.samples)
     slices, bundles = request(experiment, nodes, at_once, may_grow=joins_cluster())
     run = CellRun(experiment, sweep.cell_name(cell), metric=search.metric)

@@ -6,10 +6,10 @@ the run sets.
 """
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -28,8 +28,6 @@ Scalar = str | int | float | bool | None
 
 #: Tags of a run: its attempt, the id of its experiment, and the parent in MLflow's list of runs.
 ATTEMPT_TAG, ID_TAG, PARENT_TAG = "trishul.attempt", "trishul.id", "mlflow.parentRunId"
-#: Tag of a deleted run: the attempt that replaces it.
-REPLACED_TAG = "trishul.replaced_by"
 #: Metric that a round logs last: a round with it is complete.
 ROUND_METRIC = "round"
 #: Seconds to wait for a server that has answered before. A server takes a minute to start.
@@ -47,9 +45,8 @@ class Tracker:
         """Log the metrics of a round, unless the round is already logged."""
 
     def end(
-        self, status: Status, step: int = 0, *, metrics: Mapping[str, float] | None = None,
-        tags: Mapping[str, Scalar] | None = None, inputs: "Sequence[DatasetInput]" = (),
-        folder: Path | None = None,
+        self, status: Status, *, metrics: Mapping[str, float] | None = None,
+        tags: Mapping[str, Scalar] | None = None, folder: Path | None = None,
     ) -> list[str]:  # fmt: skip
         """End the run with its totals; return the rejected parts."""
         return []
@@ -60,6 +57,9 @@ class MlflowRun(Tracker):
 
     A store that fails while the run goes on does not stop the run: rounds are sent later, at the
     latest by :meth:`end`, which waits for a server that is gone. Secrets are masked or omitted.
+
+    Raises:
+        InputError: The store cannot be opened, or the experiment was deleted.
     """
 
     def __init__(
@@ -67,20 +67,14 @@ class MlflowRun(Tracker):
         params: Mapping[str, Scalar], tags: Mapping[str, Scalar],
         inputs: "Sequence[DatasetInput]" = (), parent: str | None = None,
     ) -> None:  # fmt: skip
-        """Open or create the run.
-
-        Raises:
-            InputError: The store cannot be opened, or the experiment was deleted.
-        """
-        self.uri, self._experiment = uri, experiment
-        self.patience = OUTAGE_SECONDS if is_server(uri) else 0.0
+        self.uri, self.patience = uri, OUTAGE_SECONDS if is_server(uri) else 0.0
         self._waiting: dict[int, dict[str, float]] = {}
-        self._next_request = -math.inf
+        self._next_request = 0.0
         self._rejected: list[str] = []
         marks = public(tags) | {ATTEMPT_TAG: attempt} | ({PARENT_TAG: parent} if parent else {})
         # A sweep has reached the server before: this is an outage and not a wrong address.
         retrying = _retrying(self.patience if parent else 0.0)
-        run = retrying(self._find_or_create, attempt, name, marks)
+        run = retrying(self._find_or_create, uri, experiment, name, marks)
         self.run_id = self._id = run.info.run_id
         self._ended = run.info.end_time if run.info.status == "FINISHED" else None
         self._metrics = run.data.metrics
@@ -90,37 +84,31 @@ class MlflowRun(Tracker):
         if inputs:
             retrying(self.client.log_inputs, self._id, datasets=[*inputs])
 
-    def _find_or_create(self, attempt: str, name: str, tags: dict[str, str]) -> "Run":
+    def _find_or_create(self, uri: str, experiment: str, name: str, tags: dict[str, str]) -> "Run":
         # The lock is held from the search to the creation: two drivers of an attempt share a run.
-        with opened(self.uri, self._experiment) as (self.client, experiment):
-            number = self.experiment_id = experiment.experiment_id
-            wanted = f"tags.`{ATTEMPT_TAG}` = '{attempt}'"
-            found = list(self.client.search_runs([number], wanted, order_by=["start_time ASC"]))
+        with opened(uri, experiment) as (self.client, group):
+            self.experiment_id = group.experiment_id
+            found = self._search(f"tags.`{ATTEMPT_TAG}` = '{tags[ATTEMPT_TAG]}'")
             self._logged: set[int] | None = None if found else set()
             if not found:
-                return self.client.create_run(number, tags=tags, run_name=name)
-            run = found[0]
-            if run.info.status != "RUNNING":
-                self.client.update_run(run.info.run_id, status="RUNNING")
-            if REPLACED_TAG in run.data.tags:  # a process was killed in replace_run
-                self.client.delete_tag(run.info.run_id, REPLACED_TAG)
-            return run
+                return self.client.create_run(self.experiment_id, tags=tags, run_name=name)
+            if found[-1].info.status != "RUNNING":
+                self.client.update_run(found[-1].info.run_id, status="RUNNING")
+            return found[-1]  # the first that started
+
+    def _search(self, wanted: str) -> "list[Run]":
+        return list(self.client.search_runs([self.experiment_id], wanted, max_results=50_000))
 
     def round(self, number: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a round: now, or with a later one if rounds are short."""
         self._waiting.setdefault(number, dict(metrics))
         began = time.monotonic()
-        if began < self._next_request:
-            return
-        self._next_request = began + ROUNDS_SECONDS
-        try:
-            self._log_rounds()
-        except (mlflow.MlflowException, OSError) as error:
-            if not is_outage(error):
-                self._reject("rounds", error)
-                self._waiting.clear()
+        if began >= self._next_request:
+            with suppress(mlflow.MlflowException, OSError):  # sent again later
+                self._log_rounds()
             # A server that hangs gets a tenth of the run's time.
-            self._next_request = time.monotonic() + 10 * (time.monotonic() - began)
+            now = time.monotonic()
+            self._next_request = now + max(ROUNDS_SECONDS, 10 * (now - began))
 
     def logged_rounds(self) -> set[int]:
         """Return the rounds that are completely logged."""
@@ -131,19 +119,14 @@ class MlflowRun(Tracker):
 
     def _log_rounds(self) -> None:
         new = sorted(self._waiting.keys() - self.logged_rounds())
-        values = [
-            point
-            for number in new
-            for point in points_of({**self._waiting[number], ROUND_METRIC: number}, number)
-        ]
-        self.client.log_batch(self._id, metrics=values)
+        rounds = [points_of(self._waiting[n] | {ROUND_METRIC: n}, n) for n in new]
+        self.client.log_batch(self._id, metrics=[*chain(*rounds)])
         self.logged_rounds().update(new)
         self._waiting.clear()
 
     def end(
-        self, status: Status, step: int = 0, *, metrics: Mapping[str, float] | None = None,
-        tags: Mapping[str, Scalar] | None = None, inputs: "Sequence[DatasetInput]" = (),
-        folder: Path | None = None,
+        self, status: Status, *, metrics: Mapping[str, float] | None = None,
+        tags: Mapping[str, Scalar] | None = None, folder: Path | None = None,
     ) -> list[str]:  # fmt: skip
         """End the run; return the rejected parts.
 
@@ -156,11 +139,10 @@ class MlflowRun(Tracker):
         if self._waiting:
             self._send("rounds", self._log_rounds)
         new = {k: v for k, v in (metrics or {}).items() if self._metrics.get(k) != v}
+        points = points_of(new, max(self._logged or [0]))
         marks = [mlflow.entities.RunTag(*each) for each in public(tags or {}).items()]
-        if new or marks:
-            self._send("totals", client.log_batch, id, metrics=points_of(new, step), tags=marks)
-        if inputs:
-            self._send("inputs", client.log_inputs, id, datasets=[*inputs])
+        if points or marks:
+            self._send("totals", lambda: client.log_batch(id, metrics=points, tags=marks))
         if folder is not None:
             self._send("files", client.log_artifacts, id, str(folder))
         ended = self._ended if status == "FINISHED" else None
@@ -168,35 +150,23 @@ class MlflowRun(Tracker):
         rejected, self._rejected = self._rejected, []
         return rejected
 
-    def _send(
-        self, what: str, action: Callable[..., object], *args: object, **named: object
-    ) -> None:
+    def _send(self, what: str, action: Callable[..., object], *args: object) -> None:
         try:
-            _retrying(self.patience)(partial(action, *args, **named))
+            _retrying(self.patience)(action, *args)
         except (mlflow.MlflowException, OSError) as error:
             if is_outage(error):  # wait for a server only once
                 self.patience = 0.0
-            self._reject(what, error)
-
-    def _reject(self, what: str, error: Exception) -> None:
-        self._rejected.append(f"{what} ({redact(first_line(error))})")
+            self._rejected.append(f"{what} ({redact(first_line(error))})")
 
 
-def has_finished(uri: str, experiment: str, attempt: str) -> bool:
-    """Return whether the run of an attempt is in a store and has finished."""
+def find_runs(uri: str, experiment: str, attempt: str, *, delete: bool = False) -> "list[Run]":
+    """Return the runs of an attempt in a store; with ``delete``, also delete them."""
     with opened(uri, experiment) as (client, group):
         wanted = f"tags.`{ATTEMPT_TAG}` = '{attempt}'"
-        found = client.search_runs([group.experiment_id], wanted)
-    return any(run.info.status == "FINISHED" for run in found)
-
-
-def replace_run(uri: str, experiment: str, attempt: str, by: str) -> None:
-    """Delete the run of an attempt, with the tag that another attempt replaces it."""
-    with opened(uri, experiment) as (client, group):
-        wanted = f"tags.`{ATTEMPT_TAG}` = '{attempt}'"
-        for run in client.search_runs([group.experiment_id], wanted):
-            client.set_tag(run.info.run_id, REPLACED_TAG, by)
+        found = list(client.search_runs([group.experiment_id], wanted))
+        for run in found if delete else ():
             client.delete_run(run.info.run_id)
+    return found
 
 
 def public(fields: Mapping[str, Scalar]) -> dict[str, str]:
@@ -212,7 +182,7 @@ def public(fields: Mapping[str, Scalar]) -> dict[str, str]:
 def dataset_input(
     name: str, digest: str, source: str, context: str, profile: Mapping[str, Scalar]
 ) -> "DatasetInput":
-    """Return data or weights that a run reads, and their use, such as ``training``."""
+    """Return data that a run reads, and their use, such as ``training``."""
     kind, entities = source.partition(":")[0], mlflow.entities
     text, facts = json.dumps({"source": redact(source)}), json.dumps(dict(profile))
     dataset = entities.Dataset(name, digest, kind, text, profile=facts)

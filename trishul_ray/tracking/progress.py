@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from trishul_ray.storage.redaction import redact
 
-#: Seconds after which a preparation shows the time left, and between two plain lines about it.
+#: Seconds between two plain lines about a preparation.
 PLAIN_INTERVAL = 5.0
 #: Seconds without a plain line after which a sweep prints its state.
 LOG_INTERVAL = 60.0
@@ -60,11 +60,11 @@ class RunProgress:
     def __init__(self, total_rounds: int, console: Console | None = None) -> None:
         self._total, self._console = total_rounds, console or Console(stderr=True)
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._uploaded = self._simulated = 0.0
-        self._latest: dict[str, float] = {}
+        self._uploaded = 0.0
+        self._scores: dict[str, float] = {}
         self._recent_seconds: deque[float] = deque(maxlen=10)
-        self._previous = self._printed = time.monotonic()
-        self._notes: Counter[str] = Counter()
+        self._printed = time.monotonic()
+        self._notes: set[str] = set()
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=16),
@@ -82,9 +82,6 @@ class RunProgress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()  # leaves the bar on the screen and restores the cursor
-        for text, times in self._notes.items():
-            if times > 1:
-                self._print(f"{text} ({times} times in all)")
 
     def phase(self, text: str) -> None:
         """Show a phase before the first round or after the last round."""
@@ -95,60 +92,48 @@ class RunProgress:
 
     def advance(self, round_: int, metrics: Mapping[str, float]) -> None:
         """Show a finished round; round 0 is the evaluation of the backbone before training."""
-        now = time.monotonic()
-        seconds = float(metrics.get("seconds", now - self._previous))
-        self._previous = now
-        if round_ > 0:
-            self._recent_seconds.append(seconds)
-        self._latest |= {k: float(metrics[k]) for k in (self.headline, "loss") if k in metrics}
-        self._uploaded += float(metrics.get("uploaded_bytes", 0.0))
-        self._simulated = float(metrics.get("simulated_seconds", self._simulated))
-        left, recent = self._total - round_, self._recent_seconds
-        # Not from the clock: a resumed run reports its old rounds all at once.
-        eta = f"{format_duration(left * sum(recent) / len(recent))} left" if recent else ""
-        eta = eta if left > 0 else "done"
+        scores = {k: float(metrics[k]) for k in (self.headline, "loss") if k in metrics}
+        self._scores |= scores
+        self.count_earlier([metrics])
         title = f"round {round_}/{self._total}" if round_ else "untouched backbone"
+        left, recent, seconds = self._total - round_, self._recent_seconds, ""
+        if round_ and "seconds" in metrics:
+            recent.append(metrics["seconds"])
+            seconds = format_duration(metrics["seconds"])
+        eta = f"{format_duration(left * sum(recent) / len(recent))} left" if recent else ""
+        eta = eta if left else "done"
         if self._live:
-            figures = self._figures(self._latest)
+            figures = self._figures(self._scores)
             self._bar.update(
                 self._task, description=title, completed=round_, figures=figures, eta=eta
             )
-            return
-        current = {k: v for k, v in self._latest.items() if k in metrics}
-        parts = [title, self._figures(current), format_duration(seconds) if round_ else "", eta]
-        self._print("  ".join(part for part in parts if part))
+        else:
+            self._print("  ".join(filter(None, [title, self._figures(scores), seconds, eta])))
 
     def count_earlier(self, records: Iterable[Mapping[str, float]]) -> None:
         """Count the traffic of rounds that an earlier process has finished."""
         self._uploaded += sum(float(each.get("uploaded_bytes", 0.0)) for each in records)
 
     def note(self, text: str) -> None:
-        """Print a line above the bar, such as the restart of an actor; count its repeats."""
-        self._notes[text] += 1
-        if self._notes[text] == 1:
+        """Print a line above the bar, such as the restart of an actor, unless it was printed."""
+        if text not in self._notes:
+            self._notes.add(text)
             self._print(text)
 
     def task_progress(self, label: str) -> Callable[[str, float], None]:
-        """Return a callback ``(text, share)`` for a preparation, such as a download.
+        """Return a callback ``(stage, share)`` for a preparation, such as a download.
 
         Call it often, with the current stage and the share of it that is done, in [0, 1].
         """
-        began: dict[str, float] = {}
-        done: set[str] = set()
-        printed = -math.inf
+        printed: dict[str, float] = {}  # when a stage was last printed; infinity if it is complete
 
-        def report(text: str, share: float) -> None:
-            nonlocal printed
-            now = time.monotonic()
-            elapsed = now - began.setdefault(text, now)
-            line = f"{label}: {text} {min(1.0, share):4.0%}"
-            if elapsed > PLAIN_INTERVAL and 0 < share < 1:
-                line += f", {format_duration(elapsed / share * (1 - share))} left"
+        def report(stage: str, share: float) -> None:
+            line, now = f"{label}: {stage} {min(1.0, share):4.0%}", time.monotonic()
+            last = printed.get(stage, -math.inf)
             if self._live:
                 self._bar.update(self._task, description=line)
-            elif text not in done and (share >= 1.0 or now - printed >= PLAIN_INTERVAL):
-                printed = now
-                done.update([text] if share >= 1.0 else [])
+            elif now - last >= PLAIN_INTERVAL or (share >= 1.0 and last < math.inf):
+                printed[stage] = math.inf if share >= 1.0 else now
                 self._print(line)
 
         return report
@@ -159,8 +144,6 @@ class RunProgress:
             parts.append(f"loss {values['loss']:.4g}")
         if self._uploaded:
             parts.append(f"{format_bytes(self._uploaded)} up")
-        if self._simulated:
-            parts.append(f"{format_duration(self._simulated)} simulated")
         return "  ".join(parts)
 
     def _print(self, text: str) -> None:
@@ -174,14 +157,10 @@ class _Cell:
     name: str
     rounds: int
     began: float | None = None
-    round: int | None = None  # none since it started, perhaps again
+    round: int = 0
     ended: str = ""  # "done" or "failed"
     metrics: dict[str, float] = field(default_factory=dict)
     task: TaskID | None = None
-
-    @property
-    def rounds_left(self) -> int:
-        return 0 if self.ended else self.rounds - (self.round or 0)
 
 
 class SweepProgress(RunProgress):
@@ -194,37 +173,31 @@ class SweepProgress(RunProgress):
     def __init__(self, console: Console | None = None) -> None:
         super().__init__(1, console)
         self._cells: dict[str, _Cell] = {}
-        self._expected: list[int] = []  # rounds of cells that a search will name
-        self._began: float | None = None
-        self._rounds_done = 0
+        self._expected = 0  # cells that a search will name
 
-    def expect(self, cells: int, rounds: int) -> None:
-        """Announce cells of ``rounds`` rounds each that :meth:`add` will name later."""
-        self._expected += [rounds] * cells
+    def expect(self, cells: int) -> None:
+        """Announce cells that :meth:`add` will name later."""
+        self._expected += cells
         self._show()
 
     def add(self, id: str, name: str, rounds: int) -> None:
         """Announce a cell, or name an expected cell."""
         self._cells[id] = _Cell(name, rounds)
-        if self._expected:
-            self._expected.pop()
+        self._expected = max(0, self._expected - 1)
         self._show()
 
     def start(self, id: str) -> None:
         """Show that a cell runs, perhaps again."""
         cell = self._cells[id]
-        cell.began, cell.round, cell.ended = cell.began or time.monotonic(), None, ""
+        cell.began, cell.round, cell.ended = cell.began or time.monotonic(), 0, ""
         self._show()
 
     def round(
         self, id: str, round_: int, metrics: Mapping[str, float], headline: str = "accuracy"
     ) -> None:
-        """Show a finished round of a cell; the first round is where the cell continues from."""
+        """Show a finished round of a cell."""
         cell = self._cells[id]
-        if cell.round is not None:
-            self._rounds_done += round_ - cell.round
         cell.round = round_
-        self._began = self._began or time.monotonic()
         cell.metrics |= {k: float(metrics[k]) for k in (headline, "loss") if k in metrics}
         self._show()
 
@@ -243,42 +216,46 @@ class SweepProgress(RunProgress):
         if cell.task is not None:
             self._bar.remove_task(cell.task)
             cell.task = None
-        seconds = format_duration(now - (cell.began or now))
-        result = failure or f"{self._figures(cell.metrics)}  {seconds}"
-        left = f"  {self._eta()}" if self._eta() and not self._live else ""
-        done = sum(bool(each.ended) for each in self._cells.values())
-        total = len(self._cells) + len(self._expected)
-        self._print(f"{done}/{total}  {cell.name}: {result}{left}")
+        result = failure or (
+            f"{self._figures(cell.metrics)}  {format_duration(now - (cell.began or now))}"
+        )
+        left = "" if self._live else self._time_left()
+        ended, total = self._counts()
+        self._print("  ".join(filter(None, [f"{ended}/{total}", f"{cell.name}: {result}", left])))
         self._show()
 
-    def _eta(self) -> str:
-        left = sum(self._expected) + sum(cell.rounds_left for cell in self._cells.values())
-        if self._began is None or not self._rounds_done or not left:
+    def _counts(self) -> tuple[int, int]:
+        """Return the number of ended cells, and of all cells."""
+        ended = sum(bool(cell.ended) for cell in self._cells.values())
+        return ended, len(self._cells) + self._expected
+
+    def _time_left(self) -> str:
+        """Return the time that the other cells take at the pace so far, if one has ended."""
+        (ended, total), now = self._counts(), time.monotonic()
+        if ended in (0, total):
             return ""
-        pace = (time.monotonic() - self._began) / self._rounds_done
-        return f"about {format_duration(pace * left)} left"
+        began = min(cell.began or now for cell in self._cells.values())
+        return f"about {format_duration((now - began) / ended * (total - ended))} left"
 
     def _show(self) -> None:
         running = [cell for cell in self._cells.values() if cell.began and not cell.ended]
-        ended = [cell.ended for cell in self._cells.values() if cell.ended]
-        total = len(self._cells) + len(self._expected)
-        state, failed = f"cells {len(ended)}/{total}", ended.count("failed")
+        failed = sum(cell.ended == "failed" for cell in self._cells.values())
+        (ended, total), eta = self._counts(), self._time_left()
         figures = f"{len(running)} running" + (f", {failed} failed" if failed else "")
         if not self._live:
             if running and time.monotonic() - self._printed > LOG_INTERVAL:
-                rounds = sum(cell.round or 0 for cell in running), sum(c.rounds for c in running)
-                parts = [f"{state} done", figures, f"their rounds {rounds[0]}/{rounds[1]}"]
-                self._print(", ".join(filter(None, [*parts, self._eta()])))
+                done, rounds = sum(c.round for c in running), sum(c.rounds for c in running)
+                parts = [f"cells {ended}/{total} done", figures, f"their rounds {done}/{rounds}"]
+                self._print(", ".join(filter(None, [*parts, eta])))
             return
         self._bar.update(
-            self._task, description=state, total=total, completed=len(ended), figures=figures,
-            eta=self._eta(),
+            self._task, description=f"cells {ended}/{total}", total=total, completed=ended,
+            figures=figures, eta=eta,
         )  # fmt: skip
         for place, cell in enumerate(running):
             if cell.task is None:
                 cell.task = self._bar.add_task(cell.name, total=cell.rounds, figures="", eta="")
-            done = cell.round or 0
             self._bar.update(
-                cell.task, completed=done, visible=place < SHOWN_CELLS,
-                figures=f"round {done}/{cell.rounds}  {self._figures(cell.metrics)}",
+                cell.task, completed=cell.round, visible=place < SHOWN_CELLS,
+                figures=f"round {cell.round}/{cell.rounds}  {self._figures(cell.metrics)}",
             )  # fmt: skip

@@ -13,7 +13,6 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from filelock import FileLock
 
@@ -35,20 +34,15 @@ _COLUMNS = (
     *(f"params.`{name}`" for name in ("method.name", "method.lam", "partition.alpha", "seed")),
     "attributes.`Duration`",
 )
+_STATE = {"createdAt": 0, "state": json.dumps({"selectedColumns": _COLUMNS})}
 #: Tags of an experiment: MLflow shows training runs instead of language model applications, and the
 #: view in its menu.
 _EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",
-    f"mlflow.sharedViewState.{VIEW}": json.dumps(
-        {
-            "name": "Scores and settings",
-            "createdAt": 0,
-            "state": json.dumps({"selectedColumns": _COLUMNS}),
-        }
-    ),
+    f"mlflow.sharedViewState.{VIEW}": json.dumps({"name": "Scores and settings", **_STATE}),
 }
 _VARIABLE = "MLFLOW_TRACKING_URI"
-_SCHEMES = ("http", "sqlite", "postgresql", "mysql", "mssql")
+_SCHEMES = ("http://", "https://", "sqlite", "postgresql", "mysql", "mssql")
 #: MLflow reads these when it is first imported: no telemetry, no printed addresses, and a lost
 #: server blocks a run for a minute instead of for many.
 SETTINGS = {
@@ -65,8 +59,8 @@ def tracking_uri(uri: str | None, runs: str) -> str:
     Raises:
         InputError: The store is neither a SQLite file nor a database nor a server.
     """
-    named = os.environ.get(_VARIABLE) or None
-    if uri is None or (named is not None and uri == redact(named)):  # as config.yaml has it
+    named = os.environ.get(_VARIABLE)
+    if named and uri in (None, redact(named)):  # config.yaml has it without credentials
         uri = named
     if uri is None:
         if "://" in runs and not runs.startswith("file://"):
@@ -74,36 +68,26 @@ def tracking_uri(uri: str | None, runs: str) -> str:
                 f"tracking.uri: storage.runs={runs!r} is remote and cannot contain a SQLite file; "
                 "name an MLflow server, or set tracking.mlflow=false"
             )
-        uri = str(Path(runs.removeprefix("file://")).absolute() / "mlflow.db")
+        uri = f"{runs.removeprefix('file://')}/mlflow.db"
     if f"://{MASK}@" in uri:
         raise InputError(
             f"tracking.uri={uri!r}: credentials are never written; name them again by "
             f"tracking.uri or {_VARIABLE}"
         )
-    scheme = urlsplit(uri).scheme
-    if not scheme and uri.endswith(".db"):
-        if "?" in uri or "%" in uri:
-            raise InputError(f"tracking.uri={uri!r}: MLflow accepts no ? or % in a path")
-        return f"sqlite:///{Path(uri).absolute()}"
-    if not scheme.startswith(_SCHEMES) or (scheme == "sqlite" and sqlite_file(uri) is None):
+    if uri.endswith(".db") and "://" not in uri:
+        uri = f"sqlite:///{Path(uri).absolute()}"
+    if not uri.startswith(_SCHEMES) or (uri.startswith("sqlite") and sqlite_file(uri) is None):
         raise InputError(
-            f"{_as_set(uri)}: must be a SQLite file (sqlite:///FILE.db), a server (http://HOST) or "
-            "a database (postgresql://, mysql+pymysql://, mssql+pyodbc://)"
+            f"tracking.uri={redact(uri)!r}: must be a SQLite file (sqlite:///FILE.db), a server "
+            "(http://HOST) or a database (postgresql://, mysql+pymysql://, mssql+pyodbc://)"
         )
     return uri
 
 
-def _as_set(uri: str) -> str:
-    """Return an address without credentials, after the variable or the field that sets it."""
-    name = _VARIABLE if os.environ.get(_VARIABLE) == uri else "tracking.uri"
-    return f"{name}={redact(uri)!r}"
-
-
 def sqlite_file(uri: str) -> Path | None:
     """Return the file of a ``sqlite:///`` address, or None."""
-    head, _, path = uri.partition(":///")
-    path = path.partition("?")[0]
-    is_file = head.partition("+")[0] == "sqlite" and path not in ("", ":memory:")
+    head, _, path = uri.partition("?")[0].partition(":///")
+    is_file = head.startswith("sqlite") and path not in ("", ":memory:")
     return Path(path).absolute() if is_file else None
 
 
@@ -112,19 +96,14 @@ def is_server(uri: str) -> bool:
     return uri.startswith(("http://", "https://"))
 
 
-def place_of(uri: str, experiment: str) -> list[str]:
-    """Return a store without credentials, and the name of an MLflow experiment."""
-    return [redact(uri), experiment]
-
-
 def ui_command(uri: str) -> str:
     """Return the command that shows a store in a browser, or the address of a server."""
     if is_server(uri):
         return redact(uri)
-    with contextlib.suppress(InputError):
-        if uri == tracking_uri(None, os.environ.get("TRISHUL_RUNS", "runs")):
-            return "trishul ui"
-    return f"trishul ui --uri {shlex.quote(redact(uri))}"
+    default = (
+        uri == f"sqlite:///{Path(os.environ.get('TRISHUL_RUNS', 'runs'), 'mlflow.db').absolute()}"
+    )
+    return "trishul ui" if default else f"trishul ui --uri {shlex.quote(redact(uri))}"
 
 
 def open_client(uri: str) -> "MlflowClient":
@@ -141,22 +120,21 @@ def open_client(uri: str) -> "MlflowClient":
 
     for name in ("alembic", "mlflow.store.db.utils"):  # a page of lines for every new store
         logging.getLogger(name).setLevel(logging.WARNING)
-    file = sqlite_file(uri)
-    new = file.with_name(f".{file.name}.new") if file is not None and not file.exists() else None
     try:
-        if new is not None and file is not None:
+        if (file := sqlite_file(uri)) is not None and not file.exists():
+            new = file.with_name(f".{file.name}.new")
             new.unlink(missing_ok=True)  # of a process that was killed
-            SqlAlchemyStore(f"sqlite:///{new}", "mlruns").engine.dispose()
-            put_in_place(new, file)
+            try:
+                SqlAlchemyStore(f"sqlite:///{new}", "mlruns").engine.dispose()
+                put_in_place(new, file)
+            finally:
+                new.unlink(missing_ok=True)
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         client.search_experiments(max_results=1)
     except (mlflow.MlflowException, SQLAlchemyError, OSError, ImportError) as error:
-        if new is not None:
-            new.unlink(missing_ok=True)
-        cause = getattr(error, "orig", None) or error
-        raise InputError(
-            f"{_as_set(uri)}: the MLflow store does not answer: {redact(first_line(cause))[:300]}"
-        ) from error
+        cause = redact(first_line(getattr(error, "orig", None) or error))[:300]
+        message = f"tracking.uri={redact(uri)!r}: the MLflow store does not answer: {cause}"
+        raise InputError(message) from error
     return client
 
 
@@ -189,8 +167,7 @@ def opened(uri: str, name: str) -> "Iterator[tuple[MlflowClient, Experiment]]":
                 make_folder(file.parent)
                 stack.enter_context(FileLock(f"{file}.lock", timeout=120))
             except OSError as error:  # also a lock that another process holds
-                why = error.strerror or "another process holds its lock"
-                raise InputError(f"tracking.uri: cannot write {file}: {why}") from error
+                raise InputError(f"tracking.uri: cannot write {file}: {error}") from error
         client = open_client(uri)
         try:
             if (found := client.get_experiment_by_name(name)) is None:
@@ -206,4 +183,5 @@ def opened(uri: str, name: str) -> "Iterator[tuple[MlflowClient, Experiment]]":
             yield client, found
         except mlflow.MlflowException as error:
             cause = redact(first_line(error))[:300]
-            raise InputError(f"{_as_set(uri)}: the MLflow store refuses: {cause}") from error
+            message = f"tracking.uri={redact(uri)!r}: the MLflow store refuses: {cause}"
+            raise InputError(message) from error

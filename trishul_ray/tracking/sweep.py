@@ -8,7 +8,7 @@ another sweep or a single call has logged keeps its parent and also gets the tag
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from trishul_ray.tracking.mlflow import ID_TAG, PARENT_TAG, MlflowRun, Status
+from trishul_ray.tracking.mlflow import ID_TAG, MlflowRun, Status
 
 #: Beginnings of the tags of a cell's run: the sweeps that need it, and its labels by axis. Labels
 #: are also parameters: MLflow compares runs by the first parameters that differ.
@@ -25,8 +25,8 @@ class SweepRun(MlflowRun):
         experiment: Name of the MLflow experiment.
         tags: ``sweep``, its name, ``profile``, and further tags.
         params: Labels of its axes.
-        keys: What distinguishes sweeps of one name: the folder of runs, and the ids of its cells if
-            the sweep has no file.
+        keys: Text that distinguishes sweeps of one name: the folder of runs, and the ids of its
+            cells if the sweep has no file.
     """
 
     def __init__(
@@ -43,9 +43,10 @@ class SweepRun(MlflowRun):
     def close(
         self, cells: Mapping[str, Status], counts: Mapping[str, int], status: Status
     ) -> list[str]:
-        """End the open runs of cells, by id, tag runs that other sweeps logged, and end the run.
+        """End the run, tag the runs of the cells, by id, and give them the status of the cell.
 
-        A run that ended as ``FAILED`` although its cell did not fail gets the status of the cell.
+        The process of a stopped trial may have left its run open, or may have ended the run as
+        failed because its actors ended first.
 
         Returns:
             The rejected parts.
@@ -53,23 +54,15 @@ class SweepRun(MlflowRun):
         if status == "KILLED":
             self.patience = 0.0
         self._send("runs of cells", self._settle, cells)
-        tags = {f"cells.{name}": count for name, count in counts.items()}
-        return self.end(status, tags=tags)
+        return self.end(status, tags={f"cells.{name}": count for name, count in counts.items()})
 
     def _settle(self, cells: Mapping[str, Status]) -> None:
-        client, tag = self.client, f"{SWEEP_TAG}{self._sweep}"
-        wanted = f"tags.`{tag}` = '{self._profile}'"
-        found = client.search_runs([self.experiment_id], wanted, max_results=50_000)
-        tagged = {run.data.tags[ID_TAG]: run for run in found if ID_TAG in run.data.tags}
-        for id, run in tagged.items():
-            cell, was = cells.get(id), run.info.status
-            if cell is None and run.data.tags.get(PARENT_TAG) != self._id:
-                continue  # of another sweep of this name, which may go on
-            ended: Status = "KILLED" if cell is None else cell
-            # An interrupted run may see its actors end first, and take that for a failure.
-            if was == "RUNNING" or (was == "FAILED" and cell is not None and ended != was):
-                client.set_terminated(run.info.run_id, ended)
-        for id in cells.keys() - tagged.keys():  # logged by another sweep or a single call
-            wanted = f"tags.`{ID_TAG}` = '{id}'"
-            for run in client.search_runs([self.experiment_id], wanted):
-                client.set_tag(run.info.run_id, tag, self._profile)
+        tag, others = f"{SWEEP_TAG}{self._sweep}", {*cells}
+        for run in self._search(f"tags.`{tag}` = '{self._profile}'"):
+            id = run.data.tags.get(ID_TAG, "")
+            if id in cells and run.info.status != cells[id]:
+                self.client.set_terminated(run.info.run_id, cells[id])
+            others.discard(id)
+        for id in others:  # logged by another sweep or a single call
+            for run in self._search(f"tags.`{ID_TAG}` = '{id}'"):
+                self.client.set_tag(run.info.run_id, tag, self._profile)
