@@ -203,14 +203,8 @@ def half_missing(labels):
 
 def square(figure, sweep):
     """A figure without content."""
-    return DrawnFigure(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 240" role="img">'
-        f'<title>{figure.title}</title><rect width="720" height="240" fill="#fff"/>'
-        f'<path d="M20 200 L200 120 L400 90 L700 60" fill="none" stroke="#0072B2"/>'
-        f'<text x="30" y="40">{sweep.profile}: an invented curve</text></svg>',
-        b"%PDF-",
-        "x,value\n1,2\n",
-    )
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg"><title>{figure.title}</title></svg>'
+    return DrawnFigure(svg.encode(), b"%PDF-", "x,value\n1,2\n", f"profile {sweep.profile}")
 
 
 FIGURE = FigureLayout(name="curve", title="Accuracy by round", kind="convergence")

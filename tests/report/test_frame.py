@@ -30,7 +30,7 @@ def test_rounds_are_grouped_by_the_axes_in_their_order(tmp_path):
 
 def test_unfinished_cells_have_a_row_and_no_rounds(tmp_path):
     sweep = by_method(tmp_path, lambda labels: "failed" if labels["seed"] == "1" else None)
-    cells = cells_frame(sweep, sweep.cells)
+    cells, _ = cells_frame(sweep, sweep.cells, TableLayout(name="all"))
     assert len(cells) == len(sweep.cells)
     assert cells.xs("1", level="seed")["value"].isna().all()
     assert "1" not in rounds_frame(sweep, sweep.cells).index.get_level_values("seed")

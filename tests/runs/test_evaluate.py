@@ -22,7 +22,7 @@ from trishul_ray.data.conversations import Row
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.report.frame import shown_frame
+from trishul_ray.report.frame import cells_frame
 from trishul_ray.report.layouts import Evaluated, TableLayout
 from trishul_ray.report.outcomes import CellOutcome, SweepOutcome
 from trishul_ray.report.summary import RunSummary
@@ -105,7 +105,7 @@ def test_answers_and_scores_do_not_depend_on_batches(tuned):
     def read(cells, **score):
         layout = TableLayout(name="answers", eval=Evaluated(**score))
         sweep = SweepOutcome("s", "S", "custom", "", {}, {}, (layout,), (), tuple(cells))
-        return shown_frame(sweep, sweep.cells, layout)[0].replace({math.nan: None})
+        return cells_frame(sweep, sweep.cells, layout)[0].replace({math.nan: None})
 
     assert [*read([cell], score="rouge_l", model="untuned")["shown"]] == [
         100 * whole["untuned"]["rouge_l"]
@@ -115,7 +115,7 @@ def test_answers_and_scores_do_not_depend_on_batches(tuned):
         for damage in DAMAGE:
             home.write(name, DAMAGE[damage](content))
             if name == "eval.json":
-                with pytest.raises(CorruptFileError, match=r"eval\.json .*; trishul eval .* again"):
+                with pytest.raises(CorruptFileError, match=r"eval\.json "):
                     read([cell], score="rouge_l")
             assert _read(home, {"id": tuned.id}) == {}
         home.write(name, content)
@@ -130,7 +130,7 @@ def test_answers_and_scores_do_not_depend_on_batches(tuned):
     longer = replace(cell, home=other)
     found = read([cell, longer, cell, replace(cell, summary=None)], score="rouge_l")
     assert [*found["value"]] == [scores["rouge_l"], None, scores["rouge_l"], None]
-    assert [*found["gap"]] == ["", "asked otherwise", "", "not measured"]
+    assert [*found["gap"]] == ["", "evaluated differently", "", "not measured"]
     assert [*read([longer], score="rouge_l")["value"]] == [scores["rouge_l"]]
 
 

@@ -234,7 +234,7 @@ def test_result_serves_fewer_but_not_more_scores(tiny):
     console = Console(file=io.StringIO(), width=200)
     second = numbers_alone(all_, RunProgress(3, console))
     assert not second.repeated and second.summary.scored_rounds == [0, 1, 2, 3]
-    said = "no score of round 1 and 1 more, which evaluation.every=1 asks for: the run starts over"
+    said = "no score of round 1 and 1 more, which evaluation.every=1 requires: the run starts over"
     assert said in console.file.getvalue()
     assert second.summary.state_sha256 == first.summary.state_sha256
     assert second.summary.attempt != first.summary.attempt  # another run in MLflow

@@ -157,7 +157,7 @@ def test_a_result_without_a_score_that_is_asked_for_is_stale(cell, place, cache)
     finish(few)
     assert state_of(few).status == "finished"
     state = state_of(all_)
-    reason = "no score of round 1, which evaluation.every=1 asks for"
+    reason = "no score of round 1, which evaluation.every=1 requires"
     assert (state.status, state.reason) == ("stale", reason)
 
 

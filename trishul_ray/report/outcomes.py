@@ -1,7 +1,7 @@
-"""Outcomes of a sweep's cells.
+"""Sweeps with the outcomes of their cells.
 
 A cell is one combination of axis labels, such as ``{"method": "FedIT", "seed": "0"}``. A table that
-reproduces one of the paper uses the labels of the paper's records.
+reproduces a table of the paper uses the labels of the paper's records.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,38 +17,38 @@ from trishul_ray.storage.store import Store
 
 #: The axis whose labels are repetitions.
 SEED = "seed"
-#: File of a run's folder with the scores of answers that it generated, by `trishul eval`.
-EVALUATION = "eval.json"
 
 #: Whether a cell has a result that can be used; see ``CellState``.
 CellStatus = Literal["finished", "missing", "failed", "stale", "corrupt"]
 STATUSES: tuple[CellStatus, ...] = get_args(CellStatus)
 
+#: Ends of metrics over clients that are fractions and better if lower; see ``client_metrics``.
+_UNEVEN = ("_sd", "_gini", "_hurt")
+#: Ends of metrics that are best at 0, so that no value is better than another.
+_UNORDERED = ("participation_gap", "participation_correlation")
+
 
 @dataclass(frozen=True)
 class DrawnFigure:
-    """A figure: an ``<svg>`` element, the same as PDF, and what it shows as CSV.
+    """A figure as SVG and PDF, its numbers as CSV, and the lines below it."""
 
-    ``timed``: it shows measured seconds, so that a repetition differs.
-    """
-
-    svg: str
+    svg: bytes
     pdf: bytes
     csv: str
-    timed: bool = False
+    note: str
 
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """The outcome of one cell, with the id of its experiment, which other cells may share.
+    """The outcome of one cell, with the id of its experiment; other cells may share the run.
 
     Attributes:
-        reason: One line on a cell that is not finished; empty otherwise.
-        metric: Name of the metric that the cell is read by.
+        reason: One line on a cell that is not finished, or an empty string.
+        metric: Name of the metric that tables show of the cell.
         summary: Content of ``result.json``; None unless finished.
         home: Folder of the run.
-        scored: The rounds whose scores its sweep asks for, ascending; None: all. A run that began
-            elsewhere may have more of them than others that it is compared with.
+        scored: The rounds whose scores its sweep requires, ascending; None: all. A shared run may
+            have scores of more rounds than the runs that it is compared with.
     """
 
     labels: Mapping[str, str]
@@ -62,14 +62,8 @@ class CellOutcome:
 
     @property
     def value(self) -> float | None:
-        """The metric after the last round, in [0, 1] unless a loss; None if not finished.
-
-        It may be one over clients, such as ``personal_mean``, where clients were scored.
-        """
-        if self.summary is None:
-            return None
-        value = (self.summary.final | self.summary.client_metrics).get(self.metric)
-        return None if value is None else float(value)
+        """The metric after the last round, as a fraction unless a loss; None if not finished."""
+        return None if self.summary is None else self.summary.last_scores.get(self.metric)
 
     @property
     def result(self) -> RunSummary:
@@ -84,7 +78,7 @@ class CellOutcome:
 
     @property
     def part(self) -> str:
-        """Part of its dataset that the run used, in a line; empty if all, or not finished."""
+        """The part of its dataset that the run used, in a line; empty if all, or not finished."""
         data = None if self.summary is None else self.summary.data
         return data.sentence.partition(";")[0] if data is not None and data.part else ""
 
@@ -94,27 +88,20 @@ class CellOutcome:
 
     @cached_property
     def records(self) -> list[dict[str, float]]:
-        """The rows of ``metrics.parquet``, one per round; a metric not measured is missing.
-
-        So are the scores of rounds that are not ``scored``. Empty if the file was deleted since.
-        """
-        try:
-            rows = read_metrics(self.home)
-        except FileNotFoundError:
-            return []
-        if self.scored is None or self.summary is None:
-            return rows
-        scores = (self.summary.final | self.summary.client_metrics).keys() - {"round"}
-        for row in (row for row in rows if row["round"] not in self.scored):
-            for name in scores & row.keys():
-                del row[name]
+        """The rows of ``metrics.parquet``, one per round, with the scores of scored rounds only."""
+        rows = read_metrics(self.home)
+        if self.scored is not None:
+            scores = self.result.last_scores.keys() - {"round"}
+            for row in rows:
+                for name in scores & row.keys() if row["round"] not in self.scored else ():
+                    del row[name]
         return rows
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays of ``diagnostics.npz``; empty for methods without diagnostics."""
-        name, files = "diagnostics.npz", self.home
-        return read_arrays(files, name) if files.exists(name) else {}
+        name = "diagnostics.npz"
+        return read_arrays(self.home, name) if self.home.exists(name) else {}
 
 
 @dataclass(frozen=True)
@@ -123,9 +110,9 @@ class SweepHead:
 
     Attributes:
         name: Identifies the sweep, also as a file name.
-        description: Subject that it reproduces, and the expected result.
+        description: The experiment that it reproduces, and the expected result.
         axes: Labels of each axis, in order.
-        shown: How labels are displayed, by axis and label, if the text differs.
+        shown: Displayed labels by axis and label, if the displayed text differs.
         overrides: Fields that the command line set and that can change a number: ``field=value``.
     """
 
@@ -145,7 +132,7 @@ class SweepHead:
         return f"trishul sweep {self.name} --profile {self.profile}"
 
     def shown_label(self, axis: str, label: str) -> str:
-        """Return how a label is displayed."""
+        """Return the displayed text of a label."""
         return self.shown.get(axis, {}).get(label, label)
 
     def with_outcomes(self, cells: Iterable[CellOutcome]) -> "SweepOutcome":
@@ -173,20 +160,20 @@ class SweepOutcome(SweepHead):
         self, axes: Sequence[str], found: Iterable[tuple[str, ...]]
     ) -> list[tuple[str, ...]]:
         """Return combinations of labels of some axes in the order of the axes' labels."""
-        places = [{label: place for place, label in enumerate(self.axes[axis])} for axis in axes]
+        orders = [list(self.axes[axis]) for axis in axes]
         return sorted(
             set(found),
-            key=lambda labels: [place[label] for place, label in zip(places, labels, strict=True)],
+            key=lambda labels: [o.index(label) for o, label in zip(orders, labels, strict=True)],
         )
 
     def departures(self, cells: Iterable[CellOutcome]) -> tuple[str, ...]:
-        """Return how some cells depart from the profile: overrides, and parts of datasets."""
+        """Return the deviations of cells from the profile: overrides, and parts of datasets."""
         parts = dict.fromkeys(cell.part for cell in cells if cell.part)
         overridden = f"overridden: {', '.join(self.overrides)}"
         return (*[overridden] * bool(self.overrides), *parts)
 
     def is_comparable(self, cells: Iterable[CellOutcome]) -> bool:
-        """Return whether the numbers of some cells may be compared with the paper's."""
+        """Return whether the numbers of cells may be compared with the paper's."""
         return self.profile == "paper" and not self.departures(cells)
 
 
@@ -195,19 +182,13 @@ def is_loss(metric: str) -> bool:
     return metric.endswith("loss")
 
 
-#: Metrics over clients that are better if lower, or no share: see ``client_metrics``.
-_UNEVEN = ("_sd", "_gini", "_hurt")
-#: How a score depends on taking part: best at 0, so that no value is the better one.
-_UNORDERED = ("participation_gap", "participation_correlation")
-
-
 def unit_of(metric: str) -> str:
-    """Return the unit in which a metric is shown: ``%``, ``loss`` or ``fraction``."""
+    """Return the unit of a metric in a table: ``%``, ``loss`` or ``fraction``."""
     if is_loss(metric):
         return "loss"
     return "fraction" if metric.endswith((*_UNEVEN, *_UNORDERED)) else "%"
 
 
 def has_order(metric: str) -> bool:
-    """Return whether the values of a metric are better or worse than one another."""
+    """Return whether one value of a metric can be better than another."""
     return not metric.endswith(_UNORDERED)

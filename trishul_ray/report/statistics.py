@@ -1,7 +1,4 @@
-"""Tests of differences: between the rows of a table, and between two models on the same rows.
-
-Everything here is a pure function of its numbers: the same table gives the same decisions.
-"""
+"""Tests of differences: between the rows of a table, and between two models on the same rows."""
 
 import math
 from collections.abc import Sequence
@@ -15,38 +12,37 @@ from scipy import stats
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-#: Chance that a table without any true difference shows one as decided.
+#: Probability that a table without any true difference shows a row as decided.
 ALPHA = 0.05
-#: Differences below this, in the unit of the table, are rounding errors of the subtraction.
+#: Smaller differences, in the unit of the table, are rounding errors of the subtraction.
 _DECIMALS = 9
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row compared with the best of its group, over the seeds and columns that both have.
+    """A row compared with the best row of its group, over the seeds and columns that both have.
 
     Attributes:
-        difference: Mean of the row minus that of the best.
-        interval: Student's 95% interval of this difference by itself; None without a spread.
-        p_value: Adjusted for all pairs of rows of the table; None without a spread.
+        difference: Mean of the row minus the mean of the best row.
+        seeds: Number of seeds that both have.
+        p_value: Adjusted for all pairs of rows of the table; None without a deviation.
     """
 
     difference: float
     seeds: int
-    interval: tuple[float, float] | None
     p_value: float | None
 
     @property
     def decided(self) -> bool:
-        """Whether the row is worse than the best."""
+        """Whether the row is worse than the best row."""
         return self.p_value is not None and self.p_value <= ALPHA and self.difference < 0
 
 
 @dataclass(frozen=True)
 class GroupComparison:
-    """The best row of a group, and the others compared with it, by their place.
+    """The position of the best row of a group, and the other rows by their position.
 
-    ``best`` is None if fewer than two have numbers in common.
+    ``best`` is None if fewer than two rows have values in common.
     """
 
     best: int | None
@@ -57,12 +53,12 @@ def compare_rows(groups: Sequence["DataFrame"]) -> tuple[list[GroupComparison], 
     """Compare each row of a table with the best of its group; also return the number of pairs.
 
     A row is compared by Student's test of its paired differences: the means over columns, seed by
-    seed. The p-values are corrected by Holm's method for all pairs of rows of the table, since the
-    best row is chosen by looking at the numbers: the chance that *any* row of a table is wrongly
+    seed. Holm's method corrects the p-values for all pairs of rows of the table, because the best
+    row is chosen by looking at the numbers: the probability that *any* row of a table is wrongly
     called worse is at most :data:`ALPHA`. Other tables do not matter.
 
     Args:
-        groups: A row for each row of the table and a column for each (column, seed), larger is
+        groups: A row for each row of the table and a column for each (column, seed); larger is
             better, NaN if the value is missing.
     """
     found = [_compare_group(values) for values in groups]
@@ -82,7 +78,7 @@ def compare_rows(groups: Sequence["DataFrame"]) -> tuple[list[GroupComparison], 
 
 
 def _compare_group(values: "DataFrame") -> GroupComparison:
-    """Compare the rows of a group; p-values are not yet corrected.
+    """Compare the rows of a group, without the correction of p-values.
 
     The best row has the largest mean among the rows with most values.
     """
@@ -100,17 +96,13 @@ def _compare_group(values: "DataFrame") -> GroupComparison:
 
 
 def _compare(differences: "Series") -> Comparison | None:
-    """Compare a row with the best, given their differences by column and seed."""
+    """Compare a row with the best row, given their differences by column and seed."""
     by_seed = differences.unstack(0).dropna(axis=1, how="all").dropna(axis=0)
     if by_seed.empty:
         return None
     paired = by_seed.mean(axis=1).round(_DECIMALS).to_numpy()
-    mean = float(paired.mean())
-    if not np.ptp(paired):  # one seed, or no spread
-        return Comparison(mean, len(paired), None, None)
-    test = stats.ttest_1samp(paired, 0.0)
-    ends = test.confidence_interval(1 - ALPHA)
-    return Comparison(mean, len(paired), (float(ends.low), float(ends.high)), float(test.pvalue))
+    p_value = float(stats.ttest_1samp(paired, 0.0).pvalue) if np.ptp(paired) else None
+    return Comparison(float(paired.mean()), len(paired), p_value)
 
 
 @dataclass(frozen=True)
@@ -118,12 +110,14 @@ class ScoreComparison:
     """Comparison of two runs on the same test rows.
 
     Attributes:
-        difference: Mean score of the first minus that of the second.
-        interval: 95% interval of the difference over rows: what other rows could have shown of
-            these two models. The spread between seeds is not in it.
-        p_value: Two-sided: McNemar's exact test of rows that one of the two got right, or
-            Student's test of the paired differences if scores are not only 0 and 1.
-        first_better: Number of rows on which the first has the higher score.
+        rows: Number of test rows.
+        difference: Mean score of the first run minus the mean score of the second.
+        interval: 95% interval of the difference over test rows. It does not include the deviation
+            between seeds.
+        p_value: Two-sided: McNemar's exact test if all scores are 0 or 1, and otherwise Student's
+            test of the paired differences.
+        first_better: Number of rows on which the first run has the higher score.
+        second_better: Number of rows on which the second run has the higher score.
     """
 
     rows: int
@@ -152,6 +146,5 @@ def compare_scores(first: ArrayLike, second: ArrayLike) -> ScoreComparison:
         low, high = test.confidence_interval(0.95)
         p_value = float(test.pvalue)
     else:
-        low = high = mean
-        p_value = 0.0
+        low, high, p_value = mean, mean, 0.0
     return ScoreComparison(rows, mean, (float(low), float(high)), p_value, better, worse)

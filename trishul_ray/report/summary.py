@@ -1,4 +1,4 @@
-"""Summary of a finished run: result.json and its tables, as they are read.
+"""The result of a finished run: result.json and its tables, as reports read them.
 
 :mod:`trishul_ray.runs.results` writes them.
 """
@@ -10,12 +10,11 @@ import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
 from trishul_ray.data.coverage import Coverage
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
@@ -28,17 +27,20 @@ from trishul_ray.storage.integrity import from_checked_json, to_checked_json
 from trishul_ray.storage.store import Store
 from trishul_ray.tasks.sums import client_metrics
 
-#: File of a run's folder with the reason why a sweep gave it up.
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+#: File of a run's folder with the reason why it has no result.
 FAILURE = "failure.json"
+#: File of a run's folder with the scores of generated answers, which `trishul eval` writes.
+EVALUATION = "eval.json"
 #: Files of a finished run's numbers, which reports read.
 NUMBERS = ("metrics.parquet", "diagnostics.npz")
-#: Files of a finished run that need no backbone to be written.
+#: Files of a finished run that can be written without the backbone.
 TABLES = ("config.yaml", *NUMBERS, "test_rows.npz")
 
 #: Sections of a finished run's config.yaml that may be edited: they change no number.
 _EDITED = ("name", "storage", "tracking", "resources")
-
-_ID = re.compile(f"[0-9a-f]{{{ID_LENGTH}}}")
 
 
 @dataclass(frozen=True)
@@ -53,28 +55,6 @@ class Hardware:
     cpu_capability: str
     processor: str
     kernels: Json
-
-
-def read_metrics(home: Store) -> list[dict[str, float]]:
-    """Return the rows of a run's metrics.parquet; a metric not measured in a round is missing."""
-    rows = pq.read_table(io.BytesIO(home.read("metrics.parquet"))).to_pylist()
-    return [{name: value for name, value in row.items() if value is not None} for row in rows]
-
-
-def read_arrays(home: Store, name: str) -> dict[str, np.ndarray]:
-    """Return the arrays of a file of a run, such as its diagnostics.npz."""
-    with np.load(io.BytesIO(home.read(name)), allow_pickle=False) as file:
-        return dict(file)
-
-
-def read_test_rows(home: Store) -> dict[str, np.ndarray]:
-    """Return ``row`` and ``score`` [rows] of a run's test_rows.npz, or raise an InputError."""
-    try:
-        return read_arrays(home, "test_rows.npz")
-    except FileNotFoundError:
-        raise InputError(
-            f"{home.uri} has no test_rows.npz: its task scores no single rows"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -167,52 +147,34 @@ class RunSummary:
 
         Raises:
             FileNotFoundError: The run has not finished.
-            CorruptFileError: The file is not JSON, does not match its checksum, has other fields,
-                or belongs to another run.
+            CorruptFileError: The file does not match its checksum, has other fields, or belongs to
+                another run.
         """
         place = home.place("result.json")
-        content = home.read("result.json")
-        fields = from_checked_json(content, place)
-        if "id" not in fields:
-            raise CorruptFileError(f"{place} is unreadable (not the result of a run)")
-        if fields["id"] != home.name:
-            raise CorruptFileError(f"{place} belongs to run {fields['id']}")
+        fields = from_checked_json(home.read("result.json"), place)
+        if fields.get("id") != home.name:
+            raise CorruptFileError(f"{place} belongs to run {fields.get('id')}")
         try:
-            summary = cls._from_json(fields)
-            summary._check_values()
-        except (TypeError, KeyError, AttributeError) as error:  # names the fields
+            return cls._from_json(fields)
+        except (TypeError, KeyError) as error:  # the error names the field
             raise CorruptFileError(f"{place} has other fields ({error})") from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(map(str, first["loc"]))
-            raise CorruptFileError(f"{place} has other fields ({name}: {first['msg']})") from error
-        return summary
 
     @classmethod
     def _from_json(cls, fields: Json) -> "RunSummary":
-        data, machine = Coverage.from_json(fields["data"]), Hardware(**fields["hardware"])
-        if (peak := fields.get("peak_memory")) is not None:
-            fields = fields | {"peak_memory": PeakMemory(**peak)}
-        return cls(**fields | {"data": data, "hardware": machine})
-
-    def _check_values(self) -> None:
-        """Raise an error that names the first value that readers of results cannot use."""
-        _values().validate_python(vars(self))
-        for section in ("method", "data", "model"):
-            if not isinstance(self.config[section]["name"], str):
-                raise TypeError(f"config.{section}.name is no text")
-        for field_name in ("final", "best"):
-            for name in (self.headline, "round"):
-                if name not in getattr(self, field_name):
-                    raise KeyError(f"{field_name}.{name}")
-        _row_of(self)
+        peak = fields.get("peak_memory")
+        nested: Json = {
+            "data": Coverage.from_json(fields["data"]),
+            "hardware": Hardware(**fields["hardware"]),
+            "peak_memory": None if peak is None else PeakMemory(**peak),
+        }
+        return cls(**fields | nested)
 
     def written(self) -> "RunSummary":
         """Return the summary as it is read again: with its checksum, and plain JSON values."""
         return self._from_json(json.loads(self.to_json()))
 
     def to_dict(self) -> Json:
-        """Return everything but the checksum as plain JSON values."""
+        """Return all fields but the checksum as plain JSON values."""
         fields = vars(self) | {"data": self.data.to_json(), "hardware": asdict(self.hardware)}
         fields["peak_memory"] = None if self.peak_memory is None else asdict(self.peak_memory)
         del fields["checksum"]
@@ -224,10 +186,15 @@ class RunSummary:
 
     @property
     def client_metrics(self) -> dict[str, float]:
-        """Statistics over the clients' scores; empty if they were not scored."""
+        """Statistics over the clients' scores; empty if clients were not scored."""
         if not self.per_client:
             return {}
         return client_metrics(self.per_client, self.personal, self.participation)
+
+    @property
+    def last_scores(self) -> dict[str, float]:
+        """All metrics after the last round, also those over clients."""
+        return self.final | self.client_metrics
 
     @property
     def seconds(self) -> float:
@@ -235,53 +202,66 @@ class RunSummary:
         return sum(self.round_seconds)
 
     def damaged_files(self, home: Store, among: Collection[str] | None = None) -> dict[str, str]:
-        """Return which files in the run's folder are ``missing`` or ``corrupt``, by name.
+        """Return the ``missing`` and ``corrupt`` files of the run's folder, by name.
 
-        They are read as a whole; with ``among``, those alone.
+        The files are read completely. With ``among``, only these files are read.
         """
         damaged: dict[str, str] = {}
-        for name, expected in self.sha256.items():
-            if among is not None and name not in among:
-                continue
+        for name in self.sha256 if among is None else self.sha256.keys() & among:
             try:
                 content = home.read(name)
             except FileNotFoundError:
                 damaged[name] = "missing"
             else:
-                whole = hashlib.sha256(content).hexdigest() == expected
-                if not (self._is_configuration(content) if expected is None else whole):
+                expected = self.sha256[name]
+                same = expected == hashlib.sha256(content).hexdigest()
+                if not (same or (expected is None and self._is_configuration(content))):
                     damaged[name] = "corrupt"
         return damaged
 
     def _is_configuration(self, content: bytes) -> bool:
-        """Return whether config.yaml, whose places may be edited, is that of the run."""
+        """Return whether a config.yaml describes this run; some sections may be edited."""
         try:
             found = parse_yaml(content)
-        except (yaml.YAMLError, UnicodeDecodeError):
+            same = {name: found[name] for name in self.config.keys() - _EDITED}
+        except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError):
             return False
-        if not isinstance(found, dict):
-            return False
-        return all(
-            found.get(name) == value for name, value in self.config.items() if name not in _EDITED
-        )
+        return same.items() <= self.config.items()
 
 
-@cache
-def _values() -> TypeAdapter[RunSummary]:
-    return TypeAdapter(RunSummary)
+def read_metrics(home: Store) -> list[dict[str, float]]:
+    """Return the rows of a run's metrics.parquet, without metrics not measured in a round."""
+    rows = pq.read_table(io.BytesIO(home.read("metrics.parquet"))).to_pylist()
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
+
+
+def read_arrays(home: Store, name: str) -> dict[str, np.ndarray]:
+    """Return the arrays of a file of a run, such as its diagnostics.npz."""
+    with np.load(io.BytesIO(home.read(name)), allow_pickle=False) as file:
+        return dict(file)
+
+
+def read_test_rows(home: Store) -> dict[str, np.ndarray]:
+    """Return ``row`` and ``score`` [rows] of a run's test_rows.npz, or raise an InputError."""
+    try:
+        return read_arrays(home, "test_rows.npz")
+    except FileNotFoundError:
+        raise InputError(
+            f"{home.uri} has no test_rows.npz: its task scores no single rows"
+        ) from None
 
 
 def unscored(experiment: Experiment, scored: Iterable[int]) -> str:
-    """Return what a run that has scored these rounds lacks of those asked for; empty if nothing.
+    """Return the required scores that a run with these scored rounds lacks; empty if none.
 
-    A result with more scored rounds serves where fewer are asked for, since its numbers are equal.
+    A result with more scored rounds than required is valid, since its numbers are equal.
     """
     lacking = experiment.scored_rounds - {*scored}
     if not lacking:
         return ""
     more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
     every = experiment.evaluation.every
-    return f"no score of round {min(lacking)}{more}, which evaluation.every={every} asks for"
+    return f"no score of round {min(lacking)}{more}, which evaluation.every={every} requires"
 
 
 def flatten(fields: Json, prefix: str = "") -> Json:
@@ -294,23 +274,16 @@ def flatten(fields: Json, prefix: str = "") -> Json:
 
 
 def attempt_of(home: Store) -> str:
-    """Return the name of the attempt that a run's folder belongs to; empty if it has none."""
+    """Return the name of the attempt that a run's folder belongs to, or an empty string."""
     try:
-        found = json.loads(home.read("attempt.json"))
-        attempt = str(found["attempt"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return str(from_checked_json(home.read("attempt.json"), "attempt.json")["attempt"])
+    except (FileNotFoundError, CorruptFileError):
         return ""
-    return attempt if found.get("checksum", _short_hash(attempt)) == _short_hash(attempt) else ""
 
 
 def write_attempt(home: Store, attempt: str) -> None:
-    """Write the name of the attempt that a run's folder belongs to, with a checksum."""
-    content = {"attempt": attempt, "checksum": _short_hash(attempt)}
-    home.write("attempt.json", json.dumps(content).encode())
-
-
-def _short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """Write the name of the attempt that a run's folder belongs to."""
+    home.write("attempt.json", to_checked_json({"attempt": attempt}))
 
 
 def write_result(home: Store, summary: RunSummary) -> None:
@@ -319,18 +292,16 @@ def write_result(home: Store, summary: RunSummary) -> None:
 
 
 def run_ids(store: Store) -> list[str]:
-    """Return the ids of the runs that have a folder in a storage, sorted.
-
-    Other things may lie beside them, such as mlflow.db.
-    """
-    return [name for name in store.names() if _ID.fullmatch(name)]
+    """Return the ids of the runs that have a folder in a storage, sorted."""
+    pattern = re.compile(f"[0-9a-f]{{{ID_LENGTH}}}")
+    return [name for name in store.names() if pattern.fullmatch(name)]
 
 
-def list_runs(store: str | Path = "runs") -> "pd.DataFrame":
+def list_runs(store: str | Path = "runs") -> "DataFrame":
     """Return the finished runs of a folder or URI: one row per run, by id.
 
-    The columns are what usually tells runs apart, the name of the headline metric, and its value
-    after the last round and at its best. A result that cannot be read is left out.
+    The columns are the fields by which runs usually differ, the name of the headline metric, and
+    its value after the last round and in the best round. Results that cannot be read are skipped.
 
     Raises:
         InputError: The storage cannot be opened.

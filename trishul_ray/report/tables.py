@@ -6,14 +6,14 @@
 import itertools
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from scipy import stats
 
 from trishul_ray.methods.base import method_class, method_names
-from trishul_ray.report.frame import shown_frame, shown_label
+from trishul_ray.report.frame import cells_frame, shown_label
 from trishul_ray.report.layouts import TableLayout
 from trishul_ray.report.outcomes import SEED, CellOutcome, SweepOutcome, has_order
 from trishul_ray.report.references import reference_of
@@ -27,23 +27,22 @@ if TYPE_CHECKING:
 AVERAGE = "average"
 #: Full fine-tuning is a reference: neither compared nor in bold, as in the paper.
 REFERENCE_METHOD = "fullft"
-#: Why values are missing that are not missing at random, so that a row cannot be compared.
+#: Reasons for missing values that depend on the values, so that the row cannot be compared.
 _BIAS = {"failed": "failed runs", "not reached": "target not reached"}
-#: Reasons why runs have no number, the gravest first.
-_GAPS = (*_BIAS, "corrupt", "stale", "asked otherwise", "missing", "not measured")
+#: Reasons for missing values, the most important first.
+_GAPS = (*_BIAS, "corrupt", "stale", "evaluated differently", "missing", "not measured")
 
 
 @dataclass(frozen=True)
 class Number:
-    """One number of a table: the mean of its values by seed, in percent unless an amount.
+    """One number of a table: the mean of its values over seeds.
 
     Attributes:
         values: Value of each seed, NaN if it is missing.
-        gap: Why values are missing; empty if none is.
-        unit: ``%``, or an amount, which is better if lower.
+        gap: Why values are missing, or an empty string.
+        unit: ``%``, or the unit of an amount, which is better if lower.
         paper: The paper's number.
         compared: Whether the paper's number may be compared with it.
-        best: Whether it is the best of its column within the group of rows.
     """
 
     values: "Series"
@@ -51,7 +50,6 @@ class Number:
     unit: str
     paper: float | None = None
     compared: bool = False
-    best: bool = False
 
     @property
     def count(self) -> int:
@@ -68,16 +66,8 @@ class Number:
         """Standard deviation over seeds; None for fewer than two."""
         if self.count < 2:
             return None
-        # Else the rounding of the mean gives equal values a spread.
+        # The rounding of the mean would give equal values a deviation.
         return float(self.values.std()) if self.values.nunique() > 1 else 0.0
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Student's 95% interval of the mean; None for fewer than two seeds."""
-        if self.deviation is None:
-            return None
-        half = stats.t.ppf(1 - ALPHA / 2, self.count - 1) * self.deviation / self.count**0.5
-        return self.mean - float(half), self.mean + float(half)
 
     @property
     def difference(self) -> float | None:
@@ -88,69 +78,44 @@ class Number:
 
     @property
     def within(self) -> str:
-        """``within`` or ``outside``: where the paper's number lies to our 95% interval."""
-        if self.difference is None or self.paper is None or self.interval is None:
+        """``within`` or ``outside``: the paper's number and Student's 95% interval of our mean."""
+        if self.difference is None or self.deviation is None:
             return ""
-        return "within" if self.interval[0] <= self.paper <= self.interval[1] else "outside"
+        half = stats.t.ppf(1 - ALPHA / 2, self.count - 1) * self.deviation / self.count**0.5
+        return "within" if abs(self.difference) <= half else "outside"
 
     @property
     def lacks(self) -> str:
-        """Number of seeds that the mean lacks, as text; empty if it lacks none or all."""
+        """``2 of 3 seeds`` if the mean lacks seeds, or an empty string."""
         lacks = 0 < self.count < len(self.values)
         return f"{self.count} of {len(self.values)} seeds" if lacks else ""
 
-    def format(self, value: float) -> str:
-        """Return a value as text, without unit."""
-        return f"{value:.{self._decimals(value)}f}".replace("-", "−")
-
-    def format_difference(self, value: float) -> str:
-        """Return a difference as text, with its sign."""
-        text = f"{value:+.{self._decimals(value)}f}".replace("-", "−")
-        return text.lstrip("+−") if float(text[1:]) == 0 else text
-
-    def _decimals(self, value: float) -> int:
-        if self.unit in ("%", "loss", "fraction"):
-            return 2 if self.unit == "%" else 4
-        return max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
+    def format(self, value: float, sign: str = "") -> str:
+        """Return a value as text, without unit; with the sign ``+`` for a difference."""
+        decimals = {"%": 2, "loss": 4, "fraction": 4}.get(self.unit)
+        if decimals is None:  # four digits
+            decimals = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
+        text = f"{value:{sign}.{decimals}f}".replace("-", "−")
+        return text.lstrip("+−") if not text.strip("+−0.") else text
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a row stands against the best of its group.
+    """A row compared with the best row of its group.
 
     Attributes:
-        kind: ``best`` has the best mean; ``tied`` shares it with others, as displayed; ``worse`` is
-            decided to be worse than the best; ``undecided`` is not; ``reference`` is not compared;
-            ``biased`` lacks values that are not missing at random; ``none`` has no seed and column
-            in common with the best.
-        best: Label of the best row; or why a row is biased.
-        comparison: The numbers of ``worse`` and ``undecided``; larger is better in them.
+        kind: ``best`` has the best mean; ``tied`` shares it, as displayed; ``worse`` is decided to
+            be worse; ``undecided`` is not; ``reference`` is not compared; ``biased`` lacks values
+            for a reason that depends on them; ``none`` has no values in common with the best.
+        label: The verdict in a word or two.
+        p_value: The adjusted p-value as text, or why there is none.
+        difference: The difference from the best row as text.
     """
 
-    kind: Literal["best", "tied", "worse", "undecided", "reference", "biased", "none"]
-    best: str = ""
-    comparison: Comparison | None = None
-
-    @property
-    def label(self) -> str:
-        """The verdict in a word or two."""
-        return {
-            "best": "best mean",
-            "tied": "tied for the best mean",
-            "worse": "worse, decided",
-            "biased": f"not compared: {self.best}",
-            "none": "",
-        }.get(self.kind, self.kind)
-
-    @property
-    def p_value(self) -> str:
-        """The adjusted p-value, or why there is none; empty for a row that is not judged."""
-        if self.comparison is None:
-            return ""
-        if self.comparison.p_value is None:
-            return "one seed" if self.comparison.seeds == 1 else "no spread between seeds"
-        small = self.comparison.p_value < 1e-4
-        return "p < 0.0001" if small else f"p = {self.comparison.p_value:.2g}"
+    kind: str = "none"
+    label: str = ""
+    p_value: str = ""
+    difference: str = ""
 
     @property
     def text(self) -> str:
@@ -158,13 +123,21 @@ class Verdict:
         return f"{self.label}: {self.p_value}" if self.p_value else self.label
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
-    """A row: its label within the group, a number for each column (None: not planned)."""
+    """A row of a table.
+
+    Attributes:
+        label: Its label within the group.
+        numbers: A number for each column; None: not planned.
+        verdict: The comparison with the best row.
+        best: Columns in which it has the best number of the group.
+    """
 
     label: str
-    numbers: tuple[Number | None, ...]
-    verdict: Verdict = Verdict("none")
+    numbers: list[Number | None]
+    verdict: Verdict
+    best: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -172,7 +145,7 @@ class RowGroup:
     """Rows that are compared with each other: equal in all row axes but the last."""
 
     label: str
-    rows: tuple[Row, ...]
+    rows: list[Row]
 
 
 @dataclass(frozen=True)
@@ -181,12 +154,10 @@ class SweepTable:
 
     Attributes:
         columns: Displayed labels of each column, one for each of the layout's column axes.
-        cells: The cells that it shows, and ``runs`` the frame of them.
+        cells: The cells that it shows; ``runs`` has a row for each of them.
         unit: The quantity that is shown, such as ``accuracy, %``.
-        judged: Whether rows are compared. They are not if columns have different units, or are
-            several measures of the same runs, whose average would be a measure of nothing; nor in
-            the profile smoke, whose numbers say nothing about methods.
-        pairs: Number of pairs of rows that p-values are corrected for.
+        pairs: Number of pairs of rows that p-values are corrected for; None if rows are not
+            compared.
     """
 
     sweep: SweepOutcome
@@ -196,25 +167,21 @@ class SweepTable:
     cells: tuple[CellOutcome, ...]
     runs: "DataFrame"
     unit: str
-    judged: bool
-    pairs: int
+    pairs: int | None
 
     @property
-    def comparable(self) -> bool:
-        """Whether its numbers may be compared with the paper's."""
-        return self.sweep.is_comparable(self.cells)
+    def judged(self) -> bool:
+        """Whether rows are compared."""
+        return self.pairs is not None
 
     @property
     def note(self) -> str:
-        """Why its numbers cannot be compared with the paper's; empty if they can.
-
-        A user's sweep and a table that the paper does not have need no note.
-        """
-        if self.comparable or self.layout.paper is None or self.sweep.profile == "custom":
+        """Why its numbers cannot be compared with the paper's, or an empty string."""
+        comparable = self.sweep.is_comparable(self.cells)
+        if comparable or self.layout.paper is None or self.sweep.profile == "custom":
             return ""
-        return "; ".join(
-            ("not comparable with the paper's numbers", *self.sweep.departures(self.cells))
-        )
+        departures = self.sweep.departures(self.cells)
+        return "; ".join(("not comparable with the paper's numbers", *departures))
 
     @property
     def caption(self) -> str:
@@ -224,13 +191,13 @@ class SweepTable:
 
     @property
     def spread(self) -> str:
-        """The quantity behind ``±``."""
-        seeds = [len(each.values) for row in self.rows for each in row.numbers if each is not None]
+        """The statistics that its numbers show."""
+        seeds = [len(number.values) for row in self.rows for number in row.numbers if number]
         return "mean ± standard deviation over seeds" if max(seeds, default=0) > 1 else "one seed"
 
     @property
     def paper_table(self) -> str:
-        """Number and label of the table of the paper that it reproduces; empty if none."""
+        """Number and label of the paper's table that it reproduces, or an empty string."""
         number = reference_of(self.layout.paper).tables().get(self.layout.paper or "")
         return f"Table {number} of the paper ({self.layout.paper})" if number else ""
 
@@ -257,9 +224,9 @@ class SweepTable:
         return self.layout.rows[-1] if self.layout.rows else ""
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> list[Row]:
         """All rows."""
-        return tuple(row for group in self.groups for row in group.rows)
+        return [row for group in self.groups for row in group.rows]
 
     def header(self) -> list[list[tuple[str, int]]]:
         """Return the levels of the column header: labels, and how many columns each spans."""
@@ -281,24 +248,22 @@ def build_tables(sweeps: Sequence[SweepOutcome]) -> tuple[SweepTable, ...]:
 
 
 def build_table(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
-    """Make a table; see :class:`SweepTable`."""
+    """Make a table.
+
+    Rows are not compared in the profile smoke, whose numbers mean nothing, over columns with
+    different units, or over several measures of the same runs, whose average means nothing.
+    """
     cells = sweep.within(layout.where)
-    runs, label = shown_frame(sweep, cells, layout)
+    runs, unit = cells_frame(sweep, cells, layout)
     axes = (*layout.rows, *layout.columns)
-    fixed = {axis: only[0] for axis, only in layout.where.items() if len(only) == 1}
-    key = layout.paper if sweep.profile != "custom" else None
-    reference, comparable = reference_of(key), sweep.is_comparable(cells)
-
-    def printed(labels: tuple[str, ...]) -> float | None:
-        known = fixed | dict(zip(axes, labels, strict=True))
-        return None if key is None else reference.table_value(key, known)
-
-    def with_paper(number: Number | None, labels: tuple[str, ...]) -> Number | None:
-        if number is None or number.unit != "%":  # the paper prints no loss
-            return number
-        return replace(number, paper=printed(labels), compared=comparable)
-
+    printed = _printed(sweep, layout)
     runs["paper_percent"] = [printed(cell.labels_of(axes)) for cell in cells]
+    compared = sweep.is_comparable(cells)
+
+    def with_paper(number: Number, labels: tuple[str, ...]) -> Number:
+        paper = printed(labels) if number.unit == "%" else None  # the paper prints no loss
+        return replace(number, paper=paper, compared=compared)
+
     numbers = {place: with_paper(each, place) for place, each in _numbers(runs, axes).items()}
     split = len(layout.rows)
     columns = sweep.in_order(layout.columns, [place[split:] for place in numbers])
@@ -311,34 +276,47 @@ def build_table(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
         found = [numbers.get(labels + column) for column in columns]
         verdict = _excluded(methods.get(labels, set()), found)
         if layout.average:
-            found.append(with_paper(_average(found), (*labels, *[AVERAGE for _ in layout.columns])))
+            mean = _average(found)
+            place = (*labels, *[AVERAGE] * len(layout.columns))
+            found.append(with_paper(mean, place) if mean else None)
         name = sweep.shown_label(layout.rows[-1], labels[-1]) if labels else layout.title
-        return Row(name, tuple(found), verdict)
+        return Row(name, found, verdict)
 
     rows = sweep.in_order(layout.rows, [place[:split] for place in numbers])
-    groups = [
+    groups = tuple(
         RowGroup(
             ", ".join(f"{a}: {sweep.shown_label(a, n)}" for a, n in zip(axes, head, strict=False)),
-            tuple(map(row_of, members)),
+            [row_of(row) for row in members],
         )
         for head, members in itertools.groupby(rows, key=lambda row: row[:-1])
+    )
+    pairs = None
+    if sweep.profile != "smoke" and all(map(has_order, runs["metric"])):
+        for group in groups:
+            _mark_best(group.rows)
+        measures = runs[["id", "metric"]].drop_duplicates()
+        if len(measures) == runs["id"].nunique() and runs["unit"].nunique() == 1:
+            compared_groups, pairs = compare_rows([_oriented(g, len(columns)) for g in groups])
+            for group, each in zip(groups, compared_groups, strict=True):
+                if each.best is not None:
+                    _add_verdicts(group.rows, each.best, each.rows)
+    heads = [
+        tuple(shown_label(sweep, *each) for each in zip(layout.columns, column, strict=True))
+        or (unit,)
+        for column in columns
     ]
-    judged, pairs = sweep.profile != "smoke" and all(map(has_order, runs["metric"])), 0
-    if judged:
-        groups = [replace(group, rows=_with_best(group.rows)) for group in groups]
-    # Rows are not compared over different units, or over several measures of the same runs.
-    judged &= len(runs[["id", "metric"]].drop_duplicates()) == runs["id"].nunique()
-    judged &= runs["unit"].nunique() == 1
-    if judged:
-        compared, pairs = compare_rows([_oriented(group, len(columns)) for group in groups])
-        groups = [
-            replace(group, rows=_with_verdicts(group.rows, each.best, each.rows))
-            for group, each in zip(groups, compared, strict=True)
-        ]
-    names = [zip(layout.columns, column, strict=True) for column in columns]
-    heads = [tuple(shown_label(sweep, *each) for each in name) or (label,) for name in names]
     heads += [(AVERAGE, *[""] * (len(layout.columns) - 1))] * layout.average
-    return SweepTable(sweep, layout, tuple(heads), tuple(groups), cells, runs, label, judged, pairs)
+    return SweepTable(sweep, layout, tuple(heads), groups, cells, runs, unit, pairs)
+
+
+def _printed(sweep: SweepOutcome, layout: TableLayout) -> Callable[[tuple[str, ...]], float | None]:
+    """Return a function that returns the paper's number at the labels of a row and a column."""
+    key, axes = layout.paper, (*layout.rows, *layout.columns)
+    if key is None or sweep.profile == "custom":
+        return lambda labels: None
+    fixed = {axis: only[0] for axis, only in layout.where.items() if len(only) == 1}
+    table_value = reference_of(key).table_value
+    return lambda labels: table_value(key, fixed | dict(zip(axes, labels, strict=True)))
 
 
 def _numbers(runs: "DataFrame", axes: tuple[str, ...]) -> dict[tuple[str, ...], Number]:
@@ -353,13 +331,14 @@ def _numbers(runs: "DataFrame", axes: tuple[str, ...]) -> dict[tuple[str, ...], 
     places = runs.groupby(level=list(axes), observed=True)
     for place, values in means.groupby(level=list(axes), observed=True):
         part = places.get_group(place)
-        gaps = set(part.loc[part["shown"].isna(), "gap"])
-        gap = next((each for each in _GAPS if each in gaps), "")
-        units = set(part["unit"])
-        with_seeds = len(levels) > len(axes)
-        seeds = values.droplevel(list(axes)) if with_seeds else pd.Series(values.to_numpy(), [""])
-        found[tuple(map(str, place))] = Number(seeds, gap, units.pop() if len(units) == 1 else "")
+        seeds = values.droplevel(list(axes)) if len(levels) > len(axes) else values.set_axis([""])
+        unit = part["unit"].iloc[0] if part["unit"].nunique() == 1 else ""
+        found[tuple(map(str, place))] = Number(seeds, _first_gap(part["gap"]), unit)
     return found
+
+
+def _first_gap(gaps: "Sequence[str] | Series") -> str:
+    return next((gap for gap in _GAPS if gap in {*gaps}), "")
 
 
 def _average(numbers: Sequence[Number | None]) -> Number | None:
@@ -368,16 +347,16 @@ def _average(numbers: Sequence[Number | None]) -> Number | None:
     if len(known) < len(numbers) or len({number.unit for number in known}) != 1:
         return None
     wide = pd.concat([number.values for number in known], axis=1)
-    gap = next((each for each in _GAPS if each in {number.gap for number in known}), "")
+    gap = _first_gap([number.gap for number in known])
     return Number(wide.mean(axis=1, skipna=False), gap, known[0].unit)
 
 
 def _excluded(methods: set[str], numbers: Sequence[Number | None]) -> Verdict:
     """Return the verdict of a row that is not compared; ``none`` if it can be."""
     if methods == {REFERENCE_METHOD}:
-        return Verdict("reference")
-    gaps = [number.gap for number in numbers if number is not None and number.gap in _BIAS]
-    return Verdict("biased", _BIAS[gaps[0]]) if gaps else Verdict("none")
+        return Verdict("reference", "reference")
+    gaps = [_BIAS[number.gap] for number in numbers if number and number.gap in _BIAS]
+    return Verdict("biased", f"not compared: {gaps[0]}") if gaps else Verdict()
 
 
 def _oriented(group: RowGroup, columns: int) -> "DataFrame":
@@ -395,48 +374,39 @@ def _oriented(group: RowGroup, columns: int) -> "DataFrame":
     return pd.DataFrame.from_dict(values, orient="index").sort_index(axis=1)
 
 
-def _with_best(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Mark the best number of each column, as displayed; if all are equal, none is.
+def _mark_best(rows: Sequence[Row]) -> None:
+    """Mark the best number of each column, as displayed, unless all are equal.
 
     Numbers that lack seeds and rows that are not compared do not count.
     """
-    marked = [list(row.numbers) for row in rows]
-    for column in range(len(marked[0])):
-        known = {
-            place: number
-            for place, row in enumerate(rows)
-            if (number := row.numbers[column]) is not None
-            if not number.gap and row.verdict.kind == "none"
-        }
-        shown = {p: float(n.format(n.mean).replace("−", "-")) for p, n in known.items()}
-        values = {p: shown[p] if n.unit == "%" else -shown[p] for p, n in known.items()}
-        for place, number in known.items():
-            is_best = values[place] == max(values.values()) > min(values.values())
-            marked[place][column] = replace(number, best=is_best)
-    return tuple(replace(row, numbers=tuple(own)) for row, own in zip(rows, marked, strict=True))
+    for column in range(len(rows[0].numbers)):
+        shown = {}
+        for place, row in enumerate(rows):
+            number = row.numbers[column]
+            if number is not None and not number.gap and row.verdict.kind == "none":
+                value = float(number.format(number.mean).replace("−", "-"))
+                shown[place] = value if number.unit == "%" else -value
+        for place, value in shown.items():
+            if value == max(shown.values()) > min(shown.values()):
+                rows[place].best.add(column)
 
 
-def _with_verdicts(
-    rows: Sequence[Row], best: int | None, compared: dict[int, Comparison]
-) -> tuple[Row, ...]:
-    """Add how each row stands against the best."""
-    if best is None:
-        return tuple(rows)
-    name, found = rows[best].label, []
+def _add_verdicts(rows: Sequence[Row], best: int, compared: dict[int, Comparison]) -> None:
+    """Add the comparison of each row with the best."""
     unit = next(number for number in rows[best].numbers if number is not None)
-    for place, row in enumerate(rows):
-        each, verdict = compared.get(place), row.verdict
-        if place == best:
-            verdict = Verdict("best", name)
-        elif each is None:
-            pass
-        elif each.decided:
-            verdict = Verdict("worse", name, each)
-        elif unit.format_difference(each.difference).strip("0.") == "":
-            verdict = Verdict("tied", name)
-        else:
-            verdict = Verdict("undecided", name, each)
-        found.append(replace(row, verdict=verdict))
-    if any(row.verdict.kind == "tied" for row in found):
-        found[best] = replace(found[best], verdict=Verdict("tied", name))
-    return tuple(found)
+    rows[best].verdict = Verdict("best", "best mean")
+    for place, each in compared.items():
+        difference = unit.format(each.difference, "+")
+        if not each.decided and not difference.strip("0."):
+            rows[place].verdict = rows[best].verdict = Verdict("tied", "tied for the best mean")
+            continue
+        kind, label = ("worse", "worse, decided") if each.decided else ("undecided", "undecided")
+        against = f"{difference} against {rows[best].label}"
+        rows[place].verdict = Verdict(kind, label, _p_text(each), against)
+
+
+def _p_text(comparison: Comparison) -> str:
+    if comparison.p_value is None:
+        return "one seed" if comparison.seeds == 1 else "no spread between seeds"
+    small = comparison.p_value < 1e-4
+    return "p < 0.0001" if small else f"p = {comparison.p_value:.2g}"

@@ -33,8 +33,7 @@ from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import prepare_dataset, prepare_rows
 from trishul_ray.federation.worker.context import ModelContext
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.report.outcomes import EVALUATION
-from trishul_ray.report.summary import RunSummary
+from trishul_ray.report.summary import EVALUATION, RunSummary
 from trishul_ray.runs.export import load_trained
 from trishul_ray.runs.folder import open_run
 from trishul_ray.runs.prediction import computing

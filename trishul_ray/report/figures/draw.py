@@ -4,7 +4,6 @@ import io
 import re
 import textwrap
 from typing import Any
-from xml.sax.saxutils import escape
 
 import pandas as pd
 from matplotlib import rc_context, rcdefaults, rcParams
@@ -58,10 +57,10 @@ def draw(layout: FigureLayout, sweep: SweepOutcome) -> DrawnFigure | None:
         # With a salt, the ids of several figures on one page differ.
         rcParams.update(_SETTINGS | {"svg.hashsalt": name})
         figure = _figure(panels, runs, kind.columns, note)
-        pdf = io.BytesIO()
+        pdf, svg = io.BytesIO(), io.BytesIO()
         figure.savefig(pdf, format="pdf", metadata=dict.fromkeys(("CreationDate", "Producer")))
-        svg = _svg(figure, name, layout.title, " ".join(note), timed=kind.timed)
-    return DrawnFigure(svg, pdf.getvalue(), _csv(panels, sweep.profile), kind.timed)
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+    return DrawnFigure(svg.getvalue(), pdf.getvalue(), _csv(panels, sweep.profile), " ".join(note))
 
 
 def _figure(panels: list[Panel], runs: FigureRuns, columns: int, note: list[str]) -> Figure:
@@ -104,21 +103,6 @@ def _figure(panels: list[Panel], runs: FigureRuns, columns: int, note: list[str]
             fontsize=SMALL, ncols=max(1, min(5, int(WIDTH / (0.085 * longest + 0.6)))),
         )  # fmt: skip
     return figure
-
-
-def _svg(figure: Figure, name: str, title: str, description: str, *, timed: bool) -> str:
-    """Return an ``<svg>`` element, with a name and a description, and without repeated ids."""
-    buffer = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(buffer, format="svg", metadata=nothing)
-    text = buffer.getvalue()
-    head, body = re.sub(r' id="[\w.]+_\d+"', "", text[text.index("<svg") :]).split(">", 1)
-    body = body.replace('<style type="text/css">*{', f'<style type="text/css">#{name} *{{')
-    head += f' id="{name}" role="img" aria-labelledby="{name}-title {name}-desc"'
-    return (
-        head + ' data-timed="true"' * timed + f'>\n <title id="{name}-title">{escape(title)}'
-        f'</title>\n <desc id="{name}-desc">{escape(description)}</desc>{body}'
-    )
 
 
 def _csv(panels: list[Panel], profile: str) -> str:
