@@ -24,7 +24,7 @@ from trishul_ray.config.places import Places
 from trishul_ray.config.section import Noted
 from trishul_ray.data.user.python_rows import store_rows
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
-from trishul_ray.experiment.loading import experiment_of_arguments, field_names, full_name
+from trishul_ray.experiment.loading import field_names, full_name, load_experiment
 from trishul_ray.experiment.yaml_files import RawFields
 from trishul_ray.methods.base import method_names
 from trishul_ray.models.python_model import pass_model
@@ -96,7 +96,7 @@ def run(
         if not isinstance(config, Path | Mapping | None):
             kind = type(config).__name__
             raise InputError(f"config of type {kind}: it must be a YAML file, or a dictionary")
-        experiment = experiment_of_arguments(config, arguments)
+        experiment = load_experiment(config, arguments=arguments)
     with (
         _alone(),
         RunProgress(experiment.federation.rounds, _console(progress)) as display,

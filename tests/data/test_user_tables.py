@@ -6,10 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from user_files import encoded, prepare_user, rejected
 
-from trishul_ray.config.fields import DataConfig, ModelConfig, TaskConfig
+from trishul_ray.config.fields import ModelConfig, TaskConfig
 from trishul_ray.config.places import Places
 from trishul_ray.data.user.cleaning import doubt_labels
 from trishul_ray.errors import InputError
@@ -159,13 +158,6 @@ def test_wrong_folders_and_fields_are_named(tmp_path):
     rejected(r"holds train.csv, train.jsonl; all must have the same", "table", folder, tmp_path)
     rejected(r"data.path is for user data .*, not dataset digits", "digits", "x", tmp_path)
     rejected(r"data.columns is for user data", "digits", None, tmp_path, columns={"text": "x"})
-
-
-def test_mapping_of_columns_without_blanks_is_understood():
-    columns = yaml.safe_load("{text:body, label: topic}")
-    assert DataConfig(columns=columns).columns == {"text": "body", "label": "topic"}
-    with pytest.raises(ValueError, match=r"columns\.text"):
-        DataConfig(columns={"text": None})
 
 
 def label_table(rows, names=None, kind=None):

@@ -7,9 +7,8 @@ import math
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -45,7 +44,7 @@ class DataConfig(Section):
         "stored when loaded: the content hash of data.path, and the path; in the id, the hash "
         "replaces the path",
     )
-    columns: dict[str, str] = Field(
+    columns: dict[str, Annotated[str, Field(min_length=1)]] = Field(
         default_factory=dict,
         description="user data: names of its columns, e.g. {text: body, label: topic}",
     )
@@ -78,16 +77,11 @@ class DataConfig(Section):
         None, ge=1, description="use only the first N training rows of a seeded shuffle"
     )
 
-    @field_validator("columns", mode="before")
+    @field_validator("columns")
     @classmethod
-    def _read_without_blanks(cls, columns: Any) -> Any:
-        """Read ``{text:body}``, which is a key without a value in YAML, as ``{text: body}``."""
-        if not isinstance(columns, Mapping):
-            return columns
-        pairs = [(str(k).partition(":")[::2] if v is None else (k, v)) for k, v in columns.items()]
-        # The data's columns are also read in this Unicode form.
-        nfc = partial(unicodedata.normalize, "NFC")
-        return {k: nfc(v) or None if isinstance(v, str) else v for k, v in pairs}
+    def _normalize(cls, columns: dict[str, str]) -> dict[str, str]:
+        """Return names in the Unicode form in which the data's columns are read."""
+        return {role: unicodedata.normalize("NFC", name) for role, name in columns.items()}
 
     @property
     def content_hash(self) -> str | None:

@@ -223,18 +223,13 @@ class Experiment(Section):
     @classmethod
     def may_identify(cls, field: str) -> bool:
         """Return whether a field, by its dotted name, can be part of an id."""
+        first, _, rest = field.partition(".")
         section: Any = cls
-        first, _, field_of_stage = field.partition(".")
-        if first not in cls.model_fields and first in stage_names():
-            section, field = STAGES[first].Config, field_of_stage
-        for name in field.split("."):
-            if not (isinstance(section, type) and issubclass(section, BaseModel)):
-                break  # a method or task has its own fields
-            info = section.model_fields.get(name)
-            if info is not None and not identifies(info):
-                return False
-            section = info.annotation if info is not None else None
-        return True
+        if rest:
+            is_stage = first in stage_names()
+            section = STAGES[first].Config if is_stage else cls.model_fields[first].annotation
+        info = section.model_fields.get(rest.partition(".")[0] or first)
+        return info is None or identifies(info)  # a method has fields of its class
 
     @property
     def fields_read(self) -> frozenset[str]:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -54,38 +55,26 @@ _OF_BACKBONE = (
 _NOTED = ("lr_source", "content")
 
 
-def load_experiment(path: Path | None = None, overrides: Sequence[str] = ()) -> Experiment:
+def load_experiment(
+    config: Path | Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+) -> Experiment:
     """Read, merge and validate the layers of an experiment.
 
     Args:
-        path: A YAML file; None uses only the preset of the dataset (by default digits).
+        config: A YAML file, or nested fields; None uses only the preset of the dataset (by default
+            digits).
         overrides: ``key=value`` strings with dotted keys, or the last part of one.
-
-    Raises:
-        InputError: One line that names the field, the value and the allowed values.
-    """
-    given: list[tuple[str, Any]] = [] if path is None else [*read_yaml(path).items()]
-    for text in overrides:
-        key, word = split_override(text)
-        given.append((key, _value_of(word.strip())))
-    return _load(given)
-
-
-def experiment_of_arguments(
-    config: Path | Mapping[str, Any] | None, arguments: Mapping[str, Any]
-) -> Experiment:
-    """Read, merge and validate the layers of an experiment described in Python.
-
-    Args:
-        config: A YAML file, or nested fields; None uses only the preset of the dataset.
-        arguments: Fields by name: a section (``federation={"rounds": 10}``), a dotted name, or the
-            last part of a name that only one field has (``rounds``).
+        arguments: Fields by name from Python: a section (``federation={"rounds": 10}``), a dotted
+            name, or the last part of a name that only one field has (``rounds``).
 
     Raises:
         InputError: One line that names the field, the value and the allowed values.
     """
     fields = read_yaml(config) if isinstance(config, Path) else config or {}
-    given = [*fields.items(), *arguments.items()]
+    words = [(key, _value_of(word.strip())) for key, word in map(split_override, overrides)]
+    given = [*fields.items(), *words, *arguments.items()]
     return _load([(key, str(v) if isinstance(v, Path) else v) for key, v in given])
 
 
