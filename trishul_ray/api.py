@@ -21,7 +21,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from trishul_ray.config.places import Places
-from trishul_ray.config.section import Noted
 from trishul_ray.data.user.python_rows import store_rows
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
 from trishul_ray.experiment.loading import field_names, full_name, load_experiment
@@ -249,7 +248,7 @@ def _pass_module(module: Any, tokenizer: PreTrainedTokenizerBase | None) -> RawF
             f"model of type {type(module).__name__}: it must be a name, a section, or an nn.Module"
         )
     passed = pass_model(module, tokenizer)
-    return {"name": passed.name, "content": Noted(passed.content, passed.name)}
+    return {"name": passed.name, "content": f"{passed.content} {passed.name}"}
 
 
 @contextmanager

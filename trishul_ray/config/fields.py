@@ -16,10 +16,10 @@ from pydantic import Field, field_validator, model_validator
 
 from trishul_ray.config.places import Places
 from trishul_ray.config.section import (
-    NotedText,
     PathText,
     Section,
     not_in_id,
+    stored_hash,
 )
 from trishul_ray.runtime.proportions import exact_fraction
 from trishul_ray.spectral.bases import BasisInit
@@ -39,7 +39,7 @@ class DataConfig(Section):
     path: PathText | None = Field(
         None, description="user data (dataset images, table or hub): folder, file or hub name"
     )
-    content: NotedText | None = not_in_id(
+    content: str | None = not_in_id(
         None,
         "stored when loaded: the content hash of data.path, and the path; in the id, the hash "
         "replaces the path",
@@ -86,7 +86,7 @@ class DataConfig(Section):
     @property
     def content_hash(self) -> str | None:
         """The stored content hash of ``path``; None if it belongs to another path."""
-        return self.content and self.content.hash_of(self.path)
+        return stored_hash(self.content, self.path)
 
 
 class PartitionConfig(Section):
@@ -195,7 +195,7 @@ class ModelConfig(Section):
         description="a built-in model, a hub or mirror name owner/model, a local folder, or a "
         "short name: " + ", ".join(SHORT_MODEL_NAMES),
     )
-    content: NotedText | None = not_in_id(
+    content: str | None = not_in_id(
         None,
         "stored when loaded: the content hash of a local folder, and its name; in the id, the hash "
         "replaces the name",
@@ -228,7 +228,7 @@ class ModelConfig(Section):
     @property
     def content_hash(self) -> str | None:
         """The stored content hash of the folder ``name``; None if it belongs to another name."""
-        return self.content and self.content.hash_of(self.name)
+        return stored_hash(self.content, self.name)
 
     @field_validator("name")
     @classmethod

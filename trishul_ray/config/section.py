@@ -6,15 +6,13 @@ changes no id, and a change of a default needs a new ``NUMERICS``.
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
 )
 from pydantic.fields import FieldInfo
 
@@ -81,23 +79,7 @@ def _usable_path(text: str) -> str:
 PathText = Annotated[str, AfterValidator(_usable_path)]
 
 
-class Noted(NamedTuple):
-    """The content hash of user data or a user's model, and its path; one line in files."""
-
-    hash: str
-    path: str
-
-    @classmethod
-    def parse(cls, line: Any) -> Any:
-        """Return the hash and path in a line, or a value of another type unchanged."""
-        return cls(*line.partition(" ")[::2]) if isinstance(line, str) else line
-
-    def __str__(self) -> str:
-        return f"{self.hash} {self.path}"
-
-    def hash_of(self, path: str | None) -> str | None:
-        """Return the hash if it belongs to this path, or None."""
-        return self.hash if self.hash and self.path == path else None
-
-
-NotedText = Annotated[Noted, BeforeValidator(Noted.parse), PlainSerializer(str, return_type=str)]
+def stored_hash(content: str | None, path: str | None) -> str | None:
+    """Return the hash in a stored ``hash path`` if it belongs to this path, or None."""
+    value, _, stored = (content or "").partition(" ")
+    return value if value and stored == path else None

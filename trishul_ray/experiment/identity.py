@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trishul_ray.config.section import Noted
 from trishul_ray.data.public import DATASETS
 from trishul_ray.errors import InputError
 from trishul_ray.methods.base import METHODS
@@ -47,11 +46,11 @@ def note_content(experiment: "Experiment") -> "Experiment":
 
     A hash from another machine is kept if the path does not exist on this machine.
     """
-    found: dict[str, dict[str, Noted]] = defaultdict(dict)
+    found: dict[str, dict[str, str]] = defaultdict(dict)
     for section, field, path, _, now in _contents(experiment):
         if now is not None:
             name = "content" if section in ("data", "model") else f"{field}_content"
-            found[section][name] = Noted(now, path)
+            found[section][name] = f"{now} {path}"
     stages = {
         name: config.model_copy(update=found[name]) for name, config in experiment.stages.items()
     }

@@ -338,16 +338,17 @@ def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
             f"unknown field {dotted!r}: it is a field of method={' or '.join(owners)}, not of the "
             "method of this run"
         )
-    meant = _OTHER_NAMES.get(last)
     # Users do not set a field that loading fills in.
     names = [*SHORT_FIELDS, *(name for name in known if name.rpartition(".")[2] not in _NOTED)]
-    near = [meant] if meant in names else difflib.get_close_matches(dotted, names, n=1, cutoff=0.6)
-    if not near:
-        last_parts = [name.rpartition(".")[2] for name in names]
-        last_near = difflib.get_close_matches(last, last_parts, n=1, cutoff=0.7)
-        near = [name for name in names if name.rpartition(".")[2] in last_near]
-    if not near:  # the words of another library, such as lora_rank
-        near = [name for name in names if last.rpartition("_")[2] == name.rpartition(".")[2]]
+    lasts = {name: name.rpartition(".")[2] for name in names}
+    similar = difflib.get_close_matches(last, lasts.values(), n=1, cutoff=0.7)
+    near = (
+        [name for name in names if name == _OTHER_NAMES.get(last)]
+        or difflib.get_close_matches(dotted, names, n=1, cutoff=0.6)
+        or [name for name in names if lasts[name] in similar]
+        # The words of another library, such as lora_rank.
+        or [name for name in names if lasts[name] == last.rpartition("_")[2]]
+    )
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else _ALL_FIELDS
     hint += "".join(f"; {fault}" for fault in faults())
     return f"unknown field {dotted!r}; {hint}"

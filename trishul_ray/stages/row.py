@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from trishul_ray.config.section import Noted
+from trishul_ray.config.section import stored_hash
 from trishul_ray.stages.base import STAGES, Stage, StageSettings
 from trishul_ray.stages.messages import (
     ArrayState,
@@ -161,7 +161,6 @@ def noted_hashes(stage: Stage) -> dict[str, str]:
     """Return the noted hashes of a stage's files, by field; a note on another path is none."""
     found = {}
     for name, path in stage.files.items():
-        note = getattr(stage.config, f"{name}_content")
-        if isinstance(note, Noted) and (hash_ := note.hash_of(path)):
-            found[name] = hash_
+        if found_hash := stored_hash(getattr(stage.config, f"{name}_content"), path):
+            found[name] = found_hash
     return found

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from pydantic import Field, model_validator
 
-from trishul_ray.config.section import NotedText, PathText, Section, not_in_id
+from trishul_ray.config.section import PathText, Section, not_in_id
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.runtime.lazy import pq
 from trishul_ray.runtime.random_streams import numpy_rng
@@ -58,7 +58,7 @@ class DevicesConfig(Section):
         description="file: Parquet with one row per client: client, speed (FLOP/s), up and down "
         "(Mbit/s)",
     )
-    path_content: NotedText | None = not_in_id(
+    path_content: str | None = not_in_id(
         None, "stored when loaded: the hash of devices.path, which replaces the path in the id"
     )
 
