@@ -64,11 +64,11 @@ from trishul_ray.lab.codecs.base import Codec, register_codec
 
 @register_codec("lossy")
 class Lossy(Codec):
-    def pack(self, values, units, rng):
+    def pack(self, values, sizes, rng):
         return (values * 0.5).astype("<f4").tobytes()
-    def unpack(self, body, units):
+    def unpack(self, body, sizes):
         return np.frombuffer(body, dtype="<f4")
-    def bound(self, values, units):
+    def bound(self, values, sizes):
         return np.zeros(len(values))
 """
 
@@ -151,7 +151,7 @@ def test_a_method_is_checked_whole_and_a_fault_is_told_once(tmp_path):
 def test_a_codec_outside_its_bound_is_named(tmp_path):
     pytest.importorskip("trishul_ray.lab")
     first, *others = outcomes(CODEC, tmp_path / "lossy.py")
-    assert first.result == "failed" and "more than bound() says" in first.reason
+    assert first.result == "failed" and "more than bound()" in first.reason
     assert {o.result for o in others} == {"ok"}
 
 

@@ -14,7 +14,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.lab.privacy.stage import promised
+from trishul_ray.lab.privacy.stage import guarantee
 
 ON = ["federation.held_out=0.3", "evaluation.per_client=true", "federation.clients=10"]
 CLOCK = ["devices.kind=lognormal", "cohort.extra=1.6"]
@@ -115,7 +115,7 @@ def test_shards_do_not_depend_on_who_is_held_out(small):
 def test_the_promise_is_for_those_who_may_take_part(small):
     """Seven of ten clients: a round's three are drawn from these."""
     noise = "privacy.noise=1"
-    one, other = promised(small(*ON, noise)), promised(small("federation.clients=7", noise))
+    one, other = guarantee(small(*ON, noise)), guarantee(small("federation.clients=7", noise))
     assert (one.clients, one.epsilon()) == (7, other.epsilon())
 
 

@@ -1,6 +1,7 @@
-"""Epsilon against closed forms, an accountant of its own, and the rules that any epsilon obeys."""
+"""Epsilon compared with closed forms and with other accountants."""
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import mpmath
@@ -12,13 +13,11 @@ from opacus.accountants import PRVAccountant
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from trishul_ray.errors import InputError
 from trishul_ray.lab.privacy.accounting import (
     ORDERS,
     Guarantee,
-    affordable,
-    guarantee,
     smallest_noise,
+    with_noise_for,
 )
 from trishul_ray.lab.privacy.config import PrivacyConfig
 from trishul_ray.lab.privacy.stage import poisson_cohort
@@ -32,21 +31,6 @@ def gaussian_epsilon(sigma, delta):
         return first - math.exp(epsilon + norm.logcdf(-0.5 / sigma - epsilon * sigma)) - delta
 
     return brentq(gap, 0, 600)
-
-
-def renyi_epsilon(z, q, rounds, delta):
-    """ε of Poisson sampling by Rényi divergences of integer orders, from their binomial sum."""
-    best = math.inf
-    for order in range(2, 300):
-        k = np.arange(order + 1)
-        choose = [
-            math.lgamma(order + 1) - math.lgamma(i + 1) - math.lgamma(order - i + 1) for i in k
-        ]
-        terms = np.array(choose) + k * math.log(q) + (order - k) * math.log1p(-q)
-        divergence = np.logaddexp.reduce(terms + k * (k - 1) / (2 * z * z)) / (order - 1)
-        found = rounds * divergence + math.log1p(-1 / order)
-        best = min(best, found - (math.log(delta) + math.log(order)) / (order - 1))
-    return best
 
 
 def fixed_epsilon(z, population, cohort, rounds, delta):
@@ -90,23 +74,6 @@ def test_when_everyone_takes_part_rounds_are_one_gaussian(z, rounds):
     expected = gaussian_epsilon(z / math.sqrt(rounds), 1e-5)
     found = poisson(z, 50, 50).epsilon(rounds)
     assert expected <= found * (1 + 1e-6) and found <= expected * 1.002 + 1e-3
-
-
-@pytest.mark.parametrize(
-    "population, cohort, rounds, z, epsilon",
-    [  # computed once with PLD on a grid of 1e-4
-        (20, 3, 50, 2.40, 2.00297), (1000, 50, 100, 1.34, 2.01138),
-        (10_000, 500, 200, 1.67, 2.00344), (100_000, 1000, 500, 0.88, 2.02074),
-    ],
-)  # fmt: skip
-def test_poisson_epsilon_lies_below_the_renyi_bound_and_is_stable(
-    population, cohort, rounds, z, epsilon
-):
-    delta = PrivacyConfig(noise=z).delta_for(population)
-    found = poisson(z, population, cohort, rounds, delta).epsilon()
-    assert found == pytest.approx(epsilon, rel=5e-4)
-    bound = renyi_epsilon(z, cohort / population, rounds, delta)
-    assert 0.75 * bound < found < bound
 
 
 @pytest.mark.parametrize(
@@ -155,33 +122,6 @@ def test_epsilon_of_small_rates_is_that_of_composed_densities(z, q, rounds):
     assert expected * (1 - 1e-3) < found < 1.02 * expected
 
 
-@pytest.mark.parametrize("z, q, rounds", [(0.8, 0.2, 10), (1.5, 0.05, 200), (0.6, 0.5, 3)])
-def test_poisson_epsilon_agrees_with_sampled_privacy_losses(z, q, rounds):
-    """δ(ε) = E[(1 - e^(ε - L))+] over losses L of the run, of both neighbours, by sampling."""
-    rng, count, delta = np.random.default_rng(1), 200_000, 0.02
-
-    def loss(x):  # log of (1-q) N(0,z²) + q N(1,z²) over N(0,z²)
-        return np.logaddexp(math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * z * z))
-
-    epsilon = poisson(z, 1000, round(1000 * q), rounds, delta).epsilon()
-    deltas = []
-    for present in (True, False):
-        total = np.zeros(count)
-        for _ in range(rounds):
-            x = rng.standard_normal(count) * z + (present & (rng.random(count) < q))
-            total += loss(x) if present else -loss(x)
-        over = np.maximum(0, -np.expm1(epsilon - total))
-        deltas.append((over.mean(), over.std() / math.sqrt(count)))
-    found, deviation = max(deltas)
-    assert found == pytest.approx(delta, abs=5 * deviation + 2e-3 * delta)
-
-
-def test_a_fixed_cohort_costs_far_more_than_poissons_epsilon_says():
-    z = 1.444
-    fixed = Guarantee("fixed", z, 1000, 50, 1e-5, 100).epsilon()
-    assert 7 * poisson(z).epsilon() < fixed
-
-
 @pytest.mark.parametrize(
     "z, population, cohort, rounds",
     [(1.444, 1000, 50, 100), (8.0, 20, 3, 50), (0.9, 100_000, 1000, 12), (3.0, 50, 25, 1)],
@@ -206,35 +146,23 @@ def test_epsilon_grows_with_rounds_and_cohorts_and_falls_with_noise(z, cohort, r
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 @pytest.mark.parametrize("target", [0.5, 2.0, 8.0])
-def test_the_noise_of_an_epsilon_is_the_least_that_reaches_it(sampling, target):
-    options = PrivacyConfig(epsilon=target, sampling=sampling)
-    found = guarantee(options, 200, 10, 30)
+def test_noise_for_epsilon_is_the_least(sampling, target):
+    start = Guarantee(sampling, 0, 200, 10, 1e-5, 30)
+    found = with_noise_for(target, start)
     z = found.noise
     assert float(f"{z:.4g}") == z
     assert 0.99 * target < found.epsilon() <= target
-    less = guarantee(PrivacyConfig(noise=0.997 * z, sampling=sampling), 200, 10, 30)
-    assert less.epsilon() > target
+    assert replace(start, noise=0.997 * z).epsilon() > target
 
 
-@given(target=st.floats(0.07, 90))
-def test_the_search_for_noise_finds_a_known_inverse(target):
+@given(target=st.floats(0.07, 250))
+def test_search_for_noise_finds_a_known_inverse(target):
     z = smallest_noise(lambda noise: 3 / noise, target)
-    assert 3 / target <= z <= 3 / target * (1 + 2e-3)
+    assert 3 / target <= z <= 3 / target * (1 + 1e-3) + 1e-9
 
 
-def test_noise_without_a_bound_and_an_epsilon_out_of_reach():
+def test_noise_of_zero_has_no_epsilon():
     assert poisson(0.0).epsilon() == math.inf
-    with pytest.raises(InputError, match=r"^privacy.epsilon=1e-06 is below the ε of 500 rounds"):
-        guarantee(PrivacyConfig(epsilon=1e-6), 20, 10, 500)
-
-
-def test_a_budget_pays_the_rounds_whose_epsilon_it_covers():
-    options = PrivacyConfig(noise=1.0, budget=2.5, delta=1e-5)
-    paid, found = affordable(options, 1000, 50, 100), poisson(1.0)
-    assert 0 < paid < 100 and found.epsilon(paid) <= 2.5 < found.epsilon(paid + 1)
-    assert affordable(options.model_copy(update={"budget": 1e3}), 1000, 50, 100) == 100
-    with pytest.raises(InputError, match=r"^privacy.budget=0.001 is below the ε of one round"):
-        affordable(options.model_copy(update={"budget": 1e-3}), 1000, 50, 100)
 
 
 def test_poisson_cohorts_have_binomial_sizes_and_every_client_its_share():

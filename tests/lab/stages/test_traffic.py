@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,12 +19,10 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.lab.codecs.base import Units, codec_class, codec_names
-from trishul_ray.lab.codecs.stage import DownloadsConfig, UploadCodec, UploadsConfig, coded_state
-from trishul_ray.lab.privacy.stage import clip
-from trishul_ray.methods.base.messages import State
+from trishul_ray.lab.codecs.base import CODECS, build_codec
+from trishul_ray.lab.codecs.stage import DownloadsConfig, Uploads, UploadsConfig, coded, unit_sizes
 from trishul_ray.runtime.random_streams import numpy_rng
-from trishul_ray.stages import Change, Sender, norm_of, stage_names
+from trishul_ray.stages import Change, Sender, stage_names
 
 HALF = Path(__file__).parent / "newcomers" / "half.py"
 #: A core head, another one, and a tensor.
@@ -34,6 +33,12 @@ UNITS = tuple(
     )
 )  # fmt: skip
 SIZES = np.array([unit.size for unit in UNITS])
+
+
+def uploads(codec, **fields):
+    """The upload hook of a run of FedIT."""
+    settings = SimpleNamespace(method=SimpleNamespace(name="fedit"))
+    return Uploads(UploadsConfig(codec=codec, **fields), settings).send
 
 
 def sender(round_number=1, active=None, kept=None):
@@ -47,18 +52,17 @@ def change_of(rng, active=None, scale=1.0):
     return Change(values, {})
 
 
-@pytest.mark.parametrize("name", codec_names())
+@pytest.mark.parametrize("name", CODECS.names())
 def test_bytes_are_those_of_the_encoding_and_untrained_units_are_not_sent(name):
     active = np.array([True, False, True])
-    fields = UploadsConfig(codec=name)
-    each, change = UploadCodec(fields), change_of(np.random.default_rng(0), active)
+    each, change = uploads(name), change_of(np.random.default_rng(0), active)
     sent = each(change, sender(active=active))
     entries = np.repeat(active, SIZES)
     assert not sent.shared[~entries].any() and sent.shared[entries].any()
-    codec, units = each.codec, Units.of(UNITS)
-    payload = codec.encode(change.shared, units, sender().rng("codec"))
+    codec = build_codec(UploadsConfig(codec=name))
+    payload = codec.encode(change.shared, SIZES, sender().rng("codec"))
     assert sent.uploaded_bytes == len(payload) + 1  # and which units were trained
-    np.testing.assert_array_equal(sent.shared, codec.decode(payload, units))
+    np.testing.assert_array_equal(sent.shared, codec.decode(payload, SIZES))
     error = np.linalg.norm(sent.shared - change.shared) / np.linalg.norm(change.shared)
     assert sent.metrics["codec_error"] == pytest.approx(error)
     assert not sent.kept
@@ -66,10 +70,10 @@ def test_bytes_are_those_of_the_encoding_and_untrained_units_are_not_sent(name):
     np.testing.assert_array_equal(change.shared, change_of(np.random.default_rng(0), active).shared)
 
 
-@pytest.mark.parametrize("name", codec_names())
+@pytest.mark.parametrize("name", CODECS.names())
 def test_what_the_method_adds_is_sent_as_well(name):
     rng = np.random.default_rng(0)
-    each = UploadCodec(UploadsConfig(codec=name, error_feedback=True))
+    each = uploads(name, error_feedback=True)
     alone = each(change_of(rng), sender())
     change = replace(
         change_of(rng), extra={"control": change_of(rng).shared, "few": np.ones(3, "f4")}
@@ -83,34 +87,31 @@ def test_what_the_method_adds_is_sent_as_well(name):
         np.testing.assert_array_equal(both.kept[f"left/{key}"], given - got)
 
 
-@pytest.mark.parametrize("name", codec_names())
+@pytest.mark.parametrize("name", CODECS.names())
 def test_numbers_beside_the_cores_are_sent_as_they_are(name):
     """They are no changes: a share of 1 must not be read as 0, nor be made up for later."""
     rng, few = np.random.default_rng(0), np.float32([1, 1e-6, 0.5])
-    each = UploadCodec(UploadsConfig(codec=name, error_feedback=True))
+    each = uploads(name, error_feedback=True)
     alone, change = each(change_of(rng), sender()), change_of(np.random.default_rng(0))
     both = each(replace(change, extra={"few": few}), sender())
     np.testing.assert_array_equal(both.extra["few"], few)
     assert (
         both.uploaded_bytes == alone.uploaded_bytes + 12 and both.kept.keys() == alone.kept.keys()
     )
-    state = State(change.shared, extra={"few": few})
-    read, _ = coded_state(each.codec, state, Units.of(UNITS), rng)
-    np.testing.assert_array_equal(read.extra["few"], few)
 
 
 def test_a_change_that_is_not_finite_is_left_to_the_server_to_refuse():
     change = change_of(np.random.default_rng(0))
     change.shared[3] = np.nan
-    sent = UploadCodec(UploadsConfig(codec="int4", error_feedback=True))(change, sender())
+    sent = uploads("int4", error_feedback=True)(change, sender())
     assert np.isnan(sent.shared[3]) and not sent.kept and sent.uploaded_bytes == 200
 
 
-@pytest.mark.parametrize("name", codec_names())
+@pytest.mark.parametrize("name", CODECS.names())
 @given(seed=st.integers(0, 10**6), rounds=st.integers(1, 6), partly=st.booleans())
 def test_with_error_feedback_all_is_sent_but_the_last_residual(name, seed, rounds, partly):
     rng = np.random.default_rng(seed)
-    each = UploadCodec(UploadsConfig(codec=name, error_feedback=True))
+    each = uploads(name, error_feedback=True)
     total, sent, kept, size = np.zeros(50), np.zeros(50), {}, 0.0
     for number in range(1, rounds + 1):
         active = rng.random(3) < 0.5 if partly else None
@@ -130,25 +131,12 @@ def test_with_error_feedback_all_is_sent_but_the_last_residual(name, seed, round
     np.testing.assert_allclose(sent, total - kept["left/shared"], atol=allowed, rtol=0)
 
 
-@pytest.mark.parametrize("name", codec_names())
-def test_a_broadcast_is_coded_from_the_state_alone(name):
-    rng = np.random.default_rng(0)
-    state = State(change_of(rng).shared, {"control": change_of(rng).shared})
-    codec = codec_class(name)(DownloadsConfig(codec=name))
-    (one, size), (other, again) = (
-        coded_state(codec, state, Units.of(UNITS), np.random.default_rng(1)) for _ in range(2)
-    )
-    np.testing.assert_array_equal(one.shared, other.shared)
-    assert size == again and one.extra.keys() == {"control"}
-    assert (one.shared != state.shared).any()
-
-
 def records_of(result):
     return result.checkpoint.records[1:]
 
 
 @pytest.mark.parametrize(
-    ("method", "codec"), [*itertools.product(KINDS, codec_names()), ("trishul", "half")]
+    ("method", "codec"), [*itertools.product(KINDS, CODECS.names()), ("trishul", "half")]
 )
 def test_every_kind_of_method_runs_with_every_codec(method, codec, edge_run):
     with unloaded_after():
@@ -201,26 +189,6 @@ def test_bytes_of_a_run_are_those_of_the_format(edge_run):
     assert records_of(result)[1].downloaded_bytes == 3 * each
 
 
-@pytest.mark.parametrize("name", codec_names())
-@given(seed=st.integers(0, 10**6), bound=st.floats(1e-3, 100))
-def test_what_is_clipped_after_decoding_is_within_the_norm(name, seed, bound):
-    change = change_of(np.random.default_rng(seed))
-    change = replace(change, extra={"control": change.shared})
-    sent = UploadCodec(UploadsConfig(codec=name))(change, sender())
-    shared, extra, _ = clip(sent.shared, sent.extra, bound)
-    assert norm_of([shared, *extra.values()]) <= bound
-    assert sent.uploaded_bytes is not None and "codec_error" in sent.metrics
-
-
-def test_privacy_promises_the_same_with_a_codec(edge_run):
-    options = ["method=fedit", "privacy.noise=1", "rounds=2"]
-    plain, coded = edge_run(*options), edge_run(*options, "uploads.codec=int4")
-    for one, other in zip(records_of(plain), records_of(coded), strict=True):
-        assert one.stages["privacy_epsilon"] == other.stages["privacy_epsilon"]
-        assert one.clients == other.clients
-    assert records_of(coded)[0].uploaded_bytes < 4 * records_of(coded)[0].uploaded_parameters
-
-
 def test_training_reads_the_coded_broadcast_and_scores_the_state(small):
     experiment = small("resources.backend=inline", "method=fedit", "downloads.codec=int4")
     server = InlineDriver(experiment, prepare_run(experiment), "a")
@@ -228,13 +196,13 @@ def test_training_reads_the_coded_broadcast_and_scores_the_state(small):
     server.executor = recording = Recording(inner)
     scored, inner_evaluate = [], inner.evaluate
     inner.evaluate = lambda sent, job: scored.append(sent) or inner_evaluate(sent, job)
-    units = Units.of(server.spec.layout.units(server.spec.wire))
-    codec = codec_class("int4")(experiment.section(DownloadsConfig))
+    sizes = unit_sizes(server.spec.layout.units(server.spec.wire))
+    codec = build_codec(experiment.section(DownloadsConfig))
     for number in (1, 2):
         whole = server.broadcast()
         server.step()
         rng = numpy_rng(experiment.seed, "codec-down", number)
-        read = coded_state(codec, whole, units, rng)[0].shared
+        read = coded(codec, {"shared": whole.shared}, sizes, rng)[0]["shared"]
         np.testing.assert_array_equal(recording.broadcast.shared, read)
         assert (read != whole.shared).any()
         np.testing.assert_array_equal(scored[-1].shared, whole.shared)

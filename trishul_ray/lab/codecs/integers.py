@@ -1,8 +1,8 @@
 """int8 and int4: steps of equal width between the largest magnitudes of a unit, or of a block.
 
-With b bits, ``scale = max|x| / (2^(b-1) - 1)`` and ``q = round(x / scale)``; sent are the scales in
-float32 and the q in b bits. Below 8 bits, units are divided into blocks of 64 entries with a scale
-each. Stochastic rounding is without bias: ``floor(x / scale + u)`` with u uniform in [0, 1).
+With b bits, ``scale = max|x| / (2^(b-1) - 1)`` and ``q = round(x / scale)``; the scales are sent in
+float32 and the q in b bits. int4 divides units into blocks of 64 entries with a scale each.
+Stochastic rounding is without bias: ``floor(x / scale + u)`` with u uniform in [0, 1).
 """
 
 from __future__ import annotations
@@ -11,92 +11,84 @@ from typing import ClassVar
 
 import numpy as np
 
-from trishul_ray.lab.codecs.base import Codec, Units, register_codec
+from trishul_ray.lab.codecs.base import Codec, register_codec
 
 
 @register_codec("int8")
 class Int8(Codec):
-    """One byte an entry, one scale a unit."""
+    """One byte per entry, one scale per unit."""
 
     fields_read = frozenset({"rounding"})
-    bits: ClassVar[int] = 8
-    #: Entries that share a scale; None is the whole unit.
-    block: ClassVar[int | None] = None
+    #: The largest integer.
+    largest: ClassVar[int] = 127
 
-    @property
-    def unbiased(self) -> bool:
-        """Stochastic rounding is."""
-        return self.fields.rounding == "stochastic"
-
-    def pack(self, values: np.ndarray, units: Units, rng: np.random.Generator) -> bytes:
-        """Return the scales, float32, and the steps in ``bits`` bits each."""
-        scales, lengths = self._scales(values, units)
+    def pack(self, values: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> bytes:
+        """Return the scales, float32, and the steps."""
+        lengths = self.lengths(sizes)
+        scales = self._scales(values, lengths)
         # A block of zeros has no scale; any other number divides zeros as well.
         steps = values / np.repeat(np.where(scales > 0, scales, 1), lengths)
-        if self.unbiased:
-            steps += rng.random(len(steps), dtype=np.float32)
-            np.floor(steps, out=steps)
+        if self.fields.rounding == "stochastic":
+            steps = np.floor(steps + rng.random(len(steps), dtype=np.float32))
         else:
-            np.rint(steps, out=steps)
-        return scales.tobytes() + pack_integers(steps, self.bits)
+            steps = np.rint(steps)
+        integers = np.clip(steps, -self.largest, self.largest).astype(np.int8)
+        return bytes(scales.tobytes() + self.join(integers))
 
-    def unpack(self, body: bytes, units: Units) -> np.ndarray:
+    def unpack(self, body: bytes, sizes: np.ndarray) -> np.ndarray:
         """Return steps times scales."""
-        _, lengths = self._blocks(units)
+        lengths = self.lengths(sizes)
         scales = np.frombuffer(body, dtype="<f4", count=len(lengths))
-        steps = unpack_integers(body[scales.nbytes :], self.bits, units.length)
+        steps = self.split(body[scales.nbytes :], int(sizes.sum())).astype(np.float32)
         found: np.ndarray = steps * np.repeat(scales, lengths)
         return found
 
-    def bound(self, values: np.ndarray, units: Units) -> np.ndarray:
-        """Return half a step, or a whole one of stochastic rounding."""
-        scales, lengths = self._scales(values, units)
-        return np.repeat(scales if self.unbiased else scales / 2, lengths)
+    def bound(self, values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return half a step, or a whole step with stochastic rounding."""
+        lengths = self.lengths(sizes)
+        scales = self._scales(values, lengths)
+        return np.repeat(scales if self.fields.rounding == "stochastic" else scales / 2, lengths)
 
-    def _blocks(self, units: Units) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first positions and the lengths of blocks that divide each unit."""
-        if self.block is None:
-            return units.starts, units.sizes
-        counts = -(-units.sizes // self.block)
-        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts = np.repeat(units.starts, counts) + self.block * number
-        return starts, np.diff(starts, append=units.length)
+    def _scales(self, values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        peaks = np.maximum.reduceat(np.abs(values), np.cumsum(lengths) - lengths)
+        scales: np.ndarray = (peaks / self.largest).astype("<f4")
+        return scales
 
-    def _scales(self, values: np.ndarray, units: Units) -> tuple[np.ndarray, np.ndarray]:
-        """Return the scale of every block, float32, and the lengths of blocks."""
-        starts, lengths = self._blocks(units)
-        peaks = np.maximum.reduceat(np.abs(values), starts)
-        return (peaks / largest(self.bits)).astype("<f4"), lengths
+    def lengths(self, sizes: np.ndarray) -> np.ndarray:
+        """Return how many entries share each scale."""
+        return sizes
+
+    def join(self, integers: np.ndarray) -> bytes:
+        """Return integers, int8 [n], as bytes."""
+        return integers.tobytes()
+
+    def split(self, body: bytes, count: int) -> np.ndarray:
+        """Return the integers of :meth:`join`, int8 [count]."""
+        return np.frombuffer(body, dtype=np.int8, count=count)
 
 
 @register_codec("int4")
 class Int4(Int8):
-    """Two entries a byte, one scale for 64."""
+    """Two entries per byte, one scale for 64 entries."""
 
-    bits = 4
-    block = 64
+    largest = 7
+    block: ClassVar[int] = 64
 
+    def lengths(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the lengths of blocks; a unit's last block may be shorter."""
+        counts = -(-sizes // self.block)
+        found = np.full(counts.sum(), self.block)
+        found[np.cumsum(counts) - 1] -= counts * self.block - sizes
+        return found
 
-def largest(bits: int) -> int:
-    """Return the largest integer with so many bits whose negative exists."""
-    return int(2 ** (bits - 1) - 1)
+    def join(self, integers: np.ndarray) -> bytes:
+        """Return two integers per byte, as numbers from 1 to 15."""
+        padded = np.zeros(-(-len(integers) // 2) * 2, dtype=np.uint8)
+        padded[: len(integers)] = integers + 8
+        return bytes((padded[::2] | (padded[1::2] << 4)).tobytes())
 
-
-def pack_integers(steps: np.ndarray, bits: int) -> bytes:
-    """Return whole numbers [n] as clipped integers of 8 bits, or of 4 bits, two per byte."""
-    limit = largest(bits)
-    integers = np.clip(steps, -limit, limit).astype(np.int8)
-    if bits == 8:
-        return bytes(integers.tobytes())
-    padded = np.zeros(-(-len(integers) // 2) * 2, dtype=np.uint8)
-    padded[: len(integers)] = integers + (limit + 1)  # from 1 to 15
-    return bytes((padded[::2] | (padded[1::2] << 4)).tobytes())
-
-
-def unpack_integers(body: bytes, bits: int, count: int) -> np.ndarray:
-    """Return the numbers that :func:`pack_integers` has packed, float32 [count]."""
-    if bits == 8:
-        return np.frombuffer(body, dtype=np.int8, count=count).astype(np.float32)
-    packed = np.frombuffer(body, dtype=np.uint8, count=-(-count // 2))
-    found = np.stack([packed & 15, packed >> 4], axis=1).ravel()[:count].astype(np.float32)
-    return found - (largest(bits) + 1)
+    def split(self, body: bytes, count: int) -> np.ndarray:
+        """Return the integers of :meth:`join`."""
+        packed = np.frombuffer(body, dtype=np.int8)
+        found: np.ndarray = np.stack([packed & 15, (packed >> 4) & 15], axis=1).ravel()[:count] - 8
+        return found

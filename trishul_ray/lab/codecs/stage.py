@@ -1,33 +1,32 @@
-"""What is sent: the codec of uploads, with error feedback, and that of broadcasts.
+"""The codec of uploads, with error feedback, and the codec of broadcasts.
 
 With error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv
-1901.09847) a client adds to its change what the codec left out of earlier ones: it sends
-``C(delta + e)`` and keeps ``e <- delta + e - C(delta + e)``. Over all rounds it has then sent the
+1901.09847) a client adds to its change what the codec left out of earlier changes: it sends
+``C(delta + e)`` and stores ``e <- delta + e - C(delta + e)``. Over all rounds it has then sent the
 sum of its changes minus the last e.
 
-A broadcast is coded afresh from the server's whole state in every round, so that its error does not
+A broadcast is coded again from the server's whole state in every round, so that its error does not
 accumulate. Clients train from the decoded broadcast, and their changes are relative to it.
-
-Legend: W entries of the shared part, U units of aggregation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from trishul_ray.lab.codecs.base import CODECS, NONE, Codec, CodecFields, Units, build_codec
+from trishul_ray.adapters.layout import Unit
+from trishul_ray.lab.codecs.base import CODECS, NONE, Codec, CodecFields, build_codec
 from trishul_ray.methods.base import method_class
 from trishul_ray.runtime.random_streams import numpy_rng
-from trishul_ray.stages import ArrayState, Change, Sender, Sent, Stage, norm_of, register_stage
+from trishul_ray.stages import Change, Sender, Sent, Stage, norm_of, register_stage
 
 
 class UploadsConfig(CodecFields):
-    """What clients send: a codec of their changes; the bytes counted are those of its encoding."""
+    """The codec of clients' changes; the bytes counted are those of its encoding."""
 
     error_feedback: bool = Field(
         False,
@@ -43,7 +42,7 @@ class UploadsConfig(CodecFields):
 
 
 class DownloadsConfig(CodecFields):
-    """What the server sends: a codec of its state; scores are those of the state as it is."""
+    """The codec of the server's state in broadcasts; scores are those of the state itself."""
 
 
 @register_stage("uploads")
@@ -61,14 +60,45 @@ class Uploads(Stage):
         return ("uploads.error_feedback=true",) if self.config.error_feedback else ()
 
     def send(self, change: Change, sender: Sender) -> Change:
-        """Return the change as the server decodes it."""
-        mirrored = method_class(self.settings.method.name).mirrored
-        return UploadCodec(self.config, mirrored)(change, sender)
+        """Return the change as the server decodes it, or a change that is not finite as it is."""
+        vectors = {"shared": change.shared, **dict(sorted(change.extra.items()))}
+        if not all(np.isfinite(vector).all() for vector in vectors.values()):
+            return replace(change, uploaded_bytes=4 * sum(map(len, vectors.values())))
+        sizes, left = unit_sizes(sender.units), {}
+        if self.config.error_feedback:
+            exact = method_class(self.settings.method.name).mirrored
+            left = {
+                name: sender.kept.get(f"left/{name}", np.float32(0))
+                for name, vector in vectors.items()
+                if len(vector) == sizes.sum() and name not in exact
+            }
+        targets = {n: v + left[n] if n in left else v for n, v in vectors.items()}
+        if sender.active is not None:
+            targets["shared"] = targets["shared"] * np.repeat(sender.active, sizes)
+        read, size = coded(build_codec(self.config), targets, sizes, sender.rng("codec"))
+        errors = {name: target - read[name] for name, target in targets.items()}
+        ratio = norm_of([errors["shared"]]) / (norm_of([targets["shared"]]) or 1.0)
+        if sender.active is not None:
+            size += -(-len(sizes) // 8)  # one bit for each unit: whether it was trained
+            if "shared" in left:
+                trained = np.repeat(sender.active, sizes)
+                errors["shared"] = np.where(trained, errors["shared"], left["shared"])
+        return replace(
+            change,
+            shared=read.pop("shared"),
+            extra=read,
+            uploaded_bytes=size,
+            kept=change.kept | {f"left/{name}": errors[name] for name in left},
+            metrics=change.metrics | {"codec_error": ratio},
+        )
 
 
 @register_stage("downloads")
 class Downloads(Stage):
-    """Clients read the broadcast as a codec decodes it; the server keeps its state."""
+    """Clients read the broadcast as a codec decodes it; the server stores its exact state.
+
+    Frozen tensors, which a deployment sends once, are not coded.
+    """
 
     Config, wire, moves_beyond_mean = DownloadsConfig, 2, True
     example: ClassVar = {"codec": "int8"}
@@ -76,84 +106,32 @@ class Downloads(Stage):
     registries: ClassVar = {"codec": CODECS}
 
     def broadcast(self, number: int, sent: Sent) -> Sent:
-        """Return what clients decode of the broadcast."""
-        codec = build_codec(self.config)
-        rng = numpy_rng(self.settings.seed, "codec-down", number)
-        read, size = coded_state(codec, sent.read, Units.of(self.plan.units), rng)
-        return replace(sent, read=read, size=size)
+        """Return the broadcast as clients decode it."""
+        rng, state = numpy_rng(self.settings.seed, "codec-down", number), sent.read
+        vectors = {"shared": state.shared, **dict(sorted(state.extra.items()))}
+        read, size = coded(build_codec(self.config), vectors, unit_sizes(self.plan.units), rng)
+        return replace(sent, read=replace(state, shared=read.pop("shared"), extra=read), size=size)
 
 
-@dataclass(frozen=True)
-class UploadCodec:
-    """The upload filter that encodes and decodes a change, and counts its bytes."""
+def unit_sizes(units: Iterable[Unit]) -> np.ndarray:
+    """Return the entries of each unit of a layout, int64 [U]."""
+    return np.array([unit.size for unit in units], dtype=np.int64)
 
-    fields: UploadsConfig
-    mirrored: frozenset[str] = frozenset()  # see Method.mirrored: these need no error feedback
 
-    @cached_property
-    def codec(self) -> Codec:
-        """The codec of the section, which names one."""
-        return build_codec(self.fields)
+def coded(
+    codec: Codec, vectors: Mapping[str, np.ndarray], sizes: np.ndarray, rng: np.random.Generator
+) -> tuple[dict[str, np.ndarray], int]:
+    """Return vectors as the receiver decodes them, and the bytes of their encoding.
 
-    def __call__(self, change: Change, sender: Sender) -> Change:
-        """Return what the server decodes; a change that is not finite stays, to be refused."""
-        vectors = {"shared": change.shared, **dict(sorted(change.extra.items()))}
-        if not all(np.isfinite(vector).all() for vector in vectors.values()):
-            return replace(change, uploaded_bytes=4 * sum(map(len, vectors.values())))
-        rng, units = sender.rng("codec"), Units.of(sender.units)
-        kept, read, metrics = dict(change.kept), {}, dict(change.metrics)
-        # The server must also know which units were trained: one bit each.
-        size = 0 if sender.active is None else -(-len(units.sizes) // 8)
-        for name, vector in vectors.items():
-            if not _is_coded(vector, units):
-                read[name], size = vector, size + 4 * len(vector)
-                continue
-            shared, left = name == "shared", None
-            if self.fields.error_feedback and name not in self.mirrored:
-                left = sender.kept.get(f"left/{name}", np.zeros(units.length, dtype=np.float32))
-            trained = None
-            if shared and sender.active is not None:
-                trained = units.entries(sender.active)
-            target = vector if left is None else vector + left
-            if trained is not None:
-                target = target * trained
-            payload = self.codec.encode(target, units, rng)
-            read[name] = self.codec.decode(payload, units)
+    A vector of another length than the shared part, such as a number for each core head, is short
+    and no change, and a codec would blur it. It is sent as it is, four bytes per number.
+    """
+    read, size = dict(vectors), 0
+    for name, vector in vectors.items():
+        if len(vector) == sizes.sum():
+            payload = codec.encode(vector, sizes, rng)
+            read[name] = codec.decode(payload, sizes)
             size += len(payload)
-            error = target - read[name]
-            if shared:
-                metrics["codec_error"] = norm_of([error]) / (norm_of([target]) or 1.0)
-            if left is not None:
-                kept[f"left/{name}"] = error if trained is None else np.where(trained, error, left)
-        shared_read = read.pop("shared")
-        return replace(
-            change, shared=shared_read, extra=read, uploaded_bytes=size, kept=kept, metrics=metrics
-        )
-
-
-def coded_state(
-    codec: Codec, state: ArrayState, units: Units, rng: np.random.Generator
-) -> tuple[ArrayState, int]:
-    """Return what clients decode of a broadcast, and the bytes of its encoding.
-
-    The shared part and what the method adds to it are coded; frozen tensors, which a deployment
-    sends once, are not.
-    """
-    read, size = {}, 0
-    for name, vector in {"shared": state.shared, **dict(sorted(state.extra.items()))}.items():
-        if not _is_coded(vector, units):
-            read[name], size = vector, size + 4 * len(vector)
-            continue
-        payload = codec.encode(vector, units, rng)
-        read[name] = codec.decode(payload, units)
-        size += len(payload)
-    return replace(state, shared=read.pop("shared"), extra=read), size
-
-
-def _is_coded(vector: np.ndarray, units: Units) -> bool:
-    """Return whether a vector has an entry for each of the shared part.
-
-    Others, such as a number for each core head, are few and no changes: a codec would blur what
-    they say. They are sent as they are, four bytes a number.
-    """
-    return len(vector) == units.length
+        else:
+            size += 4 * len(vector)
+    return read, size

@@ -1,7 +1,7 @@
 """topk: the entries of largest magnitude, as they are, and their positions.
 
 ``ceil(density n)`` of n entries are sent, over the whole vector; the first of equal magnitudes.
-Positions are sent as a bitmap of n bits or as four bytes each, whichever is less.
+Positions are sent as a bitmap of n bits or as four bytes each, the shorter of the two.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from trishul_ray.lab.codecs.base import Codec, Units, register_codec
+from trishul_ray.lab.codecs.base import Codec, register_codec
 from trishul_ray.runtime.proportions import exact_fraction
 
 
@@ -20,39 +20,39 @@ class TopK(Codec):
 
     fields_read = frozenset({"density"})
 
-    def pack(self, values: np.ndarray, units: Units, rng: np.random.Generator) -> bytes:
-        """Return the places of the entries that are sent, then their values."""
+    def pack(self, values: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> bytes:
+        """Return the positions of the entries that are sent, then their values."""
         limit, count = self._limit(values)
         magnitudes = np.abs(values)
         sent = magnitudes > limit
         # Break ties by index; argpartition differs between CPUs.
         equal = np.flatnonzero((magnitudes == limit) & (values != 0))
         sent[equal[: count - int(sent.sum())]] = True
-        places = np.flatnonzero(sent).astype("<u4")
-        bitmap = np.packbits(sent).tobytes()
-        where = places.tobytes() if places.nbytes <= len(bitmap) else bitmap
-        return bytes(where + values[places].astype("<f4").tobytes())
+        positions, bitmap = np.flatnonzero(sent).astype("<u4"), np.packbits(sent).tobytes()
+        first = positions.tobytes() if positions.nbytes <= len(bitmap) else bitmap
+        return bytes(first + values[positions].astype("<f4").tobytes())
 
-    def unpack(self, body: bytes, units: Units) -> np.ndarray:
-        """Return zeros, and the entries that were sent in their places."""
-        size = -(-units.length // 8)  # of a bitmap; with places, both parts have at most so much
+    def unpack(self, body: bytes, sizes: np.ndarray) -> np.ndarray:
+        """Return zeros, and the entries that were sent at their positions."""
+        length = int(sizes.sum())
+        size = -(-length // 8)  # of a bitmap; with positions, both parts have at most so much
         listed = len(body) <= 2 * size
         cut = len(body) // 2 if listed else size
-        found = np.zeros(units.length, dtype=np.float32)
+        found = np.zeros(length, dtype=np.float32)
         if listed:
-            places = np.frombuffer(body[:cut], dtype="<u4")
+            positions = np.frombuffer(body[:cut], dtype="<u4")
         else:
             flags = np.frombuffer(body[:cut], dtype=np.uint8)
-            places = np.flatnonzero(np.unpackbits(flags, count=units.length))
-        found[places] = np.frombuffer(body[cut:], dtype="<f4")
+            positions = np.flatnonzero(np.unpackbits(flags, count=length))
+        found[positions] = np.frombuffer(body[cut:], dtype="<f4")
         return found
 
-    def bound(self, values: np.ndarray, units: Units) -> np.ndarray:
-        """Return the smallest magnitude that is sent, which no other exceeds."""
+    def bound(self, values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return the smallest magnitude that is sent; no entry that is left out exceeds it."""
         return np.full(len(values), self._limit(values)[0])
 
     def _limit(self, values: np.ndarray) -> tuple[float, int]:
-        """Return the magnitude of the last entry that is sent, and how many are."""
+        """Return the magnitude of the last entry that is sent, and the number of entries."""
         count = math.ceil(exact_fraction(len(values), self.fields.density))
         if count == len(values):
             return 0.0, count

@@ -13,25 +13,22 @@ The accountants are those of Google's ``dp-accounting``, an extra, which is impo
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 from trishul_ray.errors import InputError, how_to_install
-from trishul_ray.lab.privacy.config import SMALLEST_NOISE, PrivacyConfig, Sampling
-from trishul_ray.runtime.lazy import scipy
+from trishul_ray.lab.privacy.config import Sampling
 
 #: Orders of Rényi divergences: integers, which have a closed form.
 ORDERS = (*range(2, 33), *range(36, 65, 4), 80, 96, 128, 192, 256)
 #: Largest width of the grid of privacy losses for a multiplier of about 1.
 GRID = 1e-3
-#: The largest noise multiplier that is tried.
-LARGEST_NOISE = 50.0
-#: Significant digits of a multiplier that follows from epsilon: equal on any machine.
-DIGITS = 4
+#: The number of noise multipliers that are tried: those of four digits from 0.01 to 50.
+MULTIPLIERS = 31_001
 
 
 def _library() -> Any:
@@ -49,8 +46,8 @@ def _library() -> Any:
 @lru_cache(maxsize=64)
 def _loss(noise: float, rate: float) -> Any:
     """Return the privacy loss of one round of Poisson sampling."""
-    # The losses of little noise are large, those of a small rate small: the grid follows them. It
-    # rounds up, by less than 1 % of epsilon, where a grid of 1e-3 takes 1.7 times it at rate 1e-4.
+    # Little noise has large losses, and a small rate has small ones: the grid follows them. It
+    # rounds up by less than 1 % of epsilon; a grid of 1e-3 would give 1.7 times it at rate 1e-4.
     return _library().pld.privacy_loss_distribution.from_gaussian_mechanism(
         noise,
         sampling_prob=rate,
@@ -78,11 +75,11 @@ class Guarantee:
     Attributes:
         sampling: How clients are sampled.
         noise: z, the standard deviation of the noise of a round over the clip norm.
-        clients: N.
+        clients: N, the clients that may take part.
         cohort: m, the clients of a round, on average.
         delta: δ.
         rounds: Rounds of the run.
-        surveys: Releases of the same kind before round 1: 1 if clients answer a survey.
+        surveys: Releases of the same kind before round 1: 1 with a survey of the clients.
     """
 
     sampling: Sampling
@@ -96,10 +93,17 @@ class Guarantee:
     @property
     def accountant(self) -> str:
         """Name of the accounting method."""
-        return {
-            "poisson": "PLD, Poisson sampling, add or remove one client",
-            "fixed": "RDP, fixed size without replacement, replace one client",
-        }[self.sampling]
+        if self.sampling == "poisson":
+            return "PLD, Poisson sampling, add or remove one client"
+        return "RDP, fixed size without replacement, replace one client"
+
+    @property
+    def cohorts(self) -> str:
+        """The cohorts that the accountant assumes."""
+        which = f"{self.cohort:,} of {self.clients:,} clients"
+        if self.sampling == "poisson":
+            return f"Poisson cohorts of {which} on average"
+        return f"cohorts of exactly {which}"
 
     def epsilon(self, rounds: int | None = None) -> float:
         """Return ε after some rounds, by default of the whole run; infinite without noise.
@@ -108,8 +112,6 @@ class Guarantee:
             InputError: The library is missing.
         """
         releases = self.surveys + (self.rounds if rounds is None else rounds)
-        if releases == 0:
-            return 0.0
         if self.noise == 0:
             return math.inf
         if self.sampling == "poisson":
@@ -120,76 +122,42 @@ class Guarantee:
 
 
 @lru_cache(maxsize=256)
-def guarantee(
-    options: PrivacyConfig, clients: int, cohort: int, rounds: int, surveys: int = 0
-) -> Guarantee:
-    """Return the guarantee of a run, with the noise that follows from its ε if ε is set.
-
-    Args:
-        options: The section ``privacy``, which is on.
-        clients: Clients that may take part.
-        cohort: ``federation.clients_per_round``.
-        rounds: ``federation.rounds``.
-        surveys: Releases before round 1.
+def with_noise_for(target: float, found: Guarantee) -> Guarantee:
+    """Return the guarantee with the smallest noise whose ε is at most ``target``.
 
     Raises:
         InputError: The library is missing, or no noise that is tried reaches ε.
     """
 
-    def of(noise: float) -> Guarantee:
-        delta = options.delta_for(clients)
-        return Guarantee(options.sampling, noise, clients, cohort, delta, rounds, surveys)
+    def epsilon(noise: float) -> float:
+        return replace(found, noise=noise).epsilon()
 
-    if options.noise is not None:
-        return of(options.noise)
-    assert options.epsilon is not None
-    if (least := of(LARGEST_NOISE).epsilon()) > options.epsilon:
+    largest = multiplier(MULTIPLIERS - 1)
+    if (least := epsilon(largest)) > target:
         raise InputError(
-            f"privacy.epsilon={options.epsilon:g} is below the ε of {rounds} rounds of {cohort} of "
-            f"{clients} clients at noise multiplier {LARGEST_NOISE:g}; set at least {least:.3g}, "
-            "fewer rounds, or more clients"
+            f"privacy.epsilon={target:g} is below the ε of {found.rounds} rounds of {found.cohort} "
+            f"of {found.clients} clients at noise multiplier {largest:g}; set at least "
+            f"{least:.3g}, fewer rounds, or more clients"
         )
-    return of(smallest_noise(lambda noise: of(noise).epsilon(), options.epsilon))
+    return replace(found, noise=smallest_noise(epsilon, target))
 
 
-def affordable(
-    options: PrivacyConfig, clients: int, cohort: int, rounds: int, surveys: int = 0
-) -> int:
-    """Return how many rounds are within a run's budget; all if it has none. Arguments as above.
-
-    Raises:
-        InputError: Not even one round, or the library is missing.
-    """
-    if options.budget is None:
-        return rounds
-    found = guarantee(options, clients, cohort, rounds, surveys)
-    if (paid := bisect_right(range(1, rounds + 1), options.budget, key=found.epsilon)) > 0:
-        return paid
-    raise InputError(
-        f"privacy.budget={options.budget:g} is below the ε of one round, {found.epsilon(1):.3g}, "
-        f"at privacy.noise={options.noise:g}; set a larger budget or more noise"
-    )
+def multiplier(number: int) -> float:
+    """Return the noise multipliers of four digits, ascending from 0.01."""
+    return float(f"{1000 + number % 9000}e{number // 9000 - 5}")
 
 
 def smallest_noise(epsilon: Callable[[float], float], target: float) -> float:
-    """Return the smallest multiplier of four digits whose ε is at most ``target``.
+    """Return the smallest :func:`multiplier` whose ε is at most ``target``.
 
-    ``epsilon`` decreases, and is at most ``target`` at :data:`LARGEST_NOISE`.
+    ``epsilon`` decreases, and is at most ``target`` at the largest multiplier.
     """
-    high = LARGEST_NOISE
-    # By halves: so little noise that its losses fill the memory is never tried.
-    while epsilon(high / 2) <= target:
-        high /= 2
-        if high < SMALLEST_NOISE:
-            return high
 
-    def excess(logarithm: float) -> float:
-        return math.log(epsilon(math.exp(logarithm)) / target)
+    def is_enough(number: int) -> bool:
+        return epsilon(multiplier(number)) <= target
 
-    bracket, precision = (math.log(high / 2), math.log(high)), 10.0 ** -(DIGITS + 1)
-    root = math.exp(scipy.optimize.brentq(excess, *bracket, xtol=precision))
-    scale = 10.0 ** (DIGITS - 1 - math.floor(math.log10(root)))
-    rounded = math.floor(root * scale)
-    while epsilon(rounded / scale) > target:
-        rounded += 1
-    return rounded / scale
+    # Downwards in steps: multipliers whose losses would fill the memory are never tried.
+    high = MULTIPLIERS - 1
+    while high > 0 and is_enough(low := max(high - 2700, 0)):
+        high = low
+    return multiplier(bisect_left(range(high), True, max(high - 2700, 0), key=is_enough))

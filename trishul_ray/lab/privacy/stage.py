@@ -14,6 +14,7 @@ Legend: W numbers of the shared part, P all numbers that a client sends.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -21,9 +22,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from trishul_ray.config.section import Section
 from trishul_ray.data.sampling import uniform_cohort
-from trishul_ray.lab.privacy.accounting import Guarantee, affordable, guarantee
+from trishul_ray.errors import InputError
+from trishul_ray.lab.privacy.accounting import Guarantee, with_noise_for
 from trishul_ray.lab.privacy.config import PrivacyConfig
 from trishul_ray.methods.base import Method
 from trishul_ray.methods.base.messages import State
@@ -50,10 +51,10 @@ CLIPPED, NORM = "privacy_clipped", "privacy_norm"
 SURVEY_NORM = 1e-6
 #: Content of a run's files that its epsilon does not cover.
 OUTSIDE = (
-    "train_loss", "scores on validation rows and clients' own test rows", "per_client", "personal",
-    "the spectra and other diagnostics of clients", "norms, coding errors and the number of "
-    "clipped uploads", "rejected uploads", "cohorts", "traffic", "simulated seconds",
-)  # fmt: skip
+    "train_loss, scores on validation rows and clients' own test rows, per_client, personal, the "
+    "spectra and other diagnostics of clients, norms, coding errors and the number of clipped "
+    "uploads, rejected uploads, cohorts, traffic, simulated seconds"
+)
 #: Note of every summary of a private run.
 SIMULATION = "simulation: noise is reproducible from the seed"
 
@@ -69,10 +70,6 @@ class Privacy(Stage):
     Config, wire, moves_beyond_mean, hides_clients = PrivacyConfig, 4, True, True
     example: ClassVar = {"noise": 1.0, "sampling": "fixed"}
     config: PrivacyConfig
-
-    def __init__(self, config: Section, settings: StageSettings) -> None:
-        super().__init__(config, settings)
-        self._survey_numbers = 0
 
     def check(self, method: Method) -> None:
         """Reject what the accounting does not cover."""
@@ -99,35 +96,46 @@ class Privacy(Stage):
         return self.config.epsilon is not None
 
     def rounds(self, rounds: int) -> int:
-        """Return how many rounds are within ``privacy.budget``."""
-        fed, surveys = self.settings.federation, self.settings.surveys
-        return affordable(self.config, fed.participants, fed.clients_per_round, rounds, surveys)
+        """Return how many rounds are within ``privacy.budget``.
+
+        Raises:
+            InputError: The budget does not cover one round.
+        """
+        if (budget := self.config.budget) is None:
+            return rounds
+        found = guarantee(self.settings)
+        if paid := bisect_right(range(1, rounds + 1), budget, key=found.epsilon):
+            return paid
+        raise InputError(
+            f"privacy.budget={budget:g} is below the ε of one round, {found.epsilon(1):.3g}, at "
+            f"privacy.noise={self.config.noise:g}; set a larger budget or more noise"
+        )
 
     def prepare(self) -> Sequence[str]:
         """Compute the noise before anything is written."""
-        promised(self.settings)
+        guarantee(self.settings)
         return ()
 
     @cached_property
     def guarantee(self) -> Guarantee:
         """The guarantee, with the noise that the run began with."""
-        return promised(self.settings, self.memory.get("noise"))
+        return guarantee(self.settings, self.memory.get("noise"))
 
     @cached_property
     def sizes(self) -> np.ndarray:
         """Entries of each unit, [U] int64."""
         return np.array([unit.size for unit in self.plan.units], dtype=np.int64)
 
+    def sent_units(self, number: int) -> np.ndarray:
+        """Return the units that clients send in a round, [U] bool."""
+        sent = self.plan.sent_units(number)
+        return np.ones(len(self.sizes), dtype=bool) if sent is None else sent
+
     @cached_property
     def length(self) -> int:
-        """P, the most that a client sends in a round."""
-        resting = min(self._resting(number) for number in (1, 2))
-        return sum(self.plan.lengths.values()) - resting
-
-    def _resting(self, number: int) -> int:
-        """Return how many numbers of the shared part clients do not send in a round."""
-        sent = self.plan.sent_units(number)
-        return 0 if sent is None else int(self.sizes[~sent].sum())
+        """P, the most numbers that a client sends in a round."""
+        unsent = min(int(self.sizes[~self.sent_units(number)].sum()) for number in (1, 2))
+        return sum(self.plan.lengths.values()) - unsent
 
     @cached_property
     def norm(self) -> float:
@@ -143,26 +151,16 @@ class Privacy(Stage):
         self.memory.setdefault("noise", found.noise)
         if found.noise == 0:
             return ["privacy: ε = ∞ (privacy.noise=0): changes are clipped, nothing is guaranteed"]
-        survey = []
-        if asked := self._survey_numbers:
-            survey.append(
-                f"privacy: signal-to-noise ratio of the survey {self._ratio(asked):.2g} at most, "
-                f"with {asked:,} numbers"
-            )
+        ratio = found.cohort / (found.noise * math.sqrt(self.length))
         source = ", lr sqrt(local_steps P)" if self.config.clip == "auto" else ""
         return [
-            *survey,
             f"privacy: ε = {found.epsilon():.3g}, δ = {found.delta:.2g} for each client after "
             f"{found.rounds} rounds{' and a survey' * found.surveys}, accounted for "
-            f"{cohorts(found)} ({found.accountant}), noise multiplier z = {found.noise:g}",
-            f"privacy: signal-to-noise ratio of a round {self._ratio(self.length):.2g} at most, "
-            f"m / (z sqrt P) with {found.cohort:,} clients and P = {self.length:,}; clip norm "
-            f"{self.norm:.4g}{source}; {SIMULATION}",
+            f"{found.cohorts} ({found.accountant}), noise multiplier z = {found.noise:g}",
+            f"privacy: signal-to-noise ratio of a round {ratio:.2g} at most, m / (z sqrt P) with "
+            f"{found.cohort:,} clients and P = {self.length:,}; clip norm {self.norm:.4g}{source}; "
+            f"{SIMULATION}",
         ]
-
-    def _ratio(self, numbers: int) -> float:
-        """Return the largest ratio of a mean of so many numbers to its noise."""
-        return float(self.guarantee.cohort / (self.guarantee.noise * np.sqrt(numbers)))
 
     def cohort(self, number: int, cohort: Cohort) -> Cohort:
         """Sample the clients as the accounting assumes; a Poisson cohort may be empty."""
@@ -192,7 +190,6 @@ class Privacy(Stage):
 
     def survey(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the noisy mean answers: a release like the mean of a round."""
-        self._survey_numbers = sum(answer.size for answer in sums.values())
         rng, cohort = numpy_rng(self.settings.seed, "dp-noise", 0), self.guarantee.cohort
         deviation = self.guarantee.noise * SURVEY_NORM / cohort
         return {
@@ -201,37 +198,34 @@ class Privacy(Stage):
         }
 
     def average(self, number: int, total: Partial) -> MeanChange:
-        """Return the noisy mean change."""
-        found, units = self.guarantee, len(self.plan.units)
-        shared, extra = np.zeros(int(self.sizes.sum())), None
-        if total.sums is not None:
-            shared, extra = total.sums.shared, total.sums.extra
-        sent = self.plan.sent_units(number)
-        rng, deviation = numpy_rng(self.settings.seed, "dp-noise", number), found.noise * self.norm
-        counts = found.cohort * self.plan.unit_shares()  # expected clients of each unit, [U]
-        noise = rng.standard_normal(len(shared)) * np.repeat(deviation / counts, self.sizes)
-        change = shared / np.repeat(counts, self.sizes) + noise
-        if sent is not None:  # units that no client trains in this round do not move
-            change = np.where(np.repeat(sent, self.sizes), change, 0.0)
-        more = {
-            name: (0.0 if extra is None else extra[name] / found.cohort)
-            + rng.standard_normal(length) * (deviation / found.cohort)
-            for name, length in sorted(self.plan.lengths.items())
-            if name != "shared"
+        """Return the noisy mean change; a unit that no client sends in this round does not move."""
+        found, sent, lengths = self.guarantee, self.sent_units(number), dict(self.plan.lengths)
+        sums, deviation = total.sums, found.noise * self.norm
+        if sums is None:
+            zeros = {name: np.zeros(length) for name, length in lengths.items()}
+            sums = State(zeros.pop("shared"), zeros)
+        rng = numpy_rng(self.settings.seed, "dp-noise", number)
+        # The expected clients of each unit, for each number.
+        counts = np.repeat(found.cohort * self.plan.unit_shares(), self.sizes)
+        noise = rng.standard_normal(len(sums.shared)) * (deviation / counts)
+        shared = np.where(np.repeat(sent, self.sizes), sums.shared / counts + noise, 0.0)
+        extra = {
+            name: sums.extra[name] / found.cohort
+            + rng.standard_normal(lengths[name]) * (deviation / found.cohort)
+            for name in sorted(lengths.keys() - {"shared"})
         }
         metrics = {CLIP_NORM: self.norm}
         if (epsilon := found.epsilon(number)) < math.inf:
             metrics["privacy_epsilon"] = epsilon
-        state = State(change, {name: array.astype(np.float32) for name, array in more.items()})
-        moves = np.ones(units, dtype=bool) if sent is None else sent
-        return MeanChange(state, moves, found.cohort, metrics)
+        state = State(shared, {name: array.astype(np.float32) for name, array in extra.items()})
+        return MeanChange(state, sent, found.cohort, metrics)
 
     def report(self, last: Mapping[str, float]) -> Json:
-        """Return the guarantee of the run, and what it does not cover."""
-        found, epsilon = promised(self.settings, self.memory["noise"]), last.get("privacy_epsilon")
-        what = "ε = ∞ (privacy.noise=0)"
+        """Return the guarantee of the run, and the content of its files that it does not cover."""
+        found, epsilon = self.guarantee, last.get("privacy_epsilon")
+        value = "ε = ∞ (privacy.noise=0)"
         if epsilon is not None:
-            what = f"ε = {epsilon:.3g}, δ = {found.delta:.2g}"
+            value = f"ε = {epsilon:.3g}, δ = {found.delta:.2g}"
         return {
             "epsilon": epsilon,
             "delta": found.delta,
@@ -241,21 +235,21 @@ class Privacy(Stage):
             "clients": found.clients,
             "cohort": found.cohort,
             "clip_norm": last[CLIP_NORM],
-            "sentence": f"{what} for each client, accounted for {cohorts(found)}; {SIMULATION}; "
-            f"outside the guarantee: {', '.join(OUTSIDE)}",
+            "sentence": f"{value} for each client, accounted for {found.cohorts}; {SIMULATION}; "
+            f"outside the guarantee: {OUTSIDE}",
         }
 
     @classmethod
     def remark(cls, reports: Sequence[Json]) -> str:
-        """Return for which cohorts the guarantees hold, and what is outside of them."""
-        private = [each for each in reports if each["epsilon"]]  # nothing is guaranteed without ε
-        sizes = sorted({(each["clients"], each["cohort"]) for each in private})
-        if not sizes:
+        """Return the cohorts of the runs with a guarantee, and what it does not cover."""
+        private = [each for each in reports if each["epsilon"]]
+        if not private:
             return ""
+        sizes = sorted({(each["clients"], each["cohort"]) for each in private})
         return (
             f"Privacy of clients ({len(private)} runs) is accounted for cohorts of "
             f"{', '.join(f'{m:,} of {n:,}' for n, m in sizes)}. It is a simulation: noise is "
-            f"reproducible from the seed. Outside the guarantee: {', '.join(OUTSIDE)}."
+            f"reproducible from the seed. Outside the guarantee: {OUTSIDE}."
         )
 
 
@@ -291,14 +285,7 @@ def poisson_cohort(seed: int, number: int, clients: int, expected: int) -> list[
     return [int(client) for client in np.flatnonzero(sampled)]
 
 
-def cohorts(found: Guarantee) -> str:
-    """Return the cohorts that the accountant assumes."""
-    which = f"{found.cohort:,} of {found.clients:,} clients"
-    poisson = found.sampling == "poisson"
-    return f"Poisson cohorts of {which} on average" if poisson else f"cohorts of exactly {which}"
-
-
-def promised(settings: StageSettings, noise: float | None = None) -> Guarantee:
+def guarantee(settings: StageSettings, noise: float | None = None) -> Guarantee:
     """Return the guarantee of a private experiment to each client.
 
     Args:
@@ -309,7 +296,13 @@ def promised(settings: StageSettings, noise: float | None = None) -> Guarantee:
         InputError: No noise that is tried reaches ε, or dp-accounting is missing.
     """
     fed, options = settings.federation, settings.section(PrivacyConfig)
-    if noise is not None:
-        options = options.model_copy(update={"epsilon": None, "noise": noise})
+    noise = options.noise if noise is None else noise
     clients, cohort = fed.participants, fed.clients_per_round
-    return guarantee(options, clients, cohort, fed.rounds, settings.surveys)
+    delta = options.delta_for(clients)
+    found = Guarantee(
+        options.sampling, noise or 0, clients, cohort, delta, fed.rounds, settings.surveys
+    )
+    if noise is not None:
+        return found
+    assert options.epsilon is not None
+    return with_noise_for(options.epsilon, found)

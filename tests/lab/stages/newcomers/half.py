@@ -9,19 +9,19 @@ from trishul_ray.lab.codecs.base import Codec, register_codec
 class Half(Codec):
     """Two bytes an entry, relative to the largest of its unit."""
 
-    def pack(self, values, units, rng):
-        scales = self._scales(values, units)
-        return scales.tobytes() + (values / np.repeat(scales, units.sizes)).astype("<f2").tobytes()
+    def pack(self, values, sizes, rng):
+        scales = self._scales(values, sizes)
+        return scales.tobytes() + (values / np.repeat(scales, sizes)).astype("<f2").tobytes()
 
-    def unpack(self, body, units):
-        scales = np.frombuffer(body, dtype="<f4", count=len(units.sizes))
+    def unpack(self, body, sizes):
+        scales = np.frombuffer(body, dtype="<f4", count=len(sizes))
         values = np.frombuffer(body[scales.nbytes :], dtype="<f2").astype(np.float32)
-        return values * np.repeat(scales, units.sizes)
+        return values * np.repeat(scales, sizes)
 
-    def bound(self, values, units):
+    def bound(self, values, sizes):
         # Half the distance of neighbours: 2^-11 of an entry, and 2^-25 below the smallest normal.
-        scales = np.repeat(self._scales(values, units), units.sizes)
+        scales = np.repeat(self._scales(values, sizes), sizes)
         return 2.0**-11 * np.abs(values) + 2.0**-25 * scales
 
-    def _scales(self, values, units):
-        return np.maximum.reduceat(np.abs(values), units.starts).astype("<f4")
+    def _scales(self, values, sizes):
+        return np.maximum.reduceat(np.abs(values), np.cumsum(sizes) - sizes).astype("<f4")
