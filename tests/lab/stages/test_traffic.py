@@ -229,12 +229,8 @@ def test_with_all_sections_off_no_run_meets_any_part_of_the_edge(method, small, 
     server = InlineDriver(experiment, prepare_run(experiment), "a")
     assert not list(server.stages) and not list(server.executor.context.stages)
     checkpoint = drive_to_end(server).checkpoint
-    assert (
-        not checkpoint.kept
-        and not checkpoint.stages
-        and not any(record.stages for record in checkpoint.records)
-    )
-    assert b'"stages"' not in checkpoint.to_bytes() and b'"kept"' not in checkpoint.to_bytes()
+    assert not checkpoint.kept and not checkpoint.stages
+    assert not any(record.stages for record in checkpoint.records)
     server.close()
 
 
