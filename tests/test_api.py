@@ -220,14 +220,10 @@ def test_rows_are_a_dataset_named_by_content(tiny, tmp_path):
     assert set(result.predict(images[:4])) <= set(names)
     file = tmp_path / "one.png"
     Image.fromarray(images[0]).save(file)
-    mixed = [images[0], file, str(file), Image.open(file), file.read_bytes()]
-    assert set(result.predict(mixed)) == set(result.predict(images[:1]))
-    with pytest.raises(trishul_ray.InputError) as caught:
-        result.predict([images[0], tmp_path / "no.png", b"JFIF?"])
-    assert (
-        str(caught.value)
-        == f"2 images cannot be read: {tmp_path}/no.png, predict, row 2; remove them"
-    )
+    for image in (file, str(file), Image.open(file), file.read_bytes()):
+        assert result.predict([image]) == result.predict(images[:1])
+    with pytest.raises(trishul_ray.InputError, match=f"{tmp_path}/no.png: not a readable image"):
+        result.predict([file, tmp_path / "no.png"])
     assert tiny({"pixels": images, "label": names}, **options).id == result.id
     assert tiny(pd.DataFrame({"pixels": images, "label": names}), **options).id == result.id
     shuffled = [*names[1:], names[0]]
@@ -248,7 +244,6 @@ def test_rows_are_a_dataset_named_by_content(tiny, tmp_path):
     for given, message in [
         ([{"words": "a"}], "have the columns text; these have words"),
         ("word 1", "pass a list of rows"),
-        (torch.zeros(2, 8, 8), r"an array float32 \[2, 8, 8\], but dataset"),
         ([], "there are no rows"),
     ]:
         with pytest.raises(trishul_ray.InputError, match=message):
@@ -368,21 +363,17 @@ def test_predict_takes_a_batch(tiny):
     result = tiny(rounds=1)
     images, _ = digits(5)
     want, batch = result.predict(images), np.stack(images)
-    for rows in (batch, batch[..., None], batch[:, None], torch.from_numpy(batch), tuple(images),
-                 torch.from_numpy(batch)[:, None].expand(-1, 3, -1, -1)):  # fmt: skip
+    for rows in (batch, batch[..., None], torch.from_numpy(batch), tuple(images)):
         assert result.predict(rows) == want
     for rows, message in [
-        (batch[0], r"one image uint8 \[8, 8\]: pass a list of rows, even of one"),
-        (batch / 255, r"an array float64 \[5, 8, 8\]; it must be uint8 \[N, H, W\]"),
-        (batch.astype(np.int64), r"an array int64 \[5, 8, 8\]; it must be uint8"),
+        (batch[0], "pass a list of rows, even of one"),
+        (batch / 255, r"an image is an array float64 \(8, 8\); it must be uint8"),
+        (batch[:, None], r"an image is an array uint8 \(1, 8, 8\); it must be uint8"),
+        ([None], "row 0: image is null"),
+        ([batch[0].tolist()], "predict, row 0: a list is not an image"),
     ]:
         with pytest.raises(trishul_ray.InputError, match=message):
             result.predict(rows)
-    for row, kind in [(None, "NoneType"), (batch[0].tolist(), "list")]:
-        with pytest.raises(
-            trishul_ray.InputError, match=f"predict, row 0: a {kind} is not an image"
-        ):
-            result.predict([row])
     for predict in (result.predict, result.predict_probabilities):
         for size in (0, -1):
             with pytest.raises(trishul_ray.InputError, match=f"batch_size={size}: must be at"):

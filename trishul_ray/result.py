@@ -175,8 +175,8 @@ class Result:
 
         Args:
             rows: Only texts, or only images (paths, Pillow images, arrays uint8 [H, W] or
-                [H, W, 3]; or a batch of them, an array or tensor uint8 [N, H, W], [N, H, W, C] or
-                [N, C, H, W]), or rows with the columns of the run's dataset, in any form that
+                [H, W, 3]; or a batch of them, an array or tensor uint8 [N, H, W] or
+                [N, H, W, C]), or rows with the columns of the run's dataset, in any form that
                 :func:`trishul_ray.run` takes.
             batch_size: Rows computed at once.
             client: Client whose own model predicts; None is the global one. See :meth:`model`.

@@ -15,11 +15,11 @@ import hashlib
 import json
 import math
 import re
+import string
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,12 +37,13 @@ from trishul_ray.report.summary import EVALUATION, RunSummary
 from trishul_ray.runs.export import load_trained
 from trishul_ray.runs.folder import open_run
 from trishul_ray.runs.prediction import computing
-from trishul_ray.runtime.lazy import torchmetrics
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.storage.durable import Json
 from trishul_ray.storage.integrity import from_checked_json, to_checked_json
 from trishul_ray.storage.store import Store
 from trishul_ray.tasks.instruction import Instruction
+from trishul_ray.tracking.mlflow import points_of
+from trishul_ray.tracking.store import opened, tracking_uri
 from trishul_ray.version import versions
 
 #: File of a run's folder with a JSON line for each evaluated row.
@@ -151,9 +152,6 @@ def evaluate_run(
 
 def _log(experiment: Experiment, run: str, about: Json) -> None:
     """Log the scores of all rows with the run's own metrics: ``eval/rouge_l``."""
-    from trishul_ray.tracking.mlflow import points_of
-    from trishul_ray.tracking.store import opened, tracking_uri
-
     uri = tracking_uri(experiment.tracking.uri, experiment.storage.runs)
     numbers = {
         f"{prefix}/{name}": value
@@ -278,20 +276,21 @@ def exact_match(answer: str, reference: str, pattern: str | None = None) -> floa
     without commas; NaN if the reference has none.
     """
     if pattern is not None:
-        said, right = ([*re.finditer(pattern, text)] for text in (answer, reference))
+        found, right = ([*re.finditer(pattern, text)] for text in (answer, reference))
         if not right:
             return math.nan
-        return float(bool(said) and said[-1][0].replace(",", "") == right[-1][0].replace(",", ""))
+        return float(bool(found) and found[-1][0].replace(",", "") == right[-1][0].replace(",", ""))
+    first, second = _normalized(answer), _normalized(reference)
+    if first or second:
+        return float(first == second)
+    first, second = (re.findall(r"\w+", text.lower()) for text in (answer, reference))
+    return float(first == second and bool(first or answer.strip() == reference.strip()))
 
-    def equal(text: str) -> float:
-        target: Any = {"answers": {"text": [reference]}, "id": "0"}
-        prediction = {"prediction_text": text, "id": "0"}
-        return float(torchmetrics.functional.text.squad(prediction, target)["exact_match"]) / 100
 
-    if (same := equal(answer)) and equal(""):
-        said, right = (re.findall(r"\w+", text.lower()) for text in (answer, reference))
-        return float(said == right and bool(said or answer.strip() == reference.strip()))
-    return same
+def _normalized(text: str) -> list[str]:
+    """Return the words of a text as SQuAD compares them."""
+    without_signs = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return re.sub(r"\b(a|an|the)\b", " ", without_signs).split()
 
 
 def rouge_l(answer: str, reference: str) -> float:

@@ -20,7 +20,7 @@ from trishul_ray.data.columns import get_column, read_texts
 from trishul_ray.data.conversations import LAYOUTS, plain_messages
 from trishul_ray.data.dataset import LABELLED, Column, DatasetInfo, Split, write_split
 from trishul_ray.data.images import NamedImage, resize_images
-from trishul_ray.data.user.python_rows import encode_image, is_image, to_table
+from trishul_ray.data.user.python_rows import is_image, to_table
 from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.worker.context import ModelContext
@@ -108,39 +108,25 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
     the names of any layout, and a dash stands for the answer.
     """
     fields = info.fields or {"image": ("image",), "qa": _QUESTIONS}.get(info.kind, ())
-    table = rows
-    if isinstance(rows, torch.Tensor) or (isinstance(rows, np.ndarray) and info.kind == "image"):
-        table = rows = _batch(rows, info)
-    if isinstance(rows, str | bytes | Path) or is_image(rows):
-        raise InputError("predict: pass a list of rows, even of one")
-    if isinstance(rows, Mapping):
-        table = {name: list(values) for name, values in rows.items()}
-    elif not (isinstance(rows, pa.Table) or hasattr(rows, "columns") or hasattr(rows, "features")):
-        table = list(rows)
-        if not table:
-            raise InputError("predict: there are no rows")
-        if not isinstance(table[0], Mapping):
-            if info.kind == "image":
-                return {"pixels": _read_images(table, info)}
-            chats = [[{"role": "user", "content": text}] for text in table]
-            table = {fields[0]: chats if fields == ("messages",) else table}
-    table = to_table(table)
-    layouts = LAYOUTS if info.kind == "instruction" else ()
+    table = _table_of(rows, fields)
+    instruction = info.kind == "instruction"
 
     def column(field: str) -> str | None:
-        known = (names.get(field), field, *(layout.get(field) for layout in layouts))
-        return next((found for found in known if found in table.column_names), None)
+        layouts = [layout.get(field) for layout in LAYOUTS] if instruction else []
+        known = (names.get(field), field, *layouts)
+        return next((name for name in known if name in table.column_names), None)
 
     found = {field: name for field in fields if (name := column(field)) is not None}
-    optional = {"input", "output"} if info.kind == "instruction" else set()
+    optional = {"input", "output"} if instruction else set()
     if {*fields} - optional - found.keys():
         raise InputError(
             f"predict: rows of dataset {info.name} have the columns {', '.join(fields)}; these "
             f"have {', '.join(table.column_names)}"
         )
     if info.kind == "image":
-        values = get_column(table, found["image"], "predict").to_pylist()
-        return {"pixels": _read_images(values, info)}
+        images = get_column(table, found["image"], "predict").to_pylist()
+        named = [_named_image(image, f"predict, row {row}") for row, image in enumerate(images)]
+        return {"pixels": resize_images(named, info.image_shape)}
     if fields == ("messages",):
         asked = [_with_dash(row) for row in table.column(found["messages"]).to_pylist()]
         where = [f"predict, row {row}" for row in range(len(asked))]
@@ -148,12 +134,43 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
     read: dict[str, Column] = {
         field: read_texts(table, name, "predict")
         for field, name in found.items()
-        if field != "output" or not optional
+        if field != "output" or not instruction
     }
     for field, text in (("input", ""), ("output", "-")):
         if field in optional & {*fields, "output"} - read.keys():
             read[field] = pa.array([text] * len(table), pa.large_string())
     return read
+
+
+def _table_of(rows: Any, fields: Sequence[str]) -> pa.Table:
+    """Return rows as a table; rows without columns are values of the first field."""
+    if isinstance(rows, torch.Tensor):
+        rows = rows.numpy(force=True)
+    if isinstance(rows, np.ndarray) and (rows.ndim == 4 or (rows.ndim == 3 and rows.shape[2] != 3)):
+        rows = list(rows)  # a batch of images
+    if isinstance(rows, str | bytes | Path) or is_image(rows):
+        raise InputError("predict: pass a list of rows, even of one")
+    has_columns = isinstance(rows, Mapping) or hasattr(rows, "columns") or hasattr(rows, "features")
+    if not has_columns:
+        rows = list(rows)
+        if not rows:
+            raise InputError("predict: there are no rows")
+        if not isinstance(rows[0], Mapping):
+            values = [str(each) if isinstance(each, Path) else each for each in rows]
+            if fields == ("messages",):
+                values = [[{"role": "user", "content": value}] for value in values]
+            rows = {fields[0]: values}
+    return to_table(rows)
+
+
+def _named_image(value: Any, where: str) -> NamedImage:
+    """Return an image as :func:`resize_images` reads it: the bytes or the path of a file."""
+    content = value["bytes"] if isinstance(value, dict) else value
+    if isinstance(content, str):
+        return Path(content).expanduser(), content
+    if not isinstance(content, bytes):
+        raise InputError(f"{where}: a {type(content).__name__} is not an image")
+    return content, where
 
 
 def _with_dash(messages: Any) -> Any:
@@ -162,39 +179,6 @@ def _with_dash(messages: Any) -> Any:
         messages = json.loads(messages) if isinstance(messages, str) else messages
     answer = {"role": "assistant", "content": "-"}
     return [*messages, answer] if isinstance(messages, list) else messages
-
-
-def _batch(images: Any, info: DatasetInfo) -> list[np.ndarray]:
-    """Return a batch of images as a list of arrays uint8 [H, W] or [H, W, C]."""
-    array = np.asarray(images.detach().cpu() if isinstance(images, torch.Tensor) else images)
-    shape = f"{array.dtype} {list(array.shape)}"
-    if info.kind != "image":
-        raise InputError(f"predict: an array {shape}, but dataset {info.name} does not hold images")
-    if array.dtype == object:
-        return list(array)
-    if array.ndim == 4 and array.shape[-1] not in (1, 3) and array.shape[1] in (1, 3):
-        array = array.transpose(0, 2, 3, 1)
-    if array.ndim == 2 or (array.ndim == 3 and array.shape[-1] == 3):
-        raise InputError(f"predict: one image {shape}: pass a list of rows, even of one")
-    if array.dtype != np.uint8 or array.ndim not in (3, 4):
-        expected = "uint8 [N, H, W], [N, H, W, C] or [N, C, H, W], with values of 0 to 255"
-        raise InputError(f"predict: an array {shape}; it must be {expected}")
-    return list(array)
-
-
-def _read_images(values: Sequence[Any], info: DatasetInfo) -> np.ndarray:
-    """Return images of any form as the dataset has them, uint8 [N, C, H, W]."""
-    images: list[NamedImage] = []
-    for row, value in enumerate(values):
-        where, content = f"predict, row {row}", value["bytes"] if isinstance(value, dict) else value
-        if isinstance(content, str | Path):
-            images.append((Path(content).expanduser(), str(content)))
-            continue
-        content = encode_image(content) if is_image(content) else content
-        if not isinstance(content, bytes):
-            raise InputError(f"{where}: a {type(content).__name__} is not an image")
-        images.append((content, where))
-    return resize_images(images, info.image_shape)
 
 
 def _encoded(run: TrainedRun, columns: Mapping[str, Column]) -> dict[str, np.ndarray]:
