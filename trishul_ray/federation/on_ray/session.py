@@ -127,42 +127,53 @@ def _start(cpus: int, fork_server: ForkServer | None, folder: str) -> None:
 def _held_signals() -> Iterator[Callable[[], None]]:
     """Deliver signals that arrive in this context at its end, to the handlers from before it.
 
-    Ray sets handlers when it starts and when it ends: they exit, or abort after three seconds. An
-    exception of a handler would interrupt Ray's own start. Processes that start in this context
+    An exception of a handler would interrupt Ray's own start. Ray also sets handlers when it starts
+    and when it ends: they exit, or abort after three seconds. Processes that start in this context
     inherit the blocked signals. So the raylet outlives a signal to all processes of a job (Slurm,
     systemd), without which Ray would end this process with exit code 1.
 
     Yields:
-        A function that sets these handlers again.
+        A function that replaces Ray's handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    received: list[int] = []
 
-    def set_again() -> None:
+    def hold() -> None:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, lambda signum, _: received.append(signum))
 
+    hold()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        yield set_again
+        yield hold
+    except SystemExit as exit_:
+        # A native thread, such as OpenBLAS's, received the signal, and Ray's handler handled it.
+        if exit_.code not in _SIGNALS:
+            raise
+        received.append(exit_.code)
     finally:
-        set_again()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for signum in received:
+            signal.raise_signal(signum)
 
 
 def _end_ray() -> None:
-    """Shut Ray down, and set our handlers again as soon as Ray has removed them.
+    """Shut Ray down, and replace its handlers as soon as it has set them.
 
     Ray then waits for its processes. Without a handler, a second signal would kill this process.
     """
-    with _held_signals() as set_again:
+    with _held_signals() as hold:
         ending = threading.Thread(target=ray.shutdown)
         ending.start()
         while ending.is_alive():
             ending.join(0.01)
-            set_again()
+            hold()
 
 
 @contextmanager
