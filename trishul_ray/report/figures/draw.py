@@ -1,7 +1,6 @@
 """Draw a figure of a sweep as SVG and PDF, with its numbers as CSV."""
 
 import io
-import re
 import textwrap
 from typing import Any
 
@@ -12,18 +11,27 @@ from matplotlib.figure import Figure
 
 from trishul_ray.report.figures.kinds import KINDS, Panel
 from trishul_ray.report.figures.plots import GREY, INK, SMALL, looks_of
-from trishul_ray.report.figures.runs import FigureRuns, select_runs
+from trishul_ray.report.figures.runs import select_runs
 from trishul_ray.report.layouts import FigureLayout
 from trishul_ray.report.outcomes import DrawnFigure, SweepOutcome
 
-#: Width of every figure in inches: that of the page.
+#: Width of every figure in inches: the width of the page.
 WIDTH = 10.0
 _SETTINGS: dict[Any, Any] = {
     "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
     "svg.fonttype": "none",
+    "svg.hashsalt": "trishul-ray",
     "text.parse_math": False,  # a name may have dollar signs
     "axes.formatter.useoffset": False,
-    # The page replaces this color in its dark mode.
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10.5,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "legend.fontsize": SMALL,
     **dict.fromkeys(
         ["text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"], INK
     ),
@@ -34,36 +42,39 @@ _COLUMNS = ["profile", "panel", "metric", "series", "x", "y", "value", "low", "h
 def draw(layout: FigureLayout, sweep: SweepOutcome) -> DrawnFigure | None:
     """Draw a figure from the finished runs; None if none of them has what it shows.
 
-    The same results give the same bytes, except for figures of measured seconds.
+    The same results give the same bytes.
     """
     kind = KINDS[layout.kind]
-    default = [next(((axis,) for axis in axes if axis in sweep.axes), ())
-               for axes in (kind.series, kind.by)]  # fmt: skip
-    runs = select_runs(
-        layout,
-        sweep,
-        default[0] if layout.series is None else layout.series,
-        default[1] if layout.panels is None else layout.panels,
+    series, by = (
+        next(((axis,) for axis in axes if axis in sweep.axes), ()) if chosen is None else chosen
+        for axes, chosen in ((kind.series, layout.series), (kind.by, layout.panels))
     )
-    panels, remarks = kind.panels(runs) if runs.cells else ([], [])
+    runs = select_runs(layout, sweep, series, by)
+    panels = [*kind.panels(runs)] if runs.cells else []
     if not panels:
         return None
-    if any("paper" in panel.points and panel.points["paper"].notna().any() for panel in panels):
-        remarks.append("hollow: the paper's numbers")
-    name = re.sub(r"[^A-Za-z0-9]+", "-", f"{sweep.profile}-{sweep.name}-{layout.name}")
-    note = runs.note(remarks)
+    points = pd.concat(
+        panel.points.assign(
+            **{"metric": panel.metric} if "metric" not in panel.points else {},
+            profile=sweep.profile,
+            panel=panel.title,
+        )
+        for panel in panels
+    )
+    has_paper = "paper" in points and bool(points["paper"].notna().any())
+    note = runs.note([*kind.note, *["hollow: the paper's numbers"] * has_paper])
     with rc_context():
         rcdefaults()  # settings of a user's matplotlibrc do not count
-        # With a salt, the ids of several figures on one page differ.
-        rcParams.update(_SETTINGS | {"svg.hashsalt": name})
-        figure = _figure(panels, runs, kind.columns, note)
+        rcParams.update(_SETTINGS)
+        figure = _figure(panels, runs.names, kind.columns, note)
         pdf, svg = io.BytesIO(), io.BytesIO()
         figure.savefig(pdf, format="pdf", metadata=dict.fromkeys(("CreationDate", "Producer")))
         figure.savefig(svg, format="svg", metadata={"Date": None})
-    return DrawnFigure(svg.getvalue(), pdf.getvalue(), _csv(panels, sweep.profile), " ".join(note))
+    csv = str(points.to_csv(index=False, columns=[c for c in _COLUMNS if c in points]))
+    return DrawnFigure(svg.getvalue(), pdf.getvalue(), csv, " ".join(note))
 
 
-def _figure(panels: list[Panel], runs: FigureRuns, columns: int, note: list[str]) -> Figure:
+def _figure(panels: list[Panel], names: tuple[str, ...], columns: int, note: list[str]) -> Figure:
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     text = [part for line in note for part in textwrap.wrap(line, int(13 * WIDTH))]
@@ -71,47 +82,22 @@ def _figure(panels: list[Panel], runs: FigureRuns, columns: int, note: list[str]
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     figure.supxlabel("\n".join(text), x=0.01, ha="left", fontsize=SMALL, color=GREY)
-    looks, handles = looks_of(runs.names), dict[str, Any]()
+    handles: dict[str, Any] = {}
     for number, panel in enumerate(panels, 1):
         ax = figure.add_subplot(rows, columns, number)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(visible=True, alpha=0.25)
-        ax.set_axisbelow(True)
-        # The last of the names of its own, such as after a step, looks like the first series.
-        panel.draw(ax, panel.points, looks_of(panel.looks[::-1]) if panel.looks else looks)
-        ax.set_title("\n".join(textwrap.wrap(panel.title, 52)), fontsize=10.5, loc="left")
+        # The last name of a panel, such as after a step, looks like the first series.
+        panel.draw(ax, panel.points, looks_of(panel.looks[::-1] or names))
+        ax.set_title("\n".join(textwrap.wrap(panel.title, 52)))
         ax.set_xlabel(panel.x)
         ax.set_ylabel(panel.metric)
-        other = None if panel.second is None else ax.twinx()
-        if panel.second is not None and other is not None:
-            other.plot(
-                panel.second["x"], panel.second["value"], color=INK, marker="_", linestyle=":",
-                markersize=12, label="squared norm",
-            )  # fmt: skip
-            other.set_ylabel("squared norm of the weights")
-            other.set_ylim(bottom=0)
+        found, labels = ax.get_legend_handles_labels()
         if panel.looks:
-            ax.legend(fontsize=SMALL, frameon=False)
+            ax.legend()
         else:
-            for axes in [ax, other] if other else [ax]:
-                found = axes.get_legend_handles_labels()
-                handles |= {label: handle for handle, label in zip(*found, strict=True)}
+            handles |= dict(zip(labels, found, strict=True))
     if handles:
-        longest = max(map(len, handles))
+        fits = int(WIDTH / (0.085 * max(map(len, handles)) + 0.6))
         figure.legend(
-            [*handles.values()], [*handles], loc="outside upper center", frameon=False,
-            fontsize=SMALL, ncols=max(1, min(5, int(WIDTH / (0.085 * longest + 0.6)))),
-        )  # fmt: skip
+            [*handles.values()], [*handles], loc="outside upper center", ncols=max(1, min(5, fits))
+        )
     return figure
-
-
-def _csv(panels: list[Panel], profile: str) -> str:
-    """Return every number that is drawn, in long form."""
-    parts = []
-    for panel in panels:
-        for points in (panel.points, panel.second):
-            if points is not None:
-                named = points if "metric" in points else points.assign(metric=panel.metric)
-                parts.append(named.assign(profile=profile, panel=panel.title))
-    frame = pd.concat(parts)
-    return str(frame.to_csv(index=False, columns=[c for c in _COLUMNS if c in frame]))

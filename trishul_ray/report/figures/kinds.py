@@ -1,7 +1,7 @@
 """The kinds of figures: each computes the panels of a figure from its runs."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from trishul_ray.report.figures.plots import bars, heatmap, lines, scatter, spectra
-from trishul_ray.report.figures.runs import FigureRuns
+from trishul_ray.report.figures.runs import FIELDS, FigureRuns
 from trishul_ray.report.frame import COSTS
 from trishul_ray.report.layouts import FigureKind
 from trishul_ray.report.outcomes import is_loss
@@ -18,7 +18,7 @@ from trishul_ray.report.outcomes import is_loss
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-#: What diagnostics are computed of, by the prefix of their metrics.
+#: The subjects of diagnostics, by the prefix of their metrics.
 SUBJECTS = {"delta_": "updates (uploads − broadcast)", "": "uploaded cores s·H"}
 SIMILARITY = "principal_angle_similarity"
 #: Labels of x axes, by column.
@@ -26,19 +26,20 @@ X_LABELS: Mapping[str, str] = {
     "round": "communication round",
     "lam": "λ",
     "alpha": "Dirichlet α (∞: IID)",
+    **{name: cost.label for name, cost in COSTS.items()},
     "epsilon": "ε for each client (∞: no noise)",
-    **{name: cost.label for name, cost in COSTS.items() if name != "epsilon"},
 }
 _SPREAD = "lines: mean ± standard deviation over runs"
 _LATE = "diagnostics: mean of the last 10 rounds that have them"
-_BLOCKS = "block, from input to output"
+_CHANCE = "dotted: similarity of unrelated subspaces of this size"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Numbers, and how they are drawn: ``draw(ax, points, looks)``.
+    """Numbers, and the function that draws them: ``draw(ax, points, looks)``.
 
     ``metric`` names the numbers and labels the y axis, unless points have names of their own.
+    ``looks`` are the names of its lines if they are not series.
     """
 
     title: str
@@ -47,7 +48,6 @@ class Panel:
     points: "DataFrame"
     draw: Callable[..., None]
     looks: tuple[str, ...] = ()
-    second: "DataFrame | None" = None
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,18 @@ class Kind:
     """A kind of figure.
 
     Attributes:
-        panels: Returns the panels of runs, and remarks on them.
-        series: Axes of the sweep, the first of which that it has names the series by default.
+        panels: Yields the panels of runs.
+        note: Remarks below the figure.
+        series: Axes of the sweep; the first one that it has names the series by default.
         by: The same for panels.
         columns: Panels next to each other.
-        timed: Whether it shows measured seconds, which differ in a repetition.
     """
 
-    panels: Callable[[FigureRuns], tuple[list[Panel], list[str]]]
+    panels: Callable[[FigureRuns], Iterator[Panel]]
+    note: tuple[str, ...] = ()
     series: tuple[str, ...] = ("method",)
     by: tuple[str, ...] = ()
     columns: int = 2
-    timed: bool = False
-
-
-Drawn = tuple[list[Panel], list[str]]
 
 
 def _line(
@@ -83,12 +80,12 @@ def _line(
     percent: bool = False,
     level: float = math.nan,
     paper: str = "",
-) -> list[Panel]:
-    """Return a panel of lines over ``x``; none without values."""
+) -> Iterator[Panel]:
+    """Yield a panel of lines over ``x``; none without values."""
     points = runs.means(frame, column, x, paper, 100.0 if percent else 1.0)
-    ranked = x in ("lam", "alpha", "epsilon")
-    draw = partial(lines, ranked=ranked, percent=percent, level=level)
-    return [Panel(title, X_LABELS[x], metric, points, draw)] if len(points) else []
+    draw = partial(lines, ranked=x in FIELDS, percent=percent, level=level)
+    if len(points):
+        yield Panel(title, X_LABELS[x], metric, points, draw)
 
 
 def _metric(runs: FigureRuns) -> tuple[str, str, bool]:
@@ -100,35 +97,36 @@ def _metric(runs: FigureRuns) -> tuple[str, str, bool]:
     return names[0] if len(names) == 1 else "", label, not any(map(is_loss, names))
 
 
-def scores(runs: FigureRuns, x: str) -> Drawn:
-    """Return the metric over ``x``, a column of rounds or a field, in a panel for each label."""
+def scores(runs: FigureRuns, x: str) -> Iterator[Panel]:
+    """Yield the metric over ``x``, a column of rounds or a field, in a panel for each label."""
     name, label, percent = _metric(runs)
-    column = runs.layout.metric or "value"
-    frame = runs.rounds
-    if x not in frame or x in ("lam", "alpha", "epsilon"):
+    column, frame = runs.layout.metric or "value", runs.rounds
+    if x in FIELDS:
         frame = runs.at(**({column: runs.last(column, 1)} if runs.layout.metric else {}))
-    panels = [
-        panel
-        for title, rows in frame.groupby("panel", observed=True)
-        for panel in _line(runs, title, label, rows, column, x, percent=percent, paper=name)
-    ]
-    return panels, [_SPREAD]
+    for title, rows in frame.groupby("panel", observed=True):
+        yield from _line(runs, str(title), label, rows, column, x, percent=percent, paper=name)
 
 
-def spectral_alignment(runs: FigureRuns) -> Drawn:
-    """Return the similarity of the clients' subspaces and dominant directions in each round."""
-    level, remarks = _chance(runs)
-    panels = []
-    for metric, shown, at in (
-        (SIMILARITY, "principal-angle similarity", level),
-        ("dominant_similarity", "dominant-vector similarity", math.nan),
-    ):
-        for prefix, title in SUBJECTS.items():
-            panels += _line(runs, title, shown, runs.rounds, prefix + metric, level=at)
-    return panels, [_SPREAD, *remarks]
+def _diagnostic(
+    runs: FigureRuns, metric: str, shown: str, x: str = "round", **options: Any
+) -> Iterator[Panel]:
+    """Yield a diagnostic of updates and cores: in each round, or its late mean over a field."""
+    for prefix, title in SUBJECTS.items():
+        late = runs.at(late=runs.last(prefix + metric)) if x in FIELDS else None
+        frame, column = (runs.rounds, prefix + metric) if late is None else (late, "late")
+        # The paper's numbers are numbers of the updates.
+        paper = metric if prefix and late is not None and metric == SIMILARITY else ""
+        yield from _line(runs, title, shown, frame, column, x, paper=paper, **options)
 
 
-def _chance(runs: FigureRuns) -> tuple[float, list[str]]:
+def spectral_alignment(runs: FigureRuns) -> Iterator[Panel]:
+    """Yield the similarity of the clients' subspaces and dominant directions in each round."""
+    level = _chance(runs)
+    yield from _diagnostic(runs, SIMILARITY, "principal-angle similarity", level=level)
+    yield from _diagnostic(runs, "dominant_similarity", "dominant-vector similarity")
+
+
+def _chance(runs: FigureRuns) -> float:
     """Return the similarity k/r of unrelated subspaces; NaN if k or r differ between cores."""
     found = {
         min(1.0, cell.result.config["evaluation"]["top_k"] / rank)
@@ -136,22 +134,18 @@ def _chance(runs: FigureRuns) -> tuple[float, list[str]]:
         if "spectrum_uploaded" in cell.arrays
         for rank in np.unique(np.isfinite(cell.arrays["spectrum_uploaded"]).sum(axis=1))
     }
-    if len(found) != 1:
-        return math.nan, []
-    chance = float(found.pop())
-    return chance, [f"dotted: similarity {chance:.2g} of unrelated subspaces of this size"]
+    return float(found.pop()) if len(found) == 1 else math.nan
 
 
-def spectral_diagnostics(runs: FigureRuns) -> Drawn:
-    """Return entropy, effective rank, variance between clients, and thresholds in each round.
+def spectral_diagnostics(runs: FigureRuns) -> Iterator[Panel]:
+    """Yield entropy, effective rank, variance between clients, and thresholds in each round.
 
-    The variance is shown relative to that of RAVAN in round 1 of the same setting, as in the
-    paper, and relative to the squared norm of the mean update.
+    The variance is relative to RAVAN's variance in round 1 of the same setting, as in the paper,
+    and relative to the squared norm of the mean update.
     """
-    rounds, panels = runs.rounds, list[Panel]()
-    for metric in ("spectral_entropy", "effective_rank"):
-        for prefix, title in SUBJECTS.items():
-            panels += _line(runs, title, metric.replace("_", " "), rounds, prefix + metric)
+    rounds = runs.rounds
+    yield from _diagnostic(runs, "spectral_entropy", "spectral entropy")
+    yield from _diagnostic(runs, "effective_rank", "effective rank")
     title, unit = "variance between clients", "absolute (no RAVAN)"
     if "aggregation_variance" in rounds:
         ravan = [place for place, cell in enumerate(runs.cells) if cell.method == "ravan"]
@@ -161,47 +155,35 @@ def spectral_diagnostics(runs: FigureRuns) -> Drawn:
         if (levels > 0).any():
             unit = "relative to RAVAN in round 1"
             variance = variance / rounds["setting"].map(levels[levels > 0])
-        panels += _line(runs, title, unit, rounds.assign(variance=variance), "variance")
+        yield from _line(runs, title, unit, rounds.assign(variance=variance), "variance")
     relative = "relative to |mean update|²"
-    panels += _line(runs, title, relative, rounds, "delta_relative_variance")
-    panels += _line(runs, "threshold of singular values", "mean τ", rounds, "svt_threshold")
-    zeroed = "singular values"
-    panels += _line(runs, "set to zero by the prox", zeroed, rounds, "svt_zeroed", percent=True)
-    return panels, [_SPREAD]
+    yield from _line(runs, title, relative, rounds, "delta_relative_variance")
+    yield from _line(runs, "threshold of singular values", "mean τ", rounds, "svt_threshold")
+    title, shown = "set to zero by the prox", "singular values"
+    yield from _line(runs, title, shown, rounds, "svt_zeroed", percent=True)
 
 
-def lambda_diagnostics(runs: FigureRuns) -> Drawn:
-    """Return the metric, the late spectral entropy and the zeroed singular values over λ."""
+def lambda_diagnostics(runs: FigureRuns) -> Iterator[Panel]:
+    """Yield the metric, the late spectral entropy and the zeroed singular values over λ."""
     name, label, percent = _metric(runs)
     title = "after the last round"
-    panels = _line(runs, title, label, runs.at(), "value", "lam", percent=percent, paper=name)
-    for prefix, title in SUBJECTS.items():
-        frame = runs.at(entropy=runs.last(f"{prefix}spectral_entropy"))
-        panels += _line(runs, title, "spectral entropy", frame, "entropy", "lam")
+    yield from _line(runs, title, label, runs.at(), "value", "lam", percent=percent, paper=name)
+    yield from _diagnostic(runs, "spectral_entropy", "spectral entropy", "lam")
     title, frame = "set to zero by the last prox of a round", runs.at(zero=runs.last("svt_zeroed"))
-    panels += _line(runs, title, "singular values", frame, "zero", "lam", percent=True)
-    return panels, [_SPREAD, _LATE]
+    yield from _line(runs, title, "singular values", frame, "zero", "lam", percent=True)
 
 
-def alpha_diagnostics(runs: FigureRuns) -> Drawn:
-    """Return the late similarity of subspaces and spectral entropy over α."""
-    level, remarks = _chance(runs)
-    panels = []
-    for prefix, title in SUBJECTS.items():
-        frame = runs.at(near=runs.last(prefix + SIMILARITY))
-        # The paper's numbers are of "client update subspaces".
-        paper, name = SIMILARITY if prefix else "", "principal-angle similarity"
-        panels += _line(runs, title, name, frame, "near", "alpha", level=level, paper=paper)
-    for prefix, title in SUBJECTS.items():
-        frame = runs.at(entropy=runs.last(f"{prefix}spectral_entropy"))
-        panels += _line(runs, title, "spectral entropy", frame, "entropy", "alpha")
-    return panels, [_SPREAD, _LATE, *remarks]
+def alpha_diagnostics(runs: FigureRuns) -> Iterator[Panel]:
+    """Yield the late similarity of subspaces and spectral entropy over α."""
+    level = _chance(runs)
+    yield from _diagnostic(runs, SIMILARITY, "principal-angle similarity", "alpha", level=level)
+    yield from _diagnostic(runs, "spectral_entropy", "spectral entropy", "alpha")
 
 
-def accuracy_inconsistency(runs: FigureRuns) -> Drawn:
-    """Return the final metric over 1 minus the late similarity, joined in the order of α."""
+def accuracy_inconsistency(runs: FigureRuns) -> Iterator[Panel]:
+    """Yield the final metric over 1 minus the late similarity, joined in the order of α."""
     name, label, percent = _metric(runs)
-    across, panels = "inconsistency index", []
+    across = "inconsistency index"
     for prefix, title in SUBJECTS.items():
         similarity = runs.last(prefix + SIMILARITY)
         frame = runs.at(index=1.0 - similarity).dropna(subset=["index", "value", "alpha"])
@@ -211,17 +193,16 @@ def accuracy_inconsistency(runs: FigureRuns) -> Drawn:
             both = [index.assign(metric=across), score.assign(metric=label)]
             points = pd.concat(both).sort_values(["series", "x"], kind="stable")
             draw = partial(scatter, across=across, percent=percent)
-            panels.append(Panel(title, "spectral inconsistency index", label, points, draw))
-    remarks = ["next to each point: α", f"{across}: 1 − principal-angle similarity"]
-    return panels, [*remarks, "bars: mean ± standard deviation over runs", _LATE]
+            yield Panel(title, "spectral inconsistency index", label, points, draw)
 
 
-def svt_spectra(runs: FigureRuns) -> Drawn:
-    """Return the singular values of all cores of one client, before and after the prox.
+def svt_spectra(runs: FigureRuns) -> Iterator[Panel]:
+    """Yield the singular values of all cores of one client in the last diagnosed round.
 
-    They are those of the last diagnosed round; uploads have a panel, too.
+    There is a panel before and after the prox for each series, and panels of the removed values,
+    the uploads, and their energy.
     """
-    panels, removed, uploads, tails = list[Panel](), [], [], []
+    removed, uploads, tails = list[Any](), list[Any](), list[Any]()
     x, value = "index of the singular value", "singular value"
     for name, part in runs.runs.groupby("series", observed=True):
         arrays = [runs.cells[place].arrays for place in part.index]
@@ -239,33 +220,28 @@ def svt_spectra(runs: FigureRuns) -> Drawn:
             zeroed = (after[np.isfinite(after)] <= 0).mean()
             draw = partial(spectra, by="metric", level=float(threshold.mean()))
             title = f"{name}: {zeroed:.1%} zero after the prox (dotted: threshold τ)"
-            panels.append(Panel(title, x, value, points, draw, (*both,)))
+            yield Panel(title, x, value, points, draw, (*both,))
             units = np.where(threshold > 0, threshold, np.nan)[:, None]
             removed.append(_quantiles((before - after) / units, name))
         if len(sent := _cores(arrays, "spectrum_uploaded")):
             uploads.append(_quantiles(sent, name))
             energy = np.nan_to_num(sent[:, ::-1] ** 2).cumsum(axis=1)[:, ::-1]
             total = np.where(energy[:, :1] > 0, energy[:, :1], 1.0)
-            tail = np.where(np.isfinite(sent), energy / total, np.nan)
-            tails.append(_quantiles(tail, name))
+            tails.append(_quantiles(np.where(np.isfinite(sent), energy / total, np.nan), name))
     flat, logs = partial(spectra, log_y=False, level=1.0), partial(spectra)
     for title, metric, parts, draw in (
         ("removed by the prox: before − after", "removed, in τ", removed, flat),
         ("cores s·H as uploaded", "uploaded", uploads, logs),
-        ("share of the energy from here on", "energy in the tail", tails, logs),
+        ("fraction of the energy from here on", "energy in the tail", tails, logs),
     ):
         if parts:
-            panels.append(Panel(title, x, metric, pd.concat(parts), draw))
-    return panels, ["lines: median and 10–90 % of the cores of one client, last round"]
+            yield Panel(title, x, metric, pd.concat(parts), draw)
 
 
 def _cores(arrays: list[Any], name: str) -> np.ndarray:
     """Return the spectra [n, r] of several runs, padded with NaN to one rank."""
-    found = [each[name] for each in arrays if name in each]
-    width = max((each.shape[1] for each in found), default=0)
-    pads = [((0, 0), (0, width - each.shape[1])) for each in found]
-    padded = [np.pad(e, pad, constant_values=np.nan) for e, pad in zip(found, pads, strict=True)]
-    return np.concatenate(padded) if padded else np.empty((0, 0))
+    found = [pd.DataFrame(each[name]) for each in arrays if name in each]
+    return pd.concat(found).to_numpy() if found else np.empty((0, 0))
 
 
 def _quantiles(values: np.ndarray, name: Any) -> "DataFrame":
@@ -276,8 +252,8 @@ def _quantiles(values: np.ndarray, name: Any) -> "DataFrame":
     return pd.DataFrame({**columns, "n": len(values)})
 
 
-def heads(runs: FigureRuns, *, dots: bool) -> Drawn:
-    """Return the core heads and squared norms of each block, in a panel for each backbone."""
+def heads(runs: FigureRuns, *, dots: bool) -> Iterator[Panel]:
+    """Yield the core heads and the squared norms of each block, in panels for each backbone."""
     rows = [
         (place, cell.result.config["model"]["name"], number, count, norms[block])
         for place, cell in enumerate(runs.cells)
@@ -285,28 +261,23 @@ def heads(runs: FigureRuns, *, dots: bool) -> Drawn:
         for number, (block, count) in enumerate(cell.result.heads.items())
     ]
     frame = pd.DataFrame(rows, columns=["cell", "model", "block", "heads", "norm"])
-    frame = frame.join(runs.runs["series"], on="cell")
-    panels, remarks = list[Panel](), ["heads on each adapted matrix of a block; mean over runs"]
+    frame, x = frame.join(runs.runs["series"], on="cell"), "block, from input to output"
     for model, part in frame.groupby("model", sort=False):
+        draw = partial(bars, dots=dots)
+        yield Panel(str(model), x, "heads", runs.means(part, "heads", "block"), draw)
+        metric = "squared norm"
         norms = part.groupby("block")["norm"].mean().rename_axis("x").reset_index(name="value")
-        norms = norms.assign(series="", metric="squared norm")
-        points, draw = runs.means(part, "heads", "block"), partial(bars, dots=dots)
-        panels.append(Panel(str(model), _BLOCKS, "heads", points, draw, second=norms))
-    for name, part in runs.runs.groupby("series", observed=True):
-        cells = [runs.cells[place] for place in part.index]
-        span = [runs.paper(each, cells) for each in ("fewest_heads", "most_heads")]
-        if all(map(math.isfinite, span)):
-            remarks.append(f"the paper has {span[0]:g} to {span[1]:g} heads with {name}")
-    return panels, remarks
+        norms = norms.assign(series=metric, low=norms["value"], high=norms["value"])
+        yield Panel(f"{model}: weights", x, metric, norms, partial(bars, dots=True), (metric,))
 
 
-def overhead(runs: FigureRuns) -> Drawn:
-    """Return the seconds of a client's local steps, and the overhead over RAVAN.
+def overhead(runs: FigureRuns) -> Iterator[Panel]:
+    """Yield the seconds of a client's local steps, and the overhead over RAVAN.
 
     The first round of a run warms up. The overhead is the paper's: a ratio of medians.
     """
     if "client_seconds" not in runs.rounds:
-        return [], []
+        return
     timed = runs.rounds.dropna(subset=["client_seconds"])
     first = timed.groupby("cell")["round"].transform("min")
     many = timed.groupby("cell")["round"].transform("size") > 1
@@ -314,74 +285,62 @@ def overhead(runs: FigureRuns) -> Drawn:
     ravan = timed[[runs.cells[place].method == "ravan" for place in timed["cell"]]]
     seconds, ratios = list[Any](), list[Any]()
     for (group, name), part in timed.groupby(["panel", "series"], observed=True):
-        cells = [runs.cells[place] for place in part["cell"].unique()]
-        own = part["client_seconds"]
-        paper = runs.paper("seconds_per_round", cells)
+        own, paper = part["client_seconds"], runs.paper("seconds_per_round", part["cell"])
         seconds.append((name, group, *own.quantile([0.5, 0.1, 0.9]), len(own), paper))
         pair = part.merge(ravan, on=["setting", "round"], suffixes=("", "_ravan"))
-        if len(pair) and cells[0].method != "ravan":
+        if len(pair) and runs.cells[part["cell"].iloc[0]].method != "ravan":
             ours, theirs = pair["client_seconds"], pair["client_seconds_ravan"]
             ends = (ours / theirs - 1).quantile([0.1, 0.9])
-            paper = runs.paper("overhead", cells) / 100
-            overhead = ours.median() / theirs.median() - 1
-            ratios.append((name, group, overhead, *ends, len(pair), paper))
+            paper = runs.paper("overhead", part["cell"]) / 100
+            ratio = ours.median() / theirs.median() - 1
+            ratios.append((name, group, ratio, *ends, len(pair), paper))
     columns = ["series", "x", "value", "low", "high", "n", "paper"]
-    panels = []
-    dots = partial(bars, dots=True, percent=True)
-    for title, metric, rows, shown, draw in (
-        ("local steps of a client in a round", "seconds of local steps", seconds, "{:.2g} s",
-         partial(bars)),
-        ("overhead over RAVAN", "overhead", ratios, "{:+.1%}", dots),
-    ):  # fmt: skip
-        if rows:
-            points = pd.DataFrame(rows, columns=columns)
-            points["text"] = points["value"].map(shown.format)
-            panels.append(Panel(title, "", metric, points, draw))
-    hardware = {
-        ", ".join(h.gpus) or f"{h.processor}, {h.cpus} CPUs": None
-        for h in (cell.result.hardware for cell in runs.cells)
-    }
-    ends = "median of all rounds but each run's first, and 10–90 % of them"
-    return panels, [ends, f"measured on {'; '.join(hardware)}"]
+    hardware = (cell.result.hardware for cell in runs.cells)
+    machines = {", ".join(h.gpus) or f"{h.processor}, {h.cpus} CPUs": None for h in hardware}
+    title, metric = f"local steps of a client in a round, {'; '.join(machines)}", "seconds"
+    if seconds:
+        points = pd.DataFrame(seconds, columns=columns)
+        points["text"] = points["value"].map("{:.2g} s".format)
+        yield Panel(title, "", f"{metric} of local steps", points, bars)
+    if ratios:
+        points = pd.DataFrame(ratios, columns=columns)
+        points["text"] = points["value"].map("{:+.1%}".format)
+        draw = partial(bars, dots=True, percent=True)
+        yield Panel("overhead over RAVAN", "", "overhead", points, draw)
 
 
-def covariance(runs: FigureRuns) -> Drawn:
-    """Return the matrix between the updates of all clients after the last round, by series.
+def covariance(runs: FigureRuns) -> Iterator[Panel]:
+    """Yield the matrix between the updates of all clients after the last round, by series.
 
-    It is that of the one setting that most series have finished: clients of another seed have
-    other data. The paper calls it a covariance; the matrix is not centered.
+    It shows the one setting that most series have finished: clients of another seed have other
+    data. The paper calls it a covariance; the matrix is not centered.
     """
     matrix = runs.layout.metric or "cosine"
     has = [place for place, cell in enumerate(runs.cells) if f"everyone_{matrix}" in cell.arrays]
     found = runs.runs.loc[has]
     if not len(found):
-        return [], []
+        return
     one = found.groupby("setting", sort=False)["series"].size().idxmax()
-    parts = {}
+    parts, rests = {}, {}
     for place, row in found[found["setting"] == one].iterrows():
-        arrays = runs.cells[int(str(place))].arrays
-        clients, values = arrays["everyone_clients"], arrays[f"everyone_{matrix}"]
+        cell = runs.cells[int(str(place))]
+        clients, values = cell.arrays["everyone_clients"], cell.arrays[f"everyone_{matrix}"]
         other, this = np.meshgrid(clients, clients)
-        places = {"series": row["series"], "y": this.ravel(), "x": other.ravel()}
-        parts[row["series"]] = pd.DataFrame({**places, "value": values.ravel()})
-    rests = {name: p.loc[p["x"] != p["y"], "value"] for name, p in parts.items()}
+        name = f"{row['series']}, seed {cell.labels.get('seed', '')}"
+        columns = {"series": row["series"], "y": this.ravel(), "x": other.ravel()}
+        parts[name] = pd.DataFrame({**columns, "value": values.ravel()})
+        rests[name] = parts[name].loc[parts[name]["x"] != parts[name]["y"], "value"]
     limit = max(float(rest.abs().max()) for rest in rests.values()) or 1.0
     label = f"{matrix.replace('_', ' ')} of updates"
     draw = partial(heatmap, limit=limit, label=label)
-    panels = [
-        Panel(
-            f"{name}: mean {rests[name].mean():.2g} off the diagonal, "
-            f"{rests[name].min():.2g} to {rests[name].max():.2g}",
-            "client", "client", points.assign(metric=label), draw,
-        )
-        for name, points in parts.items()
-    ]  # fmt: skip
-    seed = runs.cells[int(str(has[0]))].labels.get("seed", "")
-    return panels, ["all clients, each trained once after the last round", f"seed {seed}"]
+    for name, points in parts.items():
+        mean, low, high = rests[name].mean(), rests[name].min(), rests[name].max()
+        title = f"{name}: mean {mean:.2g} off the diagonal, {low:.2g} to {high:.2g}"
+        yield Panel(title, "client", "client", points.assign(metric=label), draw)
 
 
-def personal(runs: FigureRuns) -> Drawn:
-    """Return the score of each client's own model minus that of the global one, sorted."""
+def personal(runs: FigureRuns) -> Iterator[Panel]:
+    """Yield the score of each client's own model minus the global model's, sorted."""
     rows = [
         (place, (rank + 0.5) / len(gains), gain)
         for place, cell in enumerate(runs.cells)
@@ -393,31 +352,44 @@ def personal(runs: FigureRuns) -> Drawn:
     frame, x = gains.join(runs.runs, on="cell"), "fraction of clients, sorted by gain"
     headline = " or ".join(dict.fromkeys(cell.result.headline for cell in runs.cells))
     draw, metric = partial(lines, level=0.0), f"{headline}: own − global, points"
-    panels = [
-        Panel(str(title), x, metric, runs.means(part, "gain", "clients"), draw)
-        for title, part in frame.groupby("panel", observed=True)
-    ]
-    return panels, [_SPREAD, "a client that has never taken part has the global model: 0"]
+    for title, part in frame.groupby("panel", observed=True):
+        yield Panel(str(title), x, metric, runs.means(part, "gain", "clients"), draw)
 
 
-_BY_DATASET, _ALLOCATION = ("dataset",), ("allocation", "method")
+_SCORES = partial(Kind, note=(_SPREAD,), by=("dataset",))
+_HEADS = partial(
+    Kind, note=("heads on each adapted matrix of a block; mean over runs",),
+    series=("allocation", "method"),
+)  # fmt: skip
 #: The kinds of figures by name.
 KINDS: Mapping[FigureKind, Kind] = {
-    "convergence": Kind(partial(scores, x="round"), by=_BY_DATASET),
-    "megabytes": Kind(partial(scores, x="megabytes"), by=_BY_DATASET),
-    "hours": Kind(partial(scores, x="hours"), by=_BY_DATASET),
-    "lambda_accuracy": Kind(partial(scores, x="lam"), (), _BY_DATASET),
-    "heterogeneity": Kind(partial(scores, x="alpha"), by=_BY_DATASET),
-    "privacy": Kind(partial(scores, x="epsilon"), by=_BY_DATASET),
-    "overhead": Kind(overhead, by=("model", "dataset"), timed=True),
-    "svt_spectra": Kind(svt_spectra),
-    "spectral_alignment": Kind(spectral_alignment),
-    "spectral_diagnostics": Kind(spectral_diagnostics),
-    "lambda_diagnostics": Kind(lambda_diagnostics, ()),
-    "accuracy_inconsistency": Kind(accuracy_inconsistency),
-    "alpha_diagnostics": Kind(alpha_diagnostics),
-    "waterfilling": Kind(partial(heads, dots=False), _ALLOCATION, columns=1),
-    "waterfilling_layerwise": Kind(partial(heads, dots=True), _ALLOCATION, columns=1),
-    "covariance": Kind(covariance),
-    "personal": Kind(personal, by=_BY_DATASET),
-}
+    "convergence": _SCORES(partial(scores, x="round")),
+    "megabytes": _SCORES(partial(scores, x="megabytes")),
+    "hours": _SCORES(partial(scores, x="hours")),
+    "lambda_accuracy": _SCORES(partial(scores, x="lam"), series=()),
+    "heterogeneity": _SCORES(partial(scores, x="alpha")),
+    "privacy": _SCORES(partial(scores, x="epsilon")),
+    "personal": _SCORES(
+        personal, note=(_SPREAD, "a client that has never taken part has the global model: 0")
+    ),
+    "spectral_alignment": Kind(spectral_alignment, (_SPREAD, _CHANCE)),
+    "spectral_diagnostics": Kind(spectral_diagnostics, (_SPREAD,)),
+    "lambda_diagnostics": Kind(lambda_diagnostics, (_SPREAD, _LATE), series=()),
+    "alpha_diagnostics": Kind(alpha_diagnostics, (_SPREAD, _LATE, _CHANCE)),
+    "accuracy_inconsistency": Kind(
+        accuracy_inconsistency,
+        ("next to each point: α", "bars: mean ± standard deviation over runs", _LATE),
+    ),
+    "svt_spectra": Kind(
+        svt_spectra, ("lines: median and 10–90% of the cores of one client, last round",)
+    ),
+    "waterfilling": _HEADS(partial(heads, dots=False)),
+    "waterfilling_layerwise": _HEADS(partial(heads, dots=True)),
+    "overhead": Kind(
+        overhead, ("median and 10–90% of all rounds except each run's first",),
+        by=("model", "dataset"), columns=1,
+    ),
+    "covariance": Kind(
+        covariance, ("all clients, each trained once after the last round",)
+    ),
+}  # fmt: skip

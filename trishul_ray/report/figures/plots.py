@@ -1,10 +1,10 @@
 """Lines, bars, points and heat maps of a DataFrame, drawn into given axes.
 
-A row is a number: its ``series``, its place ``x`` (``y``, too, in a heat map), its ``value``, the
-interval from ``low`` to ``high``, and a number of the ``paper``. All but the first three may be
-missing.
+A row is a number: its ``series``, its position ``x`` (and ``y`` in a heat map), its ``value``, the
+interval from ``low`` to ``high``, and the ``paper``'s number. Only the first three are required.
 """
 
+import itertools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
 if TYPE_CHECKING:
@@ -31,20 +30,21 @@ _METHODS = (
     "TRISHUL", "RAVAN", "TRISHUL without penalty", "SCAFFOLD+LoRA", "FedIT", "FedEx-LoRA",
     "FFA-LoRA", "Fed-SB",
 )  # fmt: skip
+_HOLLOW: dict[str, Any] = {"linestyle": "none", "markersize": 8, "markerfacecolor": "none"}
 
 #: Color, dash, marker and hatching of each series.
 Looks = Mapping[str, dict[str, Any]]
 
 
 def looks_of(names: Sequence[str]) -> Looks:
-    """Return a look for each name; two of them also differ without color."""
-    slots: dict[str, int] = {}
+    """Return a look for each name; two looks also differ without color."""
+    slots: dict[int, str] = {}
     for name in names:
-        method = name.partition(" (")[0]
-        if method in _METHODS and _METHODS.index(method) not in slots.values():
-            slots[name] = _METHODS.index(method)
-    free = iter(i for i in range(len(_METHODS) + len(names)) if i not in {*slots.values()})
-    slots |= {name: next(free) for name in names if name not in slots}
+        if (method := name.partition(" (")[0]) in _METHODS:
+            slots.setdefault(_METHODS.index(method), name)
+    free = (slot for slot in itertools.count() if slot not in slots)
+    for name in [name for name in names if name not in slots.values()]:
+        slots[next(free)] = name
     return {
         name: {
             "color": _COLORS[slot % len(_COLORS)],
@@ -52,8 +52,12 @@ def looks_of(names: Sequence[str]) -> Looks:
             "marker": _MARKERS[slot % len(_MARKERS)],
             "hatch": _HATCHES[slot % len(_HATCHES)],
         }
-        for name, slot in slots.items()
+        for slot, name in slots.items()
     }
+
+
+def _line_look(looks: Looks, name: object) -> dict[str, Any]:
+    return {key: value for key, value in looks[str(name)].items() if key != "hatch"}
 
 
 def lines(
@@ -66,20 +70,20 @@ def lines(
     level: float = math.nan,
     by: str = "series",
 ) -> None:
-    """Draw a line with its interval for each series, hollow points for the paper's numbers.
+    """Draw a line with its interval for each series, and hollow points for the paper's numbers.
 
     Args:
-        ax: Where to draw.
+        ax: The axes to draw into.
         points: See the module.
         looks: By the names in the column ``by``.
-        ranked: Whether the few places on the x axis are equally far apart, such as 0, 0.1 and ∞.
+        ranked: Whether the few positions on the x axis are equally far apart, as for 0, 0.1 and ∞.
         percent: Whether values are fractions.
         level: A dotted line.
         by: The column of the names.
     """
     places = sorted(points["x"].unique())
     for name, line in points.groupby(by, observed=True, sort=False):
-        look = {key: value for key, value in looks[str(name)].items() if key != "hatch"}
+        look = _line_look(looks, name)
         x = [places.index(place) for place in line["x"]] if ranked else line["x"]
         every = max(1, len(line) // 10)
         ax.plot(x, line["value"], label=name, markersize=4, markevery=every, **look)
@@ -90,8 +94,7 @@ def lines(
                 x, line["low"], line["high"], color=look["color"], alpha=0.15, linewidth=0
             )
         if "paper" in line and line["paper"].notna().any():
-            hollow = {"linestyle": "none", "markersize": 8, "markerfacecolor": "none"}
-            ax.plot(x, line["paper"], **look | hollow)
+            ax.plot(x, line["paper"], **look | _HOLLOW)
     if math.isfinite(level):
         ax.axhline(level, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
     if ranked:
@@ -109,13 +112,10 @@ def spectra(
     """Draw singular values by their index, on logarithmic axes."""
     lines(ax, points, looks, level=level, by=by)
     ax.set_xscale("log")
-    axes: list[Axis] = [ax.xaxis]
-    if log_y:
-        ax.set_yscale("log")
-        axes.append(ax.yaxis)
+    ax.set_yscale("log" if log_y else "linear")
     # Smaller values are zero, but for rounding in float32.
     ax.set_ylim(bottom=1e-6 * points["high"].max() if log_y else 0)
-    for axis in axes:
+    for axis in (ax.xaxis, ax.yaxis) if log_y else (ax.xaxis,):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_locator(NullLocator())
 
@@ -123,7 +123,7 @@ def spectra(
 def bars(
     ax: Axes, points: "DataFrame", looks: Looks, *, dots: bool = False, percent: bool = False
 ) -> None:
-    """Draw the series next to each other at each place, as bars from 0 or as points."""
+    """Draw the series next to each other at each position, as bars from 0 or as points."""
     places = [*dict.fromkeys(points["x"])]
     names = [*dict.fromkeys(points["series"])]
     width = 0.84 / len(names)
@@ -132,23 +132,16 @@ def bars(
         offset = width * (index - (len(names) - 1) / 2)
         x = [places.index(place) + offset for place in part["x"]]
         if dots:
-            style = {"linestyle": "none", "marker": look["marker"], "markersize": 7}
-            ax.plot(x, part["value"], color=look["color"], label=name, **style)
+            ax.plot(x, part["value"], label=name, **_line_look(looks, name) | {"linestyle": "none"})
         else:
             fill = {"color": look["color"], "hatch": look["hatch"], "edgecolor": "white"}
             ax.bar(x, part["value"], 0.92 * width, label=name, zorder=2, **fill)
         ax.vlines(x, part["low"], part["high"], color=INK, linewidth=1.2, zorder=3)
         if "paper" in part:
-            ax.plot(
-                x, part["paper"], color=INK, linestyle="none", marker=look["marker"],
-                markersize=8, markerfacecolor="none", zorder=3,
-            )  # fmt: skip
-        if "text" in part:
-            for place, text, top in zip(x, part["text"], part["high"], strict=True):
-                ax.annotate(
-                    text, (place, top), (0, 4), textcoords="offset points", ha="center",
-                    fontsize=SMALL, color=INK,
-                )  # fmt: skip
+            ax.plot(x, part["paper"], color=INK, marker=look["marker"], zorder=3, **_HOLLOW)
+        for place, text, top in zip(x, part.get("text", []), part["high"], strict=False):
+            above: Any = {"textcoords": "offset points", "ha": "center", "fontsize": SMALL}
+            ax.annotate(text, (place, top), (0, 4), **above)
     ax.margins(y=0.2)
     if not dots:
         ax.set_ylim(bottom=0)
@@ -160,7 +153,7 @@ def bars(
 def scatter(ax: Axes, points: "DataFrame", looks: Looks, *, across: str, percent: bool) -> None:
     """Draw the rows whose ``metric`` is not ``across`` over the rows whose metric is."""
     for number, (name, rows) in enumerate(points.groupby("series", observed=True, sort=False)):
-        look = {key: value for key, value in looks[str(name)].items() if key != "hatch"}
+        look = _line_look(looks, name)
         offset, side = ((5, 5), "left") if number % 2 == 0 else ((-5, -11), "right")
         x, y = rows[rows["metric"] == across], rows[rows["metric"] != across]
         ax.plot(x["value"], y["value"], label=name, linewidth=1.2, **look)
@@ -168,10 +161,8 @@ def scatter(ax: Axes, points: "DataFrame", looks: Looks, *, across: str, percent
         ax.hlines(y["value"], x["low"], x["high"], color=look["color"], linewidth=1)
         for place, one, other in zip(x["x"], x["value"], y["value"], strict=True):
             text = f"{place:g}".replace("inf", "IID")
-            ax.annotate(
-                text, (one, other), offset, textcoords="offset points", ha=side, fontsize=SMALL,
-                color=look["color"],
-            )  # fmt: skip
+            style = {"fontsize": SMALL, "color": look["color"], "ha": side}
+            ax.annotate(text, (one, other), offset, textcoords="offset points", **style)
     ax.margins(0.15)
     if percent:
         ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))

@@ -15,7 +15,7 @@ from trishul_ray.report.references import reference_of
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-#: Columns of a finished run that may be the x axis, instead of those of rounds.
+#: Fields that may be the x axis; other x axes are columns of rounds.
 FIELDS = ("lam", "alpha", "epsilon")
 
 
@@ -25,11 +25,10 @@ class FigureRuns:
 
     Attributes:
         cells: The finished runs.
-        runs: A row per run, by its place in ``cells`` (``cell``): names of its ``series`` and
+        runs: A row per run, by its position in ``cells`` (``cell``): names of its ``series`` and
             ``panel``, its other labels (``setting``), its final ``value``, and :data:`FIELDS`.
         rounds: A row per run and round: names and labels, all metrics, ``value`` in the round.
-        names: Every series, also one without a finished run: colors do not depend on what is
-            missing.
+        names: All series, with and without finished runs, so that missing runs change no color.
     """
 
     layout: FigureLayout
@@ -46,7 +45,7 @@ class FigureRuns:
         known = self.rounds.dropna(subset=[metric]).groupby("cell").tail(rounds)
         return known.groupby("cell")[metric].mean()
 
-    def at(self, **values: "Series | None") -> "DataFrame":
+    def at(self, **values: "Series") -> "DataFrame":
         """Return ``runs`` with ``cell`` and more columns, such as those of :meth:`last`."""
         return self.runs.assign(**values).reset_index()
 
@@ -58,8 +57,8 @@ class FigureRuns:
         Args:
             frame: Rows with ``series``, ``cell``, ``x`` and ``column``.
             column: The column that is averaged.
-            x: The column of the x axis; a cost is averaged over the runs of a round, too.
-            paper: The metric of the paper's numbers, which are of the last round.
+            x: The column of the x axis; a cost is averaged over the runs of a round.
+            paper: The metric of the paper's numbers, which are numbers of the last round.
             unit: The paper's number for 1.
         """
         by = "round" if x in ("round", "megabytes", "hours") else x
@@ -70,32 +69,28 @@ class FigureRuns:
         found["x"] = groups[x].mean() if x != by else found.index.get_level_values(by)
         sd = found.pop("sd").fillna(0.0)
         found["low"], found["high"] = found["value"] - sd, found["value"] + sd
-        found["paper"] = [
-            self.paper(paper, [self.cells[i] for i in group["cell"].unique()]) / unit
-            for _, group in groups
-        ]
+        found["paper"] = [self.paper(paper, group["cell"]) / unit for _, group in groups]
         found = found.reset_index("series").reset_index(drop=True)
         if by == "round":
             last = found.groupby("series", observed=True)["x"].transform("max")
             found.loc[found["x"] < last, "paper"] = math.nan
         return found
 
-    def paper(self, metric: str, cells: Sequence[CellOutcome]) -> float:
+    def paper(self, metric: str, places: "Series") -> float:
         """Return the paper's number for the labels that cells share; NaN if not comparable."""
         key = self.layout.paper
-        if not key or not metric or not cells or not self.sweep.is_comparable(self.cells):
+        if not key or not metric or not self.sweep.is_comparable(self.cells):
             return math.nan
-        shared = dict(set.intersection(*(set(cell.labels.items()) for cell in cells)))
-        value = reference_of(key).figure_value(key, metric, shared)
+        shared = set.intersection(*({*self.cells[n].labels.items()} for n in places.unique()))
+        value = reference_of(key).figure_value(key, metric, dict(shared))
         return math.nan if value is None else value
 
     def note(self, remarks: Sequence[str]) -> list[str]:
-        """Return the lines below a figure: profile, data, seeds, remarks, missing runs."""
-        chosen = self.sweep.within(self.layout.where)
+        """Return the lines below a figure: profile, seeds, data, missing runs, and remarks."""
         seeds = len({cell.labels.get(SEED, "") for cell in self.cells})
         data = (f"{c.result.data.dataset}: {c.result.data.test} test rows" for c in self.cells)
-        states = [cell.status for cell in chosen if cell.status != "finished"]
-        missing = [f"{states.count(s)} runs {s}" for s in dict.fromkeys(states)]
+        states = [cell.status for cell in self.sweep.within(self.layout.where)]
+        missing = [f"{states.count(s)} runs {s}" for s in dict.fromkeys(states) if s != "finished"]
         first = [f"Profile {self.sweep.profile}", f"{seeds} seed" + "s" * (seeds > 1)]
         lines = [" · ".join([*first, *dict.fromkeys(data), *missing]), "; ".join(remarks)]
         return [line for line in lines if line]
@@ -108,30 +103,24 @@ def select_runs(
     chosen = sweep.within(layout.where)
     cells = tuple(cell for cell in chosen if cell.status == "finished")
 
-    def names(axes: Sequence[str]) -> dict[tuple[str, ...], str]:
-        ordered = sweep.in_order(axes, {cell.labels_of(axes) for cell in chosen})
-        return {labels: ", ".join(map(sweep.shown_label, axes, labels)) for labels in ordered}
+    def name(cell_labels: Sequence[str], axes: Sequence[str]) -> str:
+        return ", ".join(map(sweep.shown_label, axes, cell_labels))
 
-    by_series, by_panel = names(series), names(panels)
-    columns: dict[str, Any] = {
-        "series": pd.Categorical(
-            [by_series[cell.labels_of(series)] for cell in cells], [*by_series.values()]
-        ),
-        "panel": pd.Categorical(
-            [by_panel[cell.labels_of(panels)] for cell in cells], [*by_panel.values()]
-        ),
-        "setting": [
-            str([label for axis, label in cell.labels.items() if axis not in series])
-            for cell in cells
-        ],
-        **{field: [_field(cell, field) for cell in cells] for field in FIELDS},
-        "value": [math.nan if cell.value is None else cell.value for cell in cells],
-    }
+    def named(axes: Sequence[str]) -> Any:
+        ordered = sweep.in_order(axes, {cell.labels_of(axes) for cell in chosen})
+        names = [name(labels, axes) for labels in ordered]
+        return pd.Categorical([name(cell.labels_of(axes), axes) for cell in cells], names)
+
+    columns: dict[str, Any] = {"series": named(series), "panel": named(panels)}
+    columns["setting"] = [
+        str([label for axis, label in cell.labels.items() if axis not in series]) for cell in cells
+    ]
+    columns |= {field: [_field(cell, field) for cell in cells] for field in FIELDS}
+    columns["value"] = [math.nan if cell.value is None else cell.value for cell in cells]
     runs = pd.DataFrame(columns).rename_axis("cell")
-    rounds = rounds_frame(sweep, cells).reset_index(drop=True) if cells else pd.DataFrame()
-    if len(rounds):
-        rounds = rounds.join(runs[["series", "panel", "setting"]], on="cell")
-    return FigureRuns(layout, sweep, cells, runs, rounds, tuple(by_series.values()))
+    rounds = rounds_frame(sweep, cells).reset_index(drop=True)
+    rounds = rounds.join(runs[["series", "panel", "setting"]], on="cell")
+    return FigureRuns(layout, sweep, cells, runs, rounds, tuple(columns["series"].categories))
 
 
 def _field(cell: CellOutcome, field: str) -> float:
