@@ -18,7 +18,7 @@ from trishul_ray.federation.worker.context import global_model
 from trishul_ray.federation.worker.local import train_client
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.methods.base.messages import LocalRun, State
-from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.storage.store import Store
 
@@ -116,7 +116,7 @@ def local_run(context, vector):
 
 
 def resident(experiment):
-    backbone = Backbone.of(experiment.model, experiment.storage.places)
+    backbone = backbone_of(experiment.model, experiment.storage.places)
     return backbone.load_resident("image-classification", 10, seed=experiment.seed).model
 
 

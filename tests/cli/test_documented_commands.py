@@ -25,7 +25,7 @@ from trishul_ray.cli.sweeps import split_arguments
 from trishul_ray.data.public import DATASETS
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.sweeps.loading import find_sweeps, load_sweep, sweep_from_axes
 from trishul_ray.version import NUMERICS, __version__
 
@@ -126,7 +126,7 @@ def found(name, profile, *overrides):
 
 def check_run(experiment):
     check_fits(experiment)
-    tiny = TINY[Backbone.of(experiment.model, experiment.storage.places).family]
+    tiny = TINY[backbone_of(experiment.model, experiment.storage.places).family]
     model = experiment.model.model_copy(update={"name": tiny, "init": "random"})
     # Byte-level tokens are longer than words: short texts, short rows.
     prepared = prepare_run(experiment.model_copy(update={"model": model}))

@@ -14,7 +14,7 @@ from trishul_ray.data.user.cleaning import doubt_labels
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.rows import partition_rows
-from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.sequence_classification import SequenceClassification
 
@@ -277,7 +277,7 @@ def test_labels_of_single_rows_are_doubted(labels, doubted):
 def test_scores_need_a_task_that_reads_numbers(tmp_path, monkeypatch):
     rows = [{"text": f"t{n}", "label": n / 7} for n in range(60)]
     data = prepare_user("table", encoded(tmp_path / "x.csv", rows), tmp_path)
-    backbone = Backbone.of(ModelConfig(name="bert-tiny", init="random"), Places(tmp_path, None))
+    backbone = backbone_of(ModelConfig(name="bert-tiny", init="random"), Places(tmp_path, None))
     with pytest.raises(InputError, match=r"^file:.*x\.csv: 60 different labels in 60 rows, 60 of"):
         build_task(TaskConfig(), data.info, backbone)
     monkeypatch.setattr(SequenceClassification, "any_labels", True)

@@ -13,7 +13,7 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment.fit import build_site
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.methods.base import build_method, method_class
-from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.choose_backbone import backbone_of
 
 #: Another value for each shared field.
 OTHER = {
@@ -53,7 +53,7 @@ def backbone():
     """The backbone of all cases, whose weights are all alike."""
     experiment = load_experiment(None, BASE)
     model = (
-        Backbone.of(experiment.model, experiment.storage.places).meta_model().to_empty(device="cpu")
+        backbone_of(experiment.model, experiment.storage.places).meta_model().to_empty(device="cpu")
     )
     with torch.no_grad():
         for parameter in model.parameters():

@@ -6,7 +6,7 @@ import pytest
 
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
-from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.runs.mlflow_log import grouped_metrics, run_name
 from trishul_ray.tasks.build import unread_fields
 
@@ -79,6 +79,6 @@ def test_fields_that_a_task_does_not_read(rows, model, unread):
     experiment = load_experiment(None, [f"model={model}", f"task.kind={kind}"])
     info = SimpleNamespace(kind=rows, name="mine")
     found = unread_fields(
-        experiment.task, info, Backbone.of(experiment.model, experiment.storage.places)
+        experiment.task, info, backbone_of(experiment.model, experiment.storage.places)
     )
     assert set(found) == {f"task.{name}" for name in unread}

@@ -123,9 +123,11 @@ def check_adapters(experiment: Experiment) -> None:
 
 
 def _shapes(experiment: Experiment) -> nn.Module:
-    from trishul_ray.models.backbone import Backbone  # imports transformers, which takes seconds
+    from trishul_ray.models.choose_backbone import (
+        backbone_of,  # imports transformers, which takes seconds
+    )
 
-    return Backbone.of(experiment.model, experiment.storage.places).shapes
+    return backbone_of(experiment.model, experiment.storage.places).shapes
 
 
 def _check_site(site: Site, experiment: Experiment) -> None:

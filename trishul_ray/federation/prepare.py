@@ -18,6 +18,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import check_content
 from trishul_ray.experiment.rows import partition_rows
 from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.models.python_model import PassedModel, passed_model
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
@@ -53,7 +54,7 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
             be partitioned as configured.
     """
     check_content(experiment)
-    backbone = Backbone.of(experiment.model, experiment.storage.places)
+    backbone = backbone_of(experiment.model, experiment.storage.places)
     rows, sources = _chosen_rows(experiment, progress)
     shards = partition_rows(rows, experiment)
     dataset, task, tokens = _encode_rows(rows, experiment, backbone, progress)
@@ -139,7 +140,7 @@ def encoded_rows(
 ) -> tuple[PreparedDataset, Task]:
     """Return the rows of an experiment as its task trains on them, and the task; no weights."""
     check_content(experiment)
-    backbone = Backbone.of(experiment.model, experiment.storage.places)
+    backbone = backbone_of(experiment.model, experiment.storage.places)
     dataset, task, _ = prepare_dataset(experiment, backbone, progress)
     return dataset, task
 

@@ -1,7 +1,6 @@
 """One backbone of an experiment: where its files are, what it is, and how to load it."""
 
 import copy
-from collections import OrderedDict
 from collections.abc import Hashable
 from functools import cached_property
 from pathlib import Path
@@ -22,15 +21,10 @@ from trishul_ray.models.find_model import (
     Preprocessing,
     find_model,
     read_normalization,
-    source_files,
     usual_kind,
 )
 from trishul_ray.models.shared_weights import Resident
 from trishul_ray.models.tokenizers import load_tokenizer, tokenizer_key
-from trishul_ray.storage.integrity import stamp
-
-#: Number of backbones to remember.
-RECENT = 8
 
 
 class Backbone:
@@ -42,38 +36,6 @@ class Backbone:
 
     def __init__(self, config: ModelConfig, places: Places) -> None:
         self.config, self.places = config, places
-
-    def __init_subclass__(cls, *, prefix: str) -> None:
-        """Make :meth:`of` return this kind for names that begin with ``prefix`` and a colon."""
-        _kinds[prefix] = cls
-
-    @classmethod
-    def of(cls, config: ModelConfig, places: Places) -> "Backbone":
-        """Return the backbone that a configuration names.
-
-        While the files of a local model stay as they are, it is the same object, with all that it
-        has read: the runs of a sweep mostly share one.
-        """
-        backbone = _kinds.get(config.name.partition(":")[0], cls)(config, places)
-        if (key := backbone._files_key()) is None:
-            return backbone
-        backbone = _recent.pop(key, backbone)
-        _recent[key] = backbone
-        if len(_recent) > RECENT:
-            _recent.popitem(last=False)
-        return backbone
-
-    def _files_key(self) -> Hashable | None:
-        """Return what everything read depends on; None if the model is on the hub, or nowhere."""
-        try:
-            location = self.location
-        except InputError:
-            return None  # raised again where the model is used
-        if isinstance(location, str):
-            return None
-        files = source_files(location) if location.is_dir() else []
-        stamps = tuple((file, stamp(file)) for file in files)
-        return self.config.model_dump_json(), self.places, location, stamps
 
     def __reduce__(self) -> tuple[type["Backbone"], tuple[ModelConfig, Places]]:
         return type(self), (self.config, self.places)
@@ -240,10 +202,3 @@ class Backbone:
                 "weights, which model.quantize quantizes for a run"
             )
         return config
-
-
-#: Other kinds of backbones, by the beginning of their names.
-_kinds: dict[str, type[Backbone]] = {}
-
-#: The backbones that :meth:`Backbone.of` returned last, by :meth:`Backbone._files_key`.
-_recent: OrderedDict[Hashable, Backbone] = OrderedDict()

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trishul_ray.config.fields import ModelConfig, TaskConfig
 from trishul_ray.config.places import Places
-from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.choose_backbone import backbone_of
 
 
 @lru_cache(maxsize=32)
@@ -20,7 +20,7 @@ def row_flops(model: ModelConfig, places: Places, task: TaskConfig) -> tuple[flo
     Raises:
         InputError: The model is not on this machine.
     """
-    module = Backbone.of(model, places).shapes
+    module = backbone_of(model, places).shapes
     config: Any = module.config
     generates = config.is_encoder_decoder or task.kind == "instruction"
     with torch.device("meta"):

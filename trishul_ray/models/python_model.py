@@ -131,7 +131,7 @@ class PythonConfig(PretrainedConfig):
     model_type = "python"
 
 
-class PythonBackbone(Backbone, prefix=PASSED):
+class PythonBackbone(Backbone):
     """A backbone that was passed from Python."""
 
     @cached_property

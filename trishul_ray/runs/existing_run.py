@@ -13,7 +13,7 @@ from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.worker.schedule import depends_on_rounds
-from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.report.summary import TABLES, RunSummary, unscored
 from trishul_ray.runs.artifacts import write_results
@@ -83,7 +83,7 @@ def restore_files(
         if checkpoint is None or checkpoint.round != experiment.federation.rounds:
             raise RunError("its last checkpoint is missing or corrupt; --fresh runs it again")
         if model:
-            backbone = Backbone.of(experiment.model, experiment.storage.places)
+            backbone = backbone_of(experiment.model, experiment.storage.places)
             ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=False)
         summary = write_results(experiment, checkpoint, summary, folder.home, model=model)
     except (InputError, RunError, FileNotFoundError) as error:

@@ -41,8 +41,8 @@ from trishul_ray.federation.worker.context import (
     global_model,
 )
 from trishul_ray.methods.base import build_method
-from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
+from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.models.find_model import ModelKind, quiet_transformers
 from trishul_ray.models.python_model import PythonBackbone
 from trishul_ray.models.weights import AUTO_CLASSES
@@ -262,7 +262,7 @@ class _BackboneName:
 def _name_backbone(context: ModelContext, place: str) -> _BackboneName:
     """Return how ``from_pretrained`` finds the backbone of an adapter that will be at ``place``."""
     config = context.settings.model
-    backbone = Backbone.of(config, context.settings.storage.places)
+    backbone = backbone_of(config, context.settings.storage.places)
     if isinstance(backbone, PythonBackbone):
         return _BackboneName(backbone.name.partition(":")[2])
     resized = config.image_size not in (None, getattr(backbone.architecture, "image_size", None))
@@ -344,7 +344,7 @@ def _model_card(
     settings, kind = context.settings, context.task.model_kind
     images = isinstance(context.task, ImageClassification)
     made_in_python = isinstance(
-        Backbone.of(settings.model, settings.storage.places), PythonBackbone
+        backbone_of(settings.model, settings.storage.places), PythonBackbone
     )
     templates = Environment(
         loader=PackageLoader("trishul_ray.runs", "."),

@@ -23,6 +23,7 @@ from trishul_ray.federation.prepare import Prepared, coverage_of, prepare_run
 from trishul_ray.federation.server import RoundReport, RunResult
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.models.pretraining import ensure_pretrained, needs_pretraining
 from trishul_ray.plugins.loading import find_plugin
 from trishul_ray.report.summary import FAILURE, RunSummary
@@ -273,7 +274,7 @@ class _Run:
 
 
 def _backbone(experiment: Experiment) -> Backbone:
-    return Backbone.of(experiment.model, experiment.storage.places)
+    return backbone_of(experiment.model, experiment.storage.places)
 
 
 def _train(

@@ -64,7 +64,7 @@ def seconds_of(experiment: Experiment, device: str) -> float:
     """
     from trishul_ray.adapters.multihead import MultiHead  # imports torch
     from trishul_ray.experiment.fit import build_site
-    from trishul_ray.models.backbone import Backbone
+    from trishul_ray.models.choose_backbone import backbone_of
     from trishul_ray.models.flops import row_flops
 
     fed, model, places = experiment.federation, experiment.model, experiment.storage.places
@@ -72,7 +72,7 @@ def seconds_of(experiment: Experiment, device: str) -> float:
         model.model_copy(update={"content": None}), places, experiment.task
     )
     method = build_method(experiment.method, experiment.adapter)
-    adapters = method.adapters(build_site(Backbone.of(model, places).shapes, experiment))
+    adapters = method.adapters(build_site(backbone_of(model, places).shapes, experiment))
     steps = fed.rounds * fed.clients_per_round * fed.local_steps
     # The gradient of a product's input costs as much as the product, and so does that of a weight.
     passes = 2 + method.train_all + model.gradient_checkpointing

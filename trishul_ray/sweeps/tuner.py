@@ -25,7 +25,7 @@ from trishul_ray.federation.on_ray.process import WorkerEnvironment
 from trishul_ray.federation.on_ray.session import joins_cluster
 from trishul_ray.federation.on_ray.slices import Slices, plan_slices, with_actors
 from trishul_ray.federation.prepare import prepare_dataset
-from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.models.pretraining import ensure_pretrained
 from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.storage.store import Store
@@ -221,7 +221,7 @@ def prepare_inputs(runs: Mapping[str, CellRun], progress: SweepProgress) -> None
 
 def _error_of(run: CellRun, progress: SweepProgress) -> InputError | None:
     experiment = run.experiment
-    backbone = Backbone.of(experiment.model, experiment.storage.places)
+    backbone = backbone_of(experiment.model, experiment.storage.places)
     try:
         label = f"preparing {experiment.data.name}"
         _, task, _ = prepare_dataset(experiment, backbone, progress.task_progress(label))

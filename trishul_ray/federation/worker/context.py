@@ -27,6 +27,7 @@ from trishul_ray.federation.worker.schedule import learning_rates
 from trishul_ray.methods.base import Method, build_method
 from trishul_ray.methods.base.messages import LocalRun, Site
 from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.models.compute import run_dtype
 from trishul_ray.models.find_model import ModelKind
 from trishul_ray.models.pretraining import ensure_pretrained
@@ -168,7 +169,7 @@ def build_context(
         # The node does not see the driver's cache. Prepare the data again, once for all actors of
         # the node: the same source gives the same bytes.
         dataset, _, sources = prepare_dataset(
-            experiment, Backbone.of(experiment.model, experiment.storage.places)
+            experiment, backbone_of(experiment.model, experiment.storage.places)
         )
         if changed := changed_sources(prepared.sources, sources):
             raise InputError(
@@ -222,7 +223,7 @@ def build_model_context(
             be used.
         RunError: The memory of the device, or this process's share of it, is too small.
     """
-    backbone = Backbone.of(experiment.model, experiment.storage.places)
+    backbone = backbone_of(experiment.model, experiment.storage.places)
     task = build_task(experiment.task, info, backbone)
     device = device_named(experiment.resources.device)
     ensure_pretrained(backbone, on_ray=False)

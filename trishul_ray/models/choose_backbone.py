@@ -1,0 +1,37 @@
+"""The backbone that a configuration names: a checkpoint, or a model that was passed from Python."""
+
+from functools import lru_cache
+from pathlib import Path
+
+from trishul_ray.config.fields import ModelConfig
+from trishul_ray.config.places import Places
+from trishul_ray.errors import InputError
+from trishul_ray.models.backbone import Backbone
+from trishul_ray.models.find_model import PASSED, find_model, source_files
+from trishul_ray.models.python_model import PythonBackbone
+from trishul_ray.storage.integrity import stamp
+
+
+def backbone_of(config: ModelConfig, places: Places) -> Backbone:
+    """Return the backbone that a configuration names.
+
+    While the files of a local model stay as they are, it is the same object, with all that it
+    has read: the runs of a sweep mostly share one.
+    """
+    if config.name.startswith(f"{PASSED}:"):
+        return PythonBackbone(config, places)
+    try:
+        location = find_model(config.name, places).location
+    except InputError:  # raised again when the model is used
+        return Backbone(config, places)
+    if isinstance(location, str):  # on the hub
+        return Backbone(config, places)
+    files = source_files(location) if location.is_dir() else []
+    return _recent(config, places, tuple((file, stamp(file)) for file in files))
+
+
+@lru_cache(maxsize=8)
+def _recent(
+    config: ModelConfig, places: Places, files: tuple[tuple[Path, tuple[int, ...]], ...]
+) -> Backbone:
+    return Backbone(config, places)
