@@ -1,4 +1,4 @@
-"""Seconds of a round: inline and on Ray by turns, with the limit between them; scored and not.
+"""Seconds of a round, inline and on Ray alternately, with the limit between them.
 
 Both backends run the same experiment, round by round, in one process and in one Ray actor with as
 many threads; at the end their states must be the same bytes, or the comparison would be void.
@@ -15,7 +15,7 @@ from _setups import Setup
 
 from trishul_ray.data.sampling import batch_order
 from trishul_ray.federation.inline import InlineDriver
-from trishul_ray.federation.on_ray.driver import Workers, open_driver
+from trishul_ray.federation.on_ray.driver import open_driver
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.worker.context import WorkerContext
 from trishul_ray.runtime.random_streams import numpy_rng
@@ -37,7 +37,7 @@ def round_limit(limit: Limit, context: WorkerContext, cohort: list[int], number:
             batch = context.task.prepare_batch(
                 context.train.batch(indices), context.device, context.dtype
             )
-            seconds += sum(limit.seconds(batch))
+            seconds += limit.seconds(batch)
     return seconds
 
 
@@ -121,43 +121,6 @@ def backends(setup: Setup) -> Section:
         ],
         goals,
         data,
-    )
-
-
-def scored(setup: Setup, turns: int = 3) -> Section:
-    """Runs that are scored after every round beside runs that are not, by turns."""
-    fed, evaluation = setup.experiment.federation, setup.experiment.evaluation
-    seconds: dict[str, list[float]] = {"scored": [], "not scored": []}
-    with ray_session(), Workers() as workers:
-        for turn in range(2 * turns):
-            kind = "scored" if turn % 4 in (0, 3) else "not scored"
-            every = {"every": 1 if kind == "scored" else fed.rounds + 1}
-            storage = setup.experiment.storage
-            place = {"runs": f"{storage.runs}/{turn}"}
-            changed = {
-                "evaluation": evaluation.model_copy(update=every),
-                "storage": storage.model_copy(update=place),
-            }
-            experiment = setup.experiment.model_copy(update=changed)
-            with open_driver(experiment, setup.prepared, str(turn), workers=workers) as driver:
-                driver.begin()
-                driver.step()  # the untouched backbone is scored in it, in both kinds
-                took = [_timed(driver.step) for _ in range(fed.rounds - 1)]
-            seconds[kind].append(sum(took) / len(took))
-    times = {name: Times.of(values) for name, values in seconds.items()}
-    over = paired(times["scored"], times["not scored"])
-    rows = [[name, each.show()] for name, each in times.items()]
-    return Section(
-        f"Scored in every round, with a spare actor ({setup.label})",
-        ["a run that is", "s a round"],
-        [*rows, ["scored / not scored", over.show(digits=3)]],
-        [
-            f"{fed.rounds - 1} rounds of {fed.clients_per_round} client x {fed.local_steps} steps "
-            f"of {fed.batch_size} beside {evaluation.limit} test rows, "
-            f"{setup.experiment.resources.actors} actors of one thread; {turns} runs of each kind",
-        ],
-        [Goal("a run scored in every round / one that is not", over.median, 1.1)],
-        seconds,
     )
 
 

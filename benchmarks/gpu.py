@@ -1,4 +1,4 @@
-"""Measurements on a GPU: local steps, the paper's run, the prox, right results.
+"""Measurements on a GPU: local steps, the paper's run, the prox.
 
     python benchmarks/gpu.py [PART ...] [options]
 
@@ -7,7 +7,8 @@ Parts, all by default, in this order, with minutes on an H200:
     steps  (3)  local steps of ViT-B/16, eager and as CUDA graphs, against their limit
     run    (3)  the paper's run on CIFAR-100: 50 rounds of 3 clients x 50 steps of 32
     prox   (1)  the proximal map on stacks of cores: time and error
-    right  (2)  states against the CPU's; the same bytes twice and resumed; tests marked gpu
+
+Tests on a GPU are another command: `python -m pytest -m gpu`.
 
 A part that fails does not stop the next one, and each table is written as soon as it is known. The
 script needs neither Ray, MLflow nor datasets. The run uses the images of a mirror (TRISHUL_HUB or
@@ -18,8 +19,6 @@ the script works, and its numbers mean nothing.
 import itertools
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -31,27 +30,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from _limit import Limit, now
+from _limit import Limit, first_steps, now
 from _results import Goal, Report, Section, told_by
 from _setups import LARGE, dealt, has_real_data, random_vit, synthetic
 from torch import Tensor
 
 from trishul_ray.data.dataset import PreparedDataset, write_split
-from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.determinism import deterministic, set_environment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import EvalJob, TrainJob, to_array
 from trishul_ray.federation.prepare import Prepared, prepare_run
-from trishul_ray.federation.worker.context import WorkerContext, build_context
+from trishul_ray.federation.worker.context import build_context
 from trishul_ray.federation.worker.evaluation import EvaluatedModel, evaluate_chunk
 from trishul_ray.federation.worker.local import LocalSteps, train_client, train_clients
-from trishul_ray.methods.base import method_names
 from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.spectral.svt import svt, svt_stats
 
-ROOT = Path(__file__).resolve().parent.parent
 #: Goals: a step as a multiple of its limit by precision, and the run in seconds. The run takes 35 s
 #: at an H100's dense bf16 peak.
 STEP = {"bf16": 1.35, "fp32": 1.05}
@@ -112,12 +108,6 @@ def vision(
     return experiment, dealt(experiment, synthetic(place.scratch / "noise", rows))
 
 
-def first_steps(context: WorkerContext) -> LocalSteps:
-    """Return the local steps of client 0 in round 1; compute them inside ``bound()``."""
-    start = context.method.initial_state(context.model.layout, context.initial, {}).map(to_array)
-    return LocalSteps(context, start, [TrainJob(round=1, client=0)])
-
-
 def endless(steps: LocalSteps) -> Callable[[], None]:
     """Return a call that computes the next step; the last one, which keeps its cores, is none."""
     numbers = itertools.cycle(range(1, steps.last))
@@ -141,17 +131,6 @@ def per_call(place: Place, call: Callable[[], object], calls: int = 10) -> list[
     return found
 
 
-def launches(place: Place, call: Callable[[], object], calls: int = 10) -> list[float]:
-    """Return the seconds that the host takes for a call on a device that has nothing to do."""
-    found = []
-    for _ in range(place.times(calls)):
-        now(place.device)
-        began = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - began)
-    return found
-
-
 def captured(place: Place, call: Callable[[], object]) -> Callable[[], object]:
     """Return a CUDA graph of a call, to replay; the call itself in a rehearsal."""
     if place.rehearsal:
@@ -172,89 +151,6 @@ def milliseconds(seconds: Sequence[float]) -> str:
     """Return ``median (min-max)`` in milliseconds."""
     low, middle, high = (1e3 * f(seconds) for f in (min, statistics.median, max))
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
-
-
-# Right.
-
-
-def right(place: Place) -> None:
-    """Run the tests marked gpu, compare every method with the CPU, and runs with themselves."""
-    marked_tests(place)
-    rows, worst = [], 0.0
-    for method in ["trishul", "fullft", "local"] if place.rehearsal else method_names():
-        changes = [f"method={method}", "federation.rounds=1"]
-        try:
-            here, there = (
-                small_run(place, f"{method}-{device}", *changes, f"resources.device={device}")[0]
-                for device in (place.device.type, "cpu")
-            )
-        except InputError as error:  # a combination of methods that needs a field
-            rows.append([method, f"not run: {error}", ""])
-            continue
-        if not there.size:  # e.g. method=local
-            rows.append([method, "no state of the server", ""])
-            continue
-        difference = float(np.abs(here - there).max())
-        rows.append([method, f"{difference:.1e}", f"{np.abs(there).max():.2g}"])
-        worst = max(worst, difference)
-    columns = ["method", "largest difference", "largest entry"]
-    goal = Goal("difference of states after a round", worst, 1e-4)
-    place.add(Section("One round against the CPU, fp32", columns, rows, goals=[goal]))
-
-    rows, differing = [], 0
-    configurations = [(m, p) for m in ("trishul", "fedsb", "fullft") for p in ("fp32", "bf16")]
-    for method, precision in configurations[: 1 if place.rehearsal else None]:
-        changes = [f"method={method}", f"model.precision={precision}", "federation.rounds=3"]
-        name = f"{method}-{precision}"
-        small_run(place, f"{name}-resumed", *changes, stop=1)
-        names = (f"{name}-1", f"{name}-2", f"{name}-resumed")
-        digests = {small_run(place, each, *changes)[1] for each in names}
-        rows.append([method, precision, "same" if len(digests) == 1 else "DIFFERENT"])
-        differing += len(digests) - 1
-    title, columns = "The same run twice, and stopped and resumed", ["method", "precision", "bytes"]
-    goal = Goal("runs with other bytes", differing, 0)
-    place.add(Section(title, columns, rows, goals=[goal]))
-
-
-def small_run(
-    place: Place, name: str, *overrides: str, stop: int | None = None
-) -> tuple[np.ndarray, str]:
-    """Return the numbers of a run's state and its digest; continue it from a checkpoint, if any."""
-    experiment = experiment_at(
-        place,
-        *("dataset=synthetic/shapes", "model=vit-digits", "model.init=random"),
-        *("federation.clients=4", "federation.clients_per_round=3", "federation.local_steps=4"),
-        *("federation.batch_size=8", "evaluation.limit=64"),
-        # Adam would turn the rounding noise of a gradient that is zero into a whole step.
-        *("optimizer.name=sgd", "optimizer.lr=0.1"),
-        f"storage.runs={place.scratch / name}",
-        *overrides,
-    )
-    driver = InlineDriver(experiment, prepare_run(experiment), "benchmark")
-    report = driver.begin()
-    while not report.finished and (stop is None or report.round < stop):
-        report = driver.step()
-    if not report.finished:
-        return np.empty(0), ""
-    result = driver.final()
-    arrays: list[np.ndarray] = []
-    result.checkpoint.state.map(arrays.append)
-    return np.concatenate([each.ravel().astype(np.float64) for each in arrays]), result.digest
-
-
-def marked_tests(place: Place) -> None:
-    """Run the tests marked gpu; in a rehearsal they are only collected."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    command += ["--collect-only"] if place.rehearsal else []
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*command, "tests/gpu", "tests/spectral/test_svt.py"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
-    )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    shown = [[line] for line in lines if line is lines[-1] or line.startswith(("FAILED", "ERROR"))]
-    goal = Goal("exit code of pytest", abs(done.returncode), 0)
-    place.add(Section("Tests marked gpu", ["result"], shown, goals=[goal]))
 
 
 # The prox.
@@ -335,7 +231,7 @@ def measured_steps(place: Place, experiment: Experiment, prepared: Prepared) -> 
                 compute()
             least: Callable[[], object] = lambda: limit.loss(batch).backward()  # noqa: B023, E731
             low = per_call(place, captured(place, least) if graphs else least)
-            whole, alone = per_call(place, compute), launches(place, compute)
+            whole = per_call(place, compute)
         model, size = EvaluatedModel(context), min(500, len(context.test))
         chunk = EvalJob(round=1, start=0, stop=size)
         scored = per_call(place, partial(evaluate_chunk, model, start, chunk), 3)
@@ -344,7 +240,6 @@ def measured_steps(place: Place, experiment: Experiment, prepared: Prepared) -> 
         for name, seconds in (
             ("limit: frozen forward, loss, input gradient", low),
             ("local step", whole),
-            ("of it: the host, not waited for", alone),
             ("step of three clients in one forward", together),
             (f"chunk of {size} test rows", scored),
         ):
@@ -470,9 +365,7 @@ def repeated(dataset: PreparedDataset, folder: Path, rows: dict[str, int]) -> Pr
 
 
 #: Functions of the parts, in order.
-PARTS: dict[str, Callable[[Place], None]] = {
-    "steps": steps, "run": run, "prox": prox, "right": right
-}  # fmt: skip
+PARTS: dict[str, Callable[[Place], None]] = {"steps": steps, "run": run, "prox": prox}
 
 
 def main() -> None:
