@@ -23,7 +23,7 @@ def test_numbers_of_the_paper():
     assert PAPER.table_value("fig:overhead", {"method": "RAVAN", "model": "ViT-B/16"}) == 18.4
 
 
-def test_axes_that_the_paper_does_not_have_do_not_matter():
+def test_axes_without_labels_in_the_paper_are_ignored():
     assert PAPER.table_value("tab:vision", POSITION | {"seed": "0", "device": "cpu"}) == 79.41
 
 
@@ -49,7 +49,7 @@ def test_nothing_is_guessed(key, labels):
 
 
 @given(st.data())
-def test_every_record_is_found_by_its_own_labels_alone(data):
+def test_only_its_own_labels_find_a_record(data):
     key = data.draw(st.sampled_from(list(PAPER.tables())))
     record = data.draw(st.sampled_from(records()["tables"][key]))
     labels = {
@@ -68,7 +68,7 @@ def test_tables_have_the_numbers_of_the_paper():
     assert PAPER.tables()["fig:overhead"] is None
 
 
-def test_slips_are_those_of_the_papers_own_numbers():
+def test_slips_agree_with_the_numbers_of_the_paper():
     tasks = ("mnli_mismatched", "mnli_matched", "qnli", "qqp", "sst2", "rte")
     row = [PAPER.table_value("tab:glue", {"method": "TRISHUL", "task": task}) for task in tasks]
     assert f"{sum(row) / 6:.2f}" == "84.50"

@@ -3,7 +3,7 @@
 from summaries import invented_summary
 
 from trishul_ray.experiment import Experiment
-from trishul_ray.paper.open_choices import OPEN_CHOICES, open_choices
+from trishul_ray.paper.numbers import PAPER, read_json
 
 UNREAD = ["task.target_length", "task.template", "task.verbalizers"]
 
@@ -15,7 +15,7 @@ def summary(unread=UNREAD, **fields):
 
 
 def read(*summaries):
-    return {choice.field: choice.answers for choice in open_choices(summaries)}
+    return {choice.field: choice.answers for choice in PAPER.open_choices(summaries)}
 
 
 def test_values_are_counted_if_the_method_reads_them():
@@ -39,4 +39,6 @@ def test_every_choice_is_a_field():
     words = {"template": "{text}\nTopic:", "verbalizers": ["a", "b"]}
     texts = summary(method="fedit", task=words, unread=[])
     others = [summary(method=name) for name in ("scaffold", "hetlora", "fedsb")]
-    assert set(read(wild, texts, *others)) == {*OPEN_CHOICES}
+    assert set(read(wild, texts, *others)) == {
+        each["field"] for each in read_json("open_choices.json")
+    }

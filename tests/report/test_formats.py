@@ -66,7 +66,7 @@ def markdown_cells(line):
 
 
 @pytest.mark.parametrize("sweep", [vision(), vision(status=half_missing), hostile()])
-def test_markdown_has_the_same_number_of_cells_in_each_row(sweep, markdown):
+def test_markdown_rows_have_equal_numbers_of_cells(sweep, markdown):
     table = build(sweep)
     lines = markdown(sweep).splitlines()
     assert {len(markdown_cells(line)) for line in lines} == {len(table.columns) + 2}
@@ -127,7 +127,7 @@ def test_latex_is_balanced_and_every_row_fills_the_table(sweep, latex):
     structure(latex(sweep))
 
 
-def test_latex_names_the_profile_and_shows_the_papers_numbers_in_its_profile_alone(latex):
+def test_only_comparable_latex_has_numbers_of_the_paper(latex):
     paper = latex(initialization())
     assert "Profile paper." in paper
     assert "[66.92]" in paper
@@ -152,7 +152,7 @@ def test_csv_has_every_run():
         assert row["paper_percent"]
 
 
-def test_csv_keeps_hostile_text_and_axes_that_are_named_like_its_columns():
+def test_csv_keeps_hostile_text_and_renames_axes():
     rows = list(csv.DictReader(io.StringIO(to_csv(build(hostile())))))
     assert len(rows) == 12
     assert {row["axis_metric"] for row in rows} == {"x", "y"}
@@ -161,7 +161,7 @@ def test_csv_keeps_hostile_text_and_axes_that_are_named_like_its_columns():
     assert {row["reason"] for row in rows} == {"", HOSTILE}
 
 
-def test_no_text_in_a_csv_is_a_formula_and_every_number_stays_one():
+def test_csv_has_no_formulas():
     texts = ["=1+1", "+cmd", "-x", "@SUM(A1)", "\t=1"]
     assert [without_formula(text) for text in texts] == [f"'{text}" for text in texts]
     for value in ("a=1", "−1", "-0.5", "+1e-05", "-inf", -2.5, None):
@@ -174,7 +174,7 @@ NARROW = invent_sweep("seeds", {"seed": ("0", "1")}, ("seed",), (), profile="cus
 @pytest.mark.parametrize(
     "sweep", [sensitivity(), sensitivity(seeds=1, profile="smoke"), hostile(), NARROW]
 )
-def test_the_terminal_shows_every_row_as_it_is(sweep):
+def test_the_terminal_shows_every_row_completely(sweep):
     table = build(sweep)
     console = Console(width=300, record=True, file=io.StringIO())
     console.print(to_rich(table, console.width))

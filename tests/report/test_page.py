@@ -1,4 +1,4 @@
-"""The report: what is on the page, that it is valid, and that it is reproducible."""
+"""The report: the page is complete, valid and reproducible."""
 
 import csv
 import dataclasses
@@ -152,7 +152,7 @@ def test_a_smoke_sweep_is_not_judged(report, tmp_path):
     assert "500 of 10,000 test rows scored" in section.words and not section.find("strong")
 
 
-def test_a_sweep_of_ones_own_is_not_compared_with_the_paper(report, tmp_path):
+def test_a_custom_sweep_is_not_compared_with_the_paper(report, tmp_path):
     page = report(vision(seeds=1, profile="custom", figures=[FIGURE]))
     assert "About this sweep" in page.words
     for text in (page.words, (tmp_path / "out" / "report.md").read_text(encoding="utf-8")):
@@ -243,7 +243,7 @@ def test_nothing_is_finished(report):
 HOSTILE = "</td><script>alert('1')</script>\"' & {{ 7 * 7 }} {% raw %} ]]> <!--"
 
 
-def test_hostile_texts_are_shown_as_they_are(report, tmp_path):
+def test_hostile_texts_are_escaped(report, tmp_path):
     axes = {"row": (HOSTILE, "b"), "column": (HOSTILE,), "seed": ("0", "1")}
     sweep = invent_sweep(
         HOSTILE, axes, ("row",), ("column",), title=HOSTILE, profile=HOSTILE,
@@ -293,7 +293,7 @@ def test_runs_that_sweeps_share_are_counted_once(report):
     assert names == ["paper-initialization", "paper-initialization-2"]
 
 
-def test_a_page_shows_what_was_evaluated_since(tmp_path):
+def test_a_page_shows_later_evaluations(tmp_path):
     def kept(cell):
         return dataclasses.replace(cell, home=Store.open(str(tmp_path)).child(cell.id))
 

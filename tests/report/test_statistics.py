@@ -57,7 +57,7 @@ def test_equal_rows_are_called_worse_on_few_tables(shape, options):
     assert wrong <= stats.binom.ppf(0.999, tables, ALPHA)
 
 
-def test_p_values_are_those_of_paired_tests_by_holm():
+def test_p_values_come_from_paired_tests_by_holm():
     values = simulate(np.random.default_rng(5), np.array([[2.0] * 2, [0.0] * 2, [-1.0] * 2]), 6)
     (found,), pairs = compare(values)
     assert (found.best, pairs) == (0, 3)

@@ -1,4 +1,4 @@
-"""Tables of sweeps: means, the paper's numbers, what is bold, and what is decided."""
+"""Tables of sweeps: means, the paper's numbers, the best in bold, and verdicts."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def best(table, column=0):
     return [column in row.best for row in table.rows]
 
 
-def test_rows_columns_and_headers_have_the_order_of_the_axes():
+def test_rows_and_columns_follow_the_axes():
     (table,) = build(vision())
     assert [group.label for group in table.groups] == ["budget: lower", "budget: higher"]
     lower, higher = ([row.label for row in group.rows] for group in table.groups)
@@ -42,7 +42,7 @@ def test_rows_columns_and_headers_have_the_order_of_the_axes():
     assert table.unit == "accuracy, %"
 
 
-def test_a_number_is_the_mean_over_seeds_beside_the_papers():
+def test_a_number_is_the_mean_over_seeds():
     sweep = vision()
     (table,) = build(sweep)
     number = numbers(table, "RAVAN", group=1)[5]  # SVHN, 20 clients, Dirichlet
@@ -53,7 +53,7 @@ def test_a_number_is_the_mean_over_seeds_beside_the_papers():
     values = [100 * run.value for run in sweep.cells if labels.items() <= run.labels.items()]
     assert number.mean == pytest.approx(np.mean(values))
     assert number.deviation == pytest.approx(np.std(values, ddof=1))
-    half = 4.302653 * number.deviation / 3**0.5  # Student's 97.5 % quantile of two degrees
+    half = 4.302653 * number.deviation / 3**0.5  # Student's 97.5% quantile of two degrees
     assert number.within == ("within" if abs(number.mean - 89.41) <= half else "outside")
     assert (number.paper, number.difference) == (89.41, pytest.approx(number.mean - 89.41))
     # Full fine-tuning has no budget in the paper.
@@ -112,7 +112,7 @@ def test_the_average_is_taken_seed_by_seed():
     assert table.columns[-1] == ("average",)
 
 
-def test_there_is_no_average_over_fewer_columns():
+def test_rows_with_fewer_columns_have_an_empty_average():
     axes = {"method": ("a", "b"), "dataset": ("easy", "hard"), "seed": ("0", "1", "2")}
     sweep = invent_sweep(
         "t", axes, ("method",), ("dataset",), average=True,
@@ -200,7 +200,7 @@ def test_other_axes_are_averaged_within_a_seed():
     axes = {"method": ("a", "b"), "clients": ("20", "50"), "seed": ("0", "1", "2")}
     (table,) = build(invent_sweep("mean", axes, ("method",), ()))
     assert numbers(table, "a")[0].count == 3
-    # A seed counts only if all of it is there.
+    # A seed counts only if all of its runs have finished.
     incomplete = invent_sweep(
         "mean", axes, ("method",), (),
         status=lambda x: ("missing" if x["seed"] + x["clients"] == "150" else "finished", ""),
@@ -209,7 +209,7 @@ def test_other_axes_are_averaged_within_a_seed():
     assert (number.count, number.lacks, number.gap) == (2, "2 of 3 seeds", "missing")
 
 
-def test_where_limits_what_is_shown():
+def test_where_selects_cells():
     sweep = vision()
     layout = TableLayout(
         name="part",
@@ -229,7 +229,7 @@ def test_a_slug_fits_file_names_and_ids():
     assert make_slug("λ") == "x"
 
 
-def test_numbers_in_the_head_of_a_column_have_their_axis():
+def test_numeric_column_heads_name_their_axis():
     axes = {"method": ("TRISHUL", "RAVAN"), "partition.alpha": ("0.1", "1e-2"), "rounds": ("5",)}
     shown = {"partition.alpha": {"0.1": "skewed"}}
     columns = ("partition.alpha", "rounds")
@@ -284,7 +284,7 @@ def test_unevenness_has_four_decimals_and_a_correlation_no_best():
 @pytest.mark.parametrize(
     ("why", "verdicts"),
     [
-        # Runs that fail may be those that would be worse; those that are missing are not there yet.
+        # Failed runs may be worse than the others; missing runs are still to come.
         ("failed", ["none", "biased"]),
         ("missing", ["best", "undecided"]),
     ],

@@ -1,41 +1,45 @@
-"""The numbers that the TRISHUL paper prints, as records by table and figure.
+"""The numbers that the TRISHUL paper prints, and the choices that it leaves open.
 
-A record of a figure names the line of the paper's source that prints it.
+``paper.json`` has records by table and figure; a record of a figure names the line of the paper's
+source that prints it. ``open_choices.json`` has a question for each field that decides a choice.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from trishul_ray.paper.open_choices import open_choices
 from trishul_ray.report.references import REFERENCES, Choice, Reference
-from trishul_ray.report.summary import RunSummary
-from trishul_ray.storage.durable import Json
+from trishul_ray.report.summary import RunSummary, flatten
 
-#: Keys of a record that say nothing about the position of its value in the table.
+#: Keys of a record that are not labels of the position of its value in the table.
 _NO_LABEL = ("metric", "value", "budget_rank", "line")
 
 
 @cache
-def records() -> Json:
+def read_json(name: str) -> Any:
+    """Return the content of a file of this folder."""
+    file = resources.files("trishul_ray.paper") / name
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def records() -> dict[str, Any]:
     """Return the content of ``paper.json``."""
-    file = resources.files("trishul_ray.paper") / "paper.json"
-    content: Json = json.loads(file.read_text(encoding="utf-8"))
-    return content
+    return dict(read_json("paper.json"))
 
 
 @REFERENCES.register("trishul")
 class Paper(Reference):
     """The printed numbers, by keys such as ``tab:vision`` and ``fig:lambda``.
 
-    A record matches labels if it has the same one for every axis that both have. No number is
+    A record matches labels if it has the same label for every axis that both have. No number is
     returned if no record matches, or several.
     """
 
     def tables(self) -> dict[str, int | None]:
-        """Return the keys of tables, and of ``fig:overhead``, whose times stand in its text."""
+        """Return the keys of tables, and of ``fig:overhead``, whose times are in its text."""
         return {key: records()["table_numbers"].get(key) for key in records()["tables"]}
 
     def figures(self) -> dict[str, int]:
@@ -56,15 +60,29 @@ class Paper(Reference):
         return _only([record for record in found if record["metric"] == metric], labels)
 
     def slips(self, key: str) -> tuple[str, ...]:
-        """Return where the paper contradicts itself on a table or figure."""
+        """Return the contradictions of the paper in a table or figure."""
         return tuple(slip["text"] for slip in records()["slips"] if slip["of"] == key)
 
     def open_choices(self, runs: Sequence[RunSummary]) -> list[Choice]:
-        """Return the choices that the paper leaves open, and how runs decide them."""
-        return open_choices(runs)
+        """Return the choices that the paper leaves open, and how many runs decide them each way.
+
+        Fields that a run's method or task does not read do not count.
+        """
+        known = [(flatten(run.config), {*run.unread_fields}) for run in runs]
+        found = []
+        for choice in read_json("open_choices.json"):
+            field, only_if = choice["field"], choice.get("only_if", {})
+            counts = Counter(
+                "default" if fields[field] is None else str(fields[field])
+                for fields, unread in known
+                if field in fields and field not in unread and only_if.items() <= fields.items()
+            )
+            if counts:
+                found.append(Choice(choice["question"], field, tuple(counts.most_common())))
+        return found
 
 
-#: The one instance that tests use.
+#: The instance that tests use.
 PAPER = Paper()
 
 

@@ -21,7 +21,7 @@ _LATEX = str.maketrans(
 
 
 def number_text(number: Number | None) -> str:
-    """Return mean and deviation, and the number of missing seeds, or why there is no mean."""
+    """Return mean, deviation and number of seeds, or the reason for a missing mean."""
     if number is None:
         return ""
     if not number.count:

@@ -44,7 +44,7 @@ class CellOutcome:
 
     Attributes:
         reason: One line on a cell that is not finished, or an empty string.
-        metric: Name of the metric that tables show of the cell.
+        metric: Name of the metric of the cell in tables.
         summary: Content of ``result.json``; None unless finished.
         home: Folder of the run.
         scored: The rounds whose scores its sweep requires, ascending; None: all. A shared run may

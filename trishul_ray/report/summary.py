@@ -66,35 +66,35 @@ class RunSummary:
     untouched backbone is never the best.
 
     Attributes:
-        headline: The metric that runs are compared by; see ``Task.headline``.
-        data: The rows it has used.
+        headline: The metric by which runs are compared; see ``Task.headline``.
+        data: The used rows.
         final: The metrics of the last round, and its number, ``round``.
-        best: The metrics of the best round, ``round``, and by which rows it was ``chosen_on``.
-        untouched: The metrics of the untouched backbone.
+        best: The metrics of the best round, ``round``, and the rows it was ``chosen_on``.
+        untouched: The metrics of the untuned backbone.
         recall: Recall of each class on the test rows, after the last round.
         per_client: The headline of the global model on each client's test rows.
-        personal: The headline of each client's own model on them.
-        participation: In how many rounds each client has counted; without those held out.
+        personal: The headline of each client's own model on these rows.
+        participation: Number of rounds in which each client has counted, without held-out clients.
         parameters: Trained parameters, by group.
         round_seconds: Duration of each round.
         wall_seconds: Seconds of the process that finished the run, and of the rounds before it.
         diagnostics: Spectral metrics of the last diagnosed round; empty for methods without cores.
-        heads: How many heads each adapted block has, if the method has heads.
+        heads: Number of heads of each adapted block, if the method has heads.
         ranks: The rank of the heads of each block, of its matrix of largest rank.
-        block_squared_norms: Scores by which they were allocated.
-        attempt: Names this run of the experiment, of all that started over.
-        identity: Text of which the id is the hash.
+        block_squared_norms: Scores by which heads were allocated.
+        attempt: Identifies the start of the experiment, among all that started over.
+        identity: The text whose hash is the id.
         sources: Content behind names of public data and weights; see ``WorkerSpec``.
-        export: The exported model, as ``Export``; None if it was left out.
-        files: The files of the run, and their SHA-256; None for config.yaml, whose places may be
-            edited: the other sections are those of ``config``.
+        export: The exported model, as ``Export``; None if it was skipped.
+        files: The files of the run. ``sha256`` has their SHA-256; None for config.yaml, in which
+            the sections of storage may be edited.
         logged_to: See ``Tracker.place``.
         unread_fields: Fields of the experiment that nothing has read.
-        logged: Whether all of it is where it was to be logged; False while its process ends.
-        reports: What stages say of the run, by their names; see ``Stage.report``.
+        logged: Whether everything has been logged; False while the process of the run ends.
+        reports: Reports of stages, by their names; see ``Stage.report``.
         peak_memory: Peak of the worker that used most, of the process that finished the run.
         held: ``CPU`` and ``GPU`` of all its actors; empty without actors, or if not known.
-        checksum: Hash of the bytes of everything else; empty until it is written.
+        checksum: Hash of the bytes of all other fields; empty until the file is written.
     """
 
     id: str
@@ -170,7 +170,7 @@ class RunSummary:
         return cls(**fields | nested)
 
     def written(self) -> "RunSummary":
-        """Return the summary as it is read again: with its checksum, and plain JSON values."""
+        """Return the summary with its checksum and plain JSON values, as readers get it."""
         return self._from_json(json.loads(self.to_json()))
 
     def to_dict(self) -> Json:

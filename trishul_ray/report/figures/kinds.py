@@ -38,7 +38,7 @@ _CHANCE = "dotted: similarity of unrelated subspaces of this size"
 class Panel:
     """Numbers, and the function that draws them: ``draw(ax, points, looks)``.
 
-    ``metric`` names the numbers and labels the y axis, unless points have names of their own.
+    ``metric`` names the numbers and labels the y axis, unless points have a column ``metric``.
     ``looks`` are the names of its lines if they are not series.
     """
 

@@ -46,7 +46,7 @@ class FigureRuns:
         return known.groupby("cell")[metric].mean()
 
     def at(self, **values: "Series") -> "DataFrame":
-        """Return ``runs`` with ``cell`` and more columns, such as those of :meth:`last`."""
+        """Return ``runs`` with ``cell`` and more columns, such as the columns of :meth:`last`."""
         return self.runs.assign(**values).reset_index()
 
     def means(
