@@ -16,7 +16,7 @@ from trishul_ray.data.dataset import (
     fingerprint,
     write_split,
 )
-from trishul_ray.errors import CorruptFileError, InputError
+from trishul_ray.errors import InputError
 
 INFO = DatasetInfo(
     name="toy",
@@ -43,7 +43,7 @@ def split(tmp_path):
     return Split(tmp_path / "train.arrow")
 
 
-def test_what_is_written_is_read_back(split):
+def test_written_columns_are_read_back(split):
     expected = columns()
     assert len(split) == 7
     assert split.info == INFO
@@ -55,7 +55,7 @@ def test_what_is_written_is_read_back(split):
     assert split.fingerprint == fingerprint(expected)
 
 
-def test_columns_are_read_only_views_of_the_file(split):
+def test_columns_are_read_only_views(split):
     for name in split.columns:
         view = split.column(name)
         assert not view.flags.owndata and not view.flags.writeable
@@ -66,7 +66,7 @@ def test_columns_are_read_only_views_of_the_file(split):
 
 @settings(deadline=None, max_examples=20)
 @given(rows=st.lists(st.integers(0, 6), max_size=9))
-def test_a_batch_has_the_rows_in_the_order_of_the_indices(tmp_path_factory, rows):
+def test_batch_follows_the_order_of_indices(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("split")
     write_split(folder / "x.arrow", columns(), INFO)
     batch = Split(folder / "x.arrow").batch(np.array(rows, dtype=np.int64))
@@ -77,18 +77,12 @@ def test_a_batch_has_the_rows_in_the_order_of_the_indices(tmp_path_factory, rows
     np.testing.assert_array_equal(batch["label"].numpy(), expected["label"][rows])
 
 
-@pytest.mark.parametrize("index", [-1, 7])
-def test_a_batch_rejects_indices_out_of_range(split, index):
-    with pytest.raises(IndexError, match=r"0\.\.6"):
-        split.batch(np.array([0, index]))
-
-
 def test_a_batch_is_a_copy(split):
     split.batch(np.array([0]))["pixels"].fill_(9)
     assert fingerprint(split.read()) == split.fingerprint
 
 
-def test_pickles_hold_paths_alone(tmp_path):
+def test_pickles_contain_only_paths(tmp_path):
     for name in ("train", "test"):
         write_split(tmp_path / f"{name}.arrow", columns(1000), INFO)
     dataset = PreparedDataset(tmp_path, ("train", "test"))
@@ -115,18 +109,6 @@ def test_writing_is_repeatable_and_leaves_no_temporary_files(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.arrow", "b.arrow"]
 
 
-def test_missing_columns_splits_and_files_are_reported(tmp_path, split):
-    with pytest.raises(InputError, match=r"no column 'img'.*pixels, label"):
-        split.column("img")
-    with pytest.raises(InputError, match=r"no split 'dev'.*train, test"):
-        PreparedDataset(tmp_path, ("train", "test")).split("dev")
+def test_missing_file_is_reported(tmp_path):
     with pytest.raises(InputError, match=r"not on this machine.*storage.cache"):
         len(Split(tmp_path / "gone.arrow"))
-
-
-def test_corrupt_files_are_reported(tmp_path, split):
-    content = split.path.read_bytes()
-    cut = tmp_path / "cut.arrow"
-    cut.write_bytes(content[: len(content) // 2])
-    with pytest.raises(CorruptFileError, match=r"cut\.arrow is unreadable"):
-        len(Split(cut))

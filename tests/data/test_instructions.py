@@ -213,7 +213,7 @@ def test_unseen_groups_and_repeated_rows(small):
     assert len(distinct.dataset.train) == len(whole.dataset.train) - repeated > 0
     assert distinct.dataset.info.origin.notes[-1].startswith(f"{repeated:,} training rows skipped")
 
-    with pytest.raises(InputError, match=r"test_groups=cpoy: 'cpoy' is no group of.*copy"):
+    with pytest.raises(InputError, match=r"test_groups=cpoy: 'cpoy' is not a group of.*copy"):
         prepared(test_groups=("cpoy",))
     with pytest.raises(InputError, match=r"no training rows of .* are left"):
         prepared(test_groups=groups)

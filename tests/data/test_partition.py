@@ -59,7 +59,7 @@ def cases(draw):
 
 @settings(deadline=None, max_examples=150)
 @given(case=cases())
-def test_every_row_is_held_once_and_every_client_has_min_size(case):
+def test_partition_is_complete_with_minimum_sizes(case):
     labels, config, clients, seed = case
     shards = partition(labels, config, clients, seed)
     np.testing.assert_array_equal(np.sort(shards.permutation), np.arange(len(labels)))
@@ -148,7 +148,7 @@ def test_shards_cannot_be_written():
         shards.shard(2)
 
 
-def test_too_few_rows_are_refused():
+def test_too_few_rows_are_rejected():
     with pytest.raises(InputError, match=r"clients=5 .*min_size=3 needs 15 .* there are 14"):
         partition(labels_of(14, 2), PartitionConfig(min_size=3), 5, 0)
 
@@ -262,9 +262,7 @@ def test_a_dirichlet_by_a_missing_column_is_named(tmp_path):
 @given(
     st.integers(2, 300), st.integers(1, 12), st.floats(0.05, 0.9), st.floats(0, 1), st.integers(0)
 )
-def test_equal_shares_of_every_class_are_held_out_and_never_all_of_one(
-    rows, classes, share, repeated, seed
-):
+def test_held_out_rows_are_equal_shares_of_classes(rows, classes, share, repeated, seed):
     rng = np.random.default_rng(seed)
     strata = rng.integers(0, classes, rows)
     inputs = np.where(rng.random(rows) < repeated, strata, classes + np.arange(rows))

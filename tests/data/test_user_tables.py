@@ -120,7 +120,7 @@ TEXT = {"text": ["a", "b"], "label": [0, 1]}
         ("x.jsonl", TEXT | {"text": ["a", 2]}, {}, r"not a readable jsonl file \(column 'text'"),
         ("x.csv", TEXT | {"label": [3, 3]}, {}, r"all rows are of class '3'"),
         ("x.parquet", TEXT | {"label": [[1, 2], [1]]}, {}, r"several labels per row or a label"),
-        ("x.jsonl", {"question": ["q"], "context": ["c"], "answers": [[]]}, {}, r"is list<"),
+        ("x.jsonl", {"question": ["q"], "context": ["c"], "answers": [[]]}, {}, r"not a list"),
     ],
 )  # fmt: skip
 def test_wrong_columns_are_named(tmp_path, name, columns, mapping, message):
@@ -133,7 +133,7 @@ def test_wrong_columns_are_named(tmp_path, name, columns, mapping, message):
     [
         ("x.csv", b"text,label\na,0\nb\n", r"x.csv: not a readable csv file \(.*Row #3: Expected"),
         ("x.csv", b"", r"x.csv: not a readable csv file"),
-        ("x.csv", b"text,label\n", r"x.csv: there are no rows"),
+        ("x.csv", b"text,label\n", r"x.csv: the train split has no rows"),
         ("x.csv", b"text,label,text\na,0,b\n", r"several columns are called 'text'"),
         ("x.csv", b"text,label\n\xff\xfe,0\n", r"x.csv: not a readable csv file \(.*UTF8"),
         ("x.jsonl", b'{"text": "a", "label": 1}\n{"text"\n', r"jsonl file \(line 2: "),

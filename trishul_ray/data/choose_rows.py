@@ -32,7 +32,7 @@ def choose_rows(dataset: PreparedDataset, config: "DataConfig", *, cache: Path) 
     All training rows of ``test_groups`` become test rows, after the others.
 
     Raises:
-        InputError: A group is unknown, no training rows are left, or the rows are no instructions.
+        InputError: A group is unknown, no training rows are left, or the rows are not instructions.
     """
     info, train, groups = dataset.info, dataset.train, config.test_groups
     field = f"data.test_groups={','.join(groups)}"
@@ -40,7 +40,7 @@ def choose_rows(dataset: PreparedDataset, config: "DataConfig", *, cache: Path) 
         known = join_limited(info.groups, 8) if info.groups else "none"
         hint = did_you_mean(unknown[0], info.groups)
         raise InputError(
-            f"{field}: {unknown[0]!r} is no group of dataset {info.name}; it has {known}{hint}"
+            f"{field}: {unknown[0]!r} is not a group of dataset {info.name}; it has {known}{hint}"
         )
     if groups and (lacking := {"group", *dataset.test.columns} - {*train.columns}):
         raise InputError(

@@ -100,41 +100,31 @@ def read_labels(
 def read_answers(table: pa.Table, column: str, where: str) -> pa.LargeStringArray:
     """Return the answers of ``table[column]`` [N], each a JSON list of texts.
 
-    A row may hold a list of texts, a single text, or a JSON list of texts.
+    A row may contain a list of texts, a single text, or a JSON list of texts.
 
     Raises:
-        CorruptFileError: The column is missing or of another type, or a row has no answer.
+        CorruptFileError: The column is missing, or a row has no answer.
     """
-    values = get_column(table, column, where)
-    kind = values.type
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not (is_text(kind) or (is_list and is_text(kind.value_type))):
-        raise CorruptFileError(f"{where}: column {column!r} is {kind}, not a list of texts")
-    rows = [
-        dump_answers(value if is_list else _parse_answers(value), at_row(where, row), column)
-        for row, value in enumerate(values.to_pylist())
-    ]
+    rows = []
+    for row, value in enumerate(get_column(table, column, where).to_pylist()):
+        answers = list_of_texts(value)
+        if answers is None and isinstance(value, str):
+            answers = [value]
+        if not answers:
+            raise CorruptFileError(
+                f"{at_row(where, row)}: {column} is {str(value)[:40]!r}, not a list of texts"
+            )
+        rows.append(json.dumps(answers, ensure_ascii=False))
     return pa.array(rows, pa.large_string())
 
 
-def _parse_answers(text: str) -> list[str]:
-    with suppress(ValueError):
-        if text.startswith("[") and _are_texts(answers := json.loads(text)):
-            return list(answers)
-    return [text]
-
-
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)
-
-
-def dump_answers(answers: Any, where: str, column: str = "answers") -> str:
-    """Return a list of at least one text as JSON; other values are a CorruptFileError."""
-    if not _are_texts(answers):
-        raise CorruptFileError(f"{where}: {column} is not a list of texts")
-    if not answers:
-        raise CorruptFileError(f"{where}: {column} is empty; at least one answer is required")
-    return json.dumps(answers, ensure_ascii=False)
+def list_of_texts(value: Any) -> list[str] | None:
+    """Return a list of texts from itself or from its JSON text, or None for other values."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = json.loads(value)
+    texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
+    return list(value) if texts else None
 
 
 def number_names(values: pa.Array, names: Sequence[str] = ()) -> tuple[np.ndarray, tuple[str, ...]]:

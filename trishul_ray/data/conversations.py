@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
+from trishul_ray.data.columns import list_of_texts
 from trishul_ray.errors import CorruptFileError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def plain_messages(values: Sequence[Any], where: Sequence[str], column: str) -> 
         column: Name of the column in messages.
 
     Raises:
-        CorruptFileError: A row is no conversation that ends with an answer.
+        CorruptFileError: A row is not a conversation that ends with an answer.
     """
     rows: list[str | None] = []
     for value, row in zip(values, where, strict=True):
@@ -81,11 +81,11 @@ def plain_choices(
     Rows without choices have an empty list and -1.
 
     Raises:
-        CorruptFileError: Choices are no list of two texts or more, or the right one is not of them.
+        CorruptFileError: Choices are not a list of at least two texts that contains the right one.
     """
     texts, numbers = [], []
     for value, number, row in zip(values, right, where, strict=True):
-        found = _list_of_texts(value)
+        found = _texts(value)
         number = int(number) if isinstance(number, str) and number.isdecimal() else number  # CSV
         if found is None or (found and not (len(found) > 1 and number in range(len(found)))):
             raise CorruptFileError(
@@ -101,9 +101,9 @@ def plain_references(values: Sequence[Any], where: Sequence[str], column: str) -
     """Return further right answers, lists as JSON texts [N]; rows without any have an empty list.
 
     Raises:
-        CorruptFileError: They are no list of texts, or one of them is blank.
+        CorruptFileError: They are not a list of texts, or one of them is blank.
     """
-    rows = [_list_of_texts(value) for value in values]
+    rows = [_texts(value) for value in values]
     if None in rows:
         number = rows.index(None)
         raise CorruptFileError(
@@ -114,18 +114,14 @@ def plain_references(values: Sequence[Any], where: Sequence[str], column: str) -
     return pa.array(texts, pa.large_string())
 
 
-def _list_of_texts(value: Any) -> list[str] | None:
-    """Return texts of a list or of its JSON text, [] for nothing; None if any is blank or none."""
-    found: Any = value or []
-    with suppress(ValueError):
-        found = json.loads(found) or [] if isinstance(found, str) else list(found)
-    listed = isinstance(found, list) and all(isinstance(x, str) and x.strip() for x in found)
-    texts: list[str] | None = found if listed else None
-    return texts
+def _texts(value: Any) -> list[str] | None:
+    """Return a list of texts or an empty list, or None if a text is blank or not a text."""
+    found = [] if value in (None, "", "null") else list_of_texts(value)
+    return found if found is not None and all(map(str.strip, found)) else None
 
 
 def read_conversation(value: Any, where: str) -> Conversation:
-    """Return the messages of a row: after an optional system message, user and assistant by turns.
+    """Return the messages of a row: after an optional system message, user and assistant alternate.
 
     Args:
         value: A list of messages, or its JSON text. A message has ``role`` and ``content``, or
@@ -133,7 +129,7 @@ def read_conversation(value: Any, where: str) -> Conversation:
         where: What the row is called in messages.
 
     Raises:
-        CorruptFileError: It is no such list, or does not end with an answer.
+        CorruptFileError: The value is another one, or does not end with an answer.
     """
     if isinstance(value, str):
         try:
@@ -158,7 +154,7 @@ def read_conversation(value: Any, where: str) -> Conversation:
     if not turns or len(turns) % 2 or turns != ["user", "assistant"] * (len(turns) // 2):
         raise CorruptFileError(
             f"{where} has the roles {', '.join(m['role'] for m in messages)}; allowed: user and "
-            "assistant by turns, after an optional system message, the last one assistant"
+            "assistant alternately, after an optional system message, the last one assistant"
         )
     return messages
 
@@ -169,7 +165,7 @@ class Row:
 
     Attributes:
         messages: The conversation; the last message is the answer. White space around answers is
-            no part of them: it would give other tokens than what is generated.
+            removed: the tokens would differ from generated ones.
         instruction: Its instruction, or the user's only message.
         input: What the instruction is about; may be empty.
     """

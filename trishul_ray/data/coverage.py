@@ -35,7 +35,7 @@ class Coverage:
 
     ``validation`` is the number of rows that are held out of the training rows and scored.
     ``revision`` is the commit of the hub's repository; None if unknown or not from the hub.
-    ``skipped`` names the rows that were left out; ``cut`` says what was truncated in rows.
+    ``skipped`` has the names of the skipped rows, and ``cut`` describes truncated rows.
     """
 
     dataset: str
@@ -84,7 +84,7 @@ def measure_coverage(
 ) -> Coverage:
     """Return how much of a prepared dataset, raw or encoded, a run with these limits covers.
 
-    ``test_limit`` applies to validation rows, too.
+    ``test_limit`` also applies to validation rows.
     """
     info = dataset.info
     official = official_rows(info.name) or {}

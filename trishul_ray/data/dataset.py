@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from trishul_ray.errors import CorruptFileError, InputError, first_line
+from trishul_ray.errors import InputError
 from trishul_ray.runtime.lazy import torch
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.storage.durable import Json, complete_file
@@ -54,13 +54,13 @@ ProgressCallback = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the rows of a dataset come from, and what was done to them.
+    """Source of the rows of a dataset, and the changes to them.
 
     Attributes:
         kind: Hub, mirror of the hub, the user's files, rows passed from Python, or generated rows.
         name: Repository, path, or generator.
         revision: Commit of the repository; None if unknown.
-        notes: What was changed or left out, for reports.
+        notes: Changed and skipped rows, for reports.
     """
 
     kind: Literal["hub", "mirror", "file", "python", "generated"]
@@ -101,8 +101,8 @@ class DatasetInfo:
         mean: Mean per channel of pixels / 255 over the first split.
         std: Standard deviation per channel over the first split.
         clients: Names of the natural clients, indexed by the column ``client``; may be empty.
-        skipped: Names of rows that were left out.
-        doubt: Why the labels cannot be classes; empty if they may be.
+        skipped: Names of the skipped rows.
+        doubt: Reason why the labels cannot be classes, or an empty text.
         origin: Where the rows come from.
     """
 
@@ -206,7 +206,7 @@ def _numbers(values: pa.Array) -> np.ndarray:
 class Split:
     """The rows of one split: a file written by :func:`write_split`, mapped on first use.
 
-    A pickle holds the path alone; another process maps the file itself.
+    A pickle contains only the path; another process maps the file itself.
     """
 
     def __init__(self, path: Path) -> None:
@@ -222,18 +222,11 @@ class Split:
                 f"prepared data {self.path} is not on this machine: storage.cache must be a "
                 "folder that every node of the cluster can read"
             )
-        try:
-            return pa.ipc.open_file(pa.memory_map(str(self.path))).get_batch(0)
-        except pa.ArrowException as error:
-            reason = first_line(error)
-            raise CorruptFileError(f"prepared data {self.path} is unreadable: {reason}") from error
+        return pa.ipc.open_file(pa.memory_map(str(self.path))).get_batch(0)
 
     @cached_property
     def _meta(self) -> Json:
-        try:
-            return dict(json.loads((self._batch.schema.metadata or {})[_META]))
-        except (KeyError, ValueError) as error:
-            raise CorruptFileError(f"{self.path} is not a prepared dataset") from error
+        return dict(json.loads(self._batch.schema.metadata[_META]))
 
     @cached_property
     def info(self) -> DatasetInfo:
@@ -266,21 +259,15 @@ class Split:
                 columns[name] = _numbers(values)
         return columns
 
-    def _of_kind(self, name: str, *, text: bool) -> Any:
-        found = {k: v for k, v in self._columns.items() if isinstance(v, pa.Array) == text}
-        if name not in found:
-            known = ", ".join(found) or "none"
-            raise InputError(f"no column {name!r} in {self.path}; it has {known}")
-        return found[name]
-
     def column(self, name: str) -> np.ndarray:
-        """Return a column of numbers as a read-only view [N, ...], or raise an InputError."""
-        values: np.ndarray = self._of_kind(name, text=False)
+        """Return a column of numbers as a read-only view [N, ...]."""
+        values = self._columns[name]
+        assert isinstance(values, np.ndarray)
         return values
 
     def texts(self, name: str) -> pa.LargeStringArray:
-        """Return a column of texts [N], backed by the mapped file, or raise an InputError."""
-        return self._of_kind(name, text=True)
+        """Return a column of texts [N], backed by the mapped file."""
+        return self._columns[name]
 
     def read(self) -> dict[str, Column]:
         """Return all columns, backed by the mapped file, as :func:`write_split` takes them."""
@@ -294,21 +281,17 @@ class Split:
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         """Return a copy of the rows at ``indices`` (integers [b], each in 0..N-1), in that order.
 
-        Every column of numbers becomes a tensor [b, ...] of the same dtype. An index out of range
-        is an IndexError.
+        Every column of numbers becomes a tensor [b, ...] of the same dtype.
         """
-        rows = np.asarray(indices)
-        if rows.size and (rows.min() < 0 or rows.max() >= len(self)):
-            raise IndexError(f"row indices must be in 0..{len(self) - 1} for {self.path}")
         numbers = {k: v for k, v in self._columns.items() if not isinstance(v, pa.Array)}
-        return {name: torch.from_numpy(view[rows]) for name, view in numbers.items()}
+        return {name: torch.from_numpy(view[indices]) for name, view in numbers.items()}
 
 
 @dataclass(frozen=True)
 class PreparedDataset:
     """A folder with ``<split>.arrow`` for every split, e.g. ``("pretrain", "train", "test")``.
 
-    A pickle holds paths alone; files are mapped on first use.
+    A pickle contains only paths; files are mapped on first use.
     """
 
     folder: Path
@@ -323,10 +306,7 @@ class PreparedDataset:
         return {name: Split(self.folder / f"{name}.arrow") for name in self.split_names}
 
     def split(self, name: str) -> Split:
-        """Return the split ``name``, or raise an InputError if there is none."""
-        if name not in self._splits:
-            known = ", ".join(self.split_names)
-            raise InputError(f"dataset in {self.folder} has no split {name!r}; it has {known}")
+        """Return the split ``name``."""
         return self._splits[name]
 
     @property
@@ -359,8 +339,6 @@ def join(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
         if not isinstance(first, pa.Array):
             joined[name] = np.concatenate(columns)
             continue
-        if len(kinds := dict.fromkeys(str(column.type) for column in columns)) > 1:
-            raise CorruptFileError(f"column {name!r} has different types ({', '.join(kinds)})")
         joined[name] = pa.concat_arrays(columns)
     return joined
 

@@ -45,14 +45,8 @@ MAX_NAMED = 100
 
 #: Errors of Pillow for files that are not images, are truncated or are malformed.
 _UNREADABLE = (
+    *(OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, struct.error),
     Image.DecompressionBombError,
-    OSError,
-    EOFError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    LookupError,
-    struct.error,
 )
 
 #: An encoded image or the path of its file, and its name in messages.

@@ -13,21 +13,17 @@ takes the same number of full steps.
 """
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from trishul_ray.errors import InputError, join_limited
+from trishul_ray.errors import InputError
 from trishul_ray.runtime.random_streams import numpy_rng
 
 if TYPE_CHECKING:
     from trishul_ray.config.fields import PartitionConfig
     from trishul_ray.data.dataset import DatasetInfo, Split
-
-#: Clients to name in one message.
-MAX_NAMED = 8
 
 #: Number of draws of a per-label partition before rows are moved to reach the minimum size.
 REDRAWS = 10
@@ -65,8 +61,8 @@ class Partition:
 def skewed_by(info: "DatasetInfo", config: "PartitionConfig") -> Literal["label", "group"] | None:
     """Return the column whose distribution differs between the clients.
 
-    Reports count the clients' rows by this column, too. ``partition.by=auto`` selects the classes,
-    or the sub-datasets if there are no classes (MRQA), or None if there is neither.
+    Reports also count the clients' rows by this column. ``partition.by=auto`` selects the classes,
+    or the sub-datasets (MRQA) without classes, or None without both.
     """
     if config.by != "auto":
         return config.by
@@ -122,7 +118,7 @@ def partition_column(split: "Split", config: "PartitionConfig") -> np.ndarray:
         if "client" not in split.columns:
             raise InputError(
                 f"partition.kind='natural' needs a client column, which dataset {name} does not "
-                "have; your own data can have one (data.columns.client)"
+                "have; user data can have one (data.columns.client)"
             )
         return split.column("client")
     column = skewed_by(split.info, config)
@@ -135,13 +131,7 @@ def partition_column(split: "Split", config: "PartitionConfig") -> np.ndarray:
     return split.column(column)
 
 
-def partition(
-    labels: np.ndarray,
-    config: "PartitionConfig",
-    clients: int,
-    seed: int,
-    names: Sequence[str] = (),
-) -> Partition:
+def partition(labels: np.ndarray, config: "PartitionConfig", clients: int, seed: int) -> Partition:
     """Partition the rows with ``labels`` among ``clients``.
 
     ``iid``: cut a random permutation into parts whose sizes differ by at most one.
@@ -164,7 +154,7 @@ def partition(
     fewest rows so far (ties go to the lower number).
 
     ``labels`` are integers [n]: classes, sub-datasets or natural clients
-    (:func:`partition_column`). ``names`` of the natural clients are for messages.
+    (:func:`partition_column`).
 
     Raises:
         InputError: there are fewer than ``clients * min_size`` rows or fewer natural clients than
@@ -179,7 +169,7 @@ def partition(
         )
     rng = numpy_rng(seed, "partition")
     if config.kind == "natural":
-        owners = _assign_natural_clients(labels, clients, config.min_size, names)
+        owners = _assign_natural_clients(labels, clients, config.min_size)
     elif config.kind == "iid":
         owners = np.empty(rows, dtype=np.int64)
         owners[rng.permutation(rows)] = np.repeat(np.arange(clients), _even_sizes(rows, clients))
@@ -205,9 +195,9 @@ def draw_held_out(
 ) -> np.ndarray:
     """Draw the rows that are held out of the training rows, bool [n].
 
-    It depends on the rows alone: the same for every seed, method and partition. A ``share`` of each
-    stratum (class or natural client) is drawn, up to rounding, and never all of it. Rows with
-    the same input are drawn as one, so that no held-out input is trained on.
+    It depends only on the rows: the same for every seed, method and partition. A ``share`` of each
+    stratum (class or natural client) is drawn, up to rounding, and at least one row is not. Rows
+    with the same input are drawn as one, so that no held-out input is trained on.
 
     Args:
         inputs: a number for each different input, integers [n].
@@ -236,17 +226,13 @@ def _even_sizes(rows: int, clients: int) -> np.ndarray:
     return sizes
 
 
-def _assign_natural_clients(
-    natural_clients: np.ndarray, clients: int, min_size: int, names: Sequence[str]
-) -> np.ndarray:
+def _assign_natural_clients(natural_clients: np.ndarray, clients: int, min_size: int) -> np.ndarray:
     """Return the client of each row [n], given its natural client [n]."""
-    found, inverse, sizes = np.unique(natural_clients, return_inverse=True, return_counts=True)
+    _, inverse, sizes = np.unique(natural_clients, return_inverse=True, return_counts=True)
     if clients > len(sizes):
-        lost = [repr(names[n]) for n in np.setdiff1d(np.arange(len(names)), found)]
-        why = f" (all rows of {join_limited(lost, MAX_NAMED)} are test rows)" if lost else ""
         raise InputError(
-            f"federation.clients={clients}: the training rows have {len(sizes)} natural clients"
-            f"{why}; {len(sizes)} or fewer are allowed"
+            f"federation.clients={clients}: the training rows have {len(sizes)} natural clients; "
+            f"{len(sizes)} or fewer are allowed"
         )
     client_of = np.arange(len(sizes), dtype=np.int64)
     if clients < len(sizes):

@@ -27,7 +27,6 @@ def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partitio
         experiment.partition,
         experiment.federation.clients,
         experiment.seed,
-        dataset.train.info.clients,
     )
     return Partition(rows[shards.permutation], shards.offsets)
 

@@ -1,7 +1,7 @@
 """Instructions of OpenFedLLM and of FlowerTune's leaderboard: general, medical, finance, code.
 
-None has test rows of its own: two of a hundred rows are set aside. A row whose answer is blank is
-left out, and named in the result.
+None was published with test rows: two of a hundred rows are set aside. Rows with a blank answer are
+skipped and listed in the result.
 
 Sources: the cards of the repositories below; B. Peng et al., "Instruction Tuning with GPT-4",
 2023, arXiv 2304.03277; T. Han et al., "MedAlpaca", 2023, arXiv 2304.08247; H. Yang et al.,
@@ -62,7 +62,7 @@ FINANCE = register_dataset(
     )
 )
 
-# Apache-2.0. https://huggingface.co/datasets/flwrlabs/code-alpaca-20k. The rows are those that
+# Apache-2.0. https://huggingface.co/datasets/flwrlabs/code-alpaca-20k. The same rows as in
 # https://huggingface.co/datasets/eagle0504/augmented_codealpaca-20k-using-together-ai-deepseek-v1,
 # made from the same, counts on its card; nobody has counted those of this file.
 CODE = register_dataset(

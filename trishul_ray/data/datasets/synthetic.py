@@ -1,8 +1,9 @@
 """Generated stand-ins for public datasets: the same columns, classes and groups, 600 / 150 rows.
 
-They show that a run works. A text holds random words, one of which tells its class.
+They show that a run works. A text has random words, one of which depends on the class.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,6 @@ from types import MappingProxyType
 import numpy as np
 import pyarrow as pa
 
-from trishul_ray.data.columns import dump_answers
 from trishul_ray.data.dataset import Columns, DatasetInfo, Origin, ProgressCallback, Splits
 from trishul_ray.data.datasets.glue import MNLI, QNLI, QQP, RTE, SST2
 from trishul_ray.data.datasets.mrqa import SUBSETS
@@ -111,7 +111,7 @@ def _draw_questions(rng: np.random.Generator, count: int, split: str) -> Columns
         names, things = rng.permutation(_NAMES)[:2], rng.permutation(_THINGS)[:2]
         facts = [f"{name} has a {thing}." for name, thing in zip(names, things, strict=True)]
         asked = rng.integers(0, 2)
-        answers = dump_answers([str(things[asked])], "questions")
+        answers = json.dumps([str(things[asked])])
         rows.append((f"what has {names[asked]}?", " ".join(facts), answers))
     groups = rng.integers(0, len(SUBSETS), count)
     return _columns(("question", "context", "answers"), rows) | {"group": groups}

@@ -92,7 +92,7 @@ def to_dataset(
         for column, values in zip(("split", "name"), zip(*rows, strict=True), strict=False):
             table = table.append_column(column, pa.array(values, pa.string()))
         if not sizes["train"]:
-            raise InputError(f"{where}: there are no rows")
+            raise InputError(f"{where}: the train split has no rows")
         absent = absent_columns(table)
         if kind == "instruction":
             table = _with_conversations(table, where)
