@@ -173,10 +173,10 @@ def _partition(experiment: "Experiment") -> tuple[str, list[Row]]:
 
 def _tokens(experiment: "Experiment", row: int) -> tuple[str, list[Row]]:
     """Return the tokens of a training row, and whether each token is a label."""
-    from trishul_ray.federation.prepare import encoded_rows
+    from trishul_ray.federation.prepare import prepare_dataset
 
     with show_progress() as progress:
-        dataset, task = encoded_rows(experiment, progress.task_progress("preparing data"))
+        dataset, task, _ = prepare_dataset(experiment, progress.task_progress("preparing data"))
     split = dataset.train
     if task.tokens is None or "input_ids" not in split.columns:
         raise InputError(f"--row: dataset {split.info.name} contains no texts")

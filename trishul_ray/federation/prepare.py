@@ -135,20 +135,12 @@ def prepare_rows(experiment: Experiment, progress: ProgressCallback | None = Non
     return Prepared(dataset, partition_rows(dataset, experiment), sources)
 
 
-def encoded_rows(
-    experiment: Experiment, progress: ProgressCallback | None = None
-) -> tuple[PreparedDataset, Task]:
-    """Return the rows of an experiment as its task trains on them, and the task; no weights."""
-    check_content(experiment)
-    backbone = backbone_of(experiment.model, experiment.storage.places)
-    dataset, task, _ = prepare_dataset(experiment, backbone, progress)
-    return dataset, task
-
-
 def prepare_dataset(
-    experiment: Experiment, backbone: Backbone, progress: ProgressCallback | None = None
+    experiment: Experiment, progress: ProgressCallback | None = None
 ) -> tuple[PreparedDataset, Task, dict[str, str]]:
     """Return the dataset as the task trains on it, the task, and the hashes of the data."""
+    check_content(experiment)
+    backbone = backbone_of(experiment.model, experiment.storage.places)
     rows, sources = _chosen_rows(experiment, progress)
     dataset, task, tokens = _encode_rows(rows, experiment, backbone, progress)
     return dataset, task, sources | tokens
@@ -181,9 +173,9 @@ def _encode_rows(
 
 
 def coverage_of(experiment: Experiment, prepared: Prepared) -> Coverage:
-    """Return how many rows of its dataset the experiment trains on and scores, and what was cut."""
+    """Return how many rows of its dataset the experiment trains on and scores, and the cuts."""
     limits = experiment.data.train_limit, experiment.evaluation.limit
     found = replace(measure_coverage(prepared.dataset, *limits), cut=prepared.cut)
-    if experiment.data.test_groups:  # more than are published, with those of the training rows
+    if experiment.data.test_groups:  # more than published: including groups of the training rows
         found = replace(found, test=replace(found.test, official=found.test.held))
     return found

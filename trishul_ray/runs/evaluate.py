@@ -32,7 +32,6 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import prepare_dataset, prepare_rows
 from trishul_ray.federation.worker.context import ModelContext
-from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.report.summary import EVALUATION, RunSummary
 from trishul_ray.runs.export import load_trained
 from trishul_ray.runs.folder import open_run
@@ -85,8 +84,7 @@ def evaluate_run(
         summary = RunSummary.read(home)
     except FileNotFoundError:
         raise InputError(f"run {experiment.id} has not finished: repeat it to continue") from None
-    backbone = backbone_of(experiment.model, experiment.storage.places)
-    dataset, task, sources = prepare_dataset(experiment, backbone, progress)
+    dataset, task, sources = prepare_dataset(experiment, progress)
     if not isinstance(task, Instruction):
         raise InputError(
             f"run {experiment.id} has the task {type(task).__name__}, which every round scores as "

@@ -288,9 +288,9 @@ def _train(
     It yields after every step, to :func:`run_steps`. One round goes from here to a client's local
     training in six hops: ``RayDriver.step`` (on_ray/driver.py), ``Coordinator.step``
     (on_ray/coordinator.py), ``Server.step`` (server.py), ``ActorPool.run`` (on_ray/pool.py),
-    ``ClientActor.train`` (on_ray/client_actor.py) and ``train_client`` (local.py), all in
+    ``ClientActor.train`` (on_ray/client_actor.py) and ``train_clients`` (local.py), all in
     trishul_ray/federation. Inline it is ``InlineDriver.step``, ``Server.step``,
-    ``InlineExecutor.run`` and ``train_client``.
+    ``InlineExecutor.run`` and ``train_clients``.
     """
     ahead = None
     report = driver.begin()

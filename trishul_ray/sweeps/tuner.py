@@ -224,7 +224,7 @@ def _error_of(run: CellRun, progress: SweepProgress) -> InputError | None:
     backbone = backbone_of(experiment.model, experiment.storage.places)
     try:
         label = f"preparing {experiment.data.name}"
-        _, task, _ = prepare_dataset(experiment, backbone, progress.task_progress(label))
+        _, task, _ = prepare_dataset(experiment, progress.task_progress(label))
         if run.metric not in (None, *task.metrics.names):
             known = ", ".join(task.metrics.names)
             return InputError(f"search -> metric: {run.metric}: the task has {known}")

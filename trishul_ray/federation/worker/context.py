@@ -4,7 +4,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -168,9 +168,7 @@ def build_context(
     if not dataset.folder.is_dir():
         # The node does not see the driver's cache. Prepare the data again, once for all actors of
         # the node: the same source gives the same bytes.
-        dataset, _, sources = prepare_dataset(
-            experiment, backbone_of(experiment.model, experiment.storage.places)
-        )
+        dataset, _, sources = prepare_dataset(experiment)
         if changed := changed_sources(prepared.sources, sources):
             raise InputError(
                 f"node {socket.gethostname()} has other {changed} than the driver: data.path, "
@@ -179,14 +177,12 @@ def build_context(
     context = build_model_context(experiment, dataset.info, backbones)
     reset_peak(context.device)
     source = prepared.sources.get("rows", dataset.fingerprint)
-    parts = {part.name: getattr(context, part.name) for part in fields(context)}
-    stages = Stages.of(experiment)
     return WorkerContext(
-        **(parts | {"sources": prepared.sources | context.sources}),
+        **(vars(context) | {"sources": prepared.sources | context.sources}),
         train=dataset.train,
         scored=_scored_rows(dataset, experiment.evaluation.limit, source),
         shards=prepared.shards,
-        stages=stages,
+        stages=Stages.of(experiment),
         graphs=Graphs(context.device) if experiment.resources.cuda_graphs else None,
         tokens=prepared.tokens,
     )
@@ -284,7 +280,7 @@ def adapt_to(context: ModelContext, survey: Arrays) -> None:
 
 
 def worker_spec(context: WorkerContext) -> WorkerSpec:
-    """Return what the server needs to know of a worker context."""
+    """Return the description of a worker context for the server."""
     layout, method, model = context.model.layout, context.method, context.model
     wire = method.wire(layout)
     counts = count_parameters(model.adapters, model.specs)
@@ -350,7 +346,7 @@ def _client_rows(context: WorkerContext) -> dict[RowSet, np.ndarray]:
         what = what if own else f"federation.held_out={held_out:g} leaves out clients of the run"
         raise InputError(
             f"evaluation.per_client: {what}, but the test rows of dataset {context.info.name} "
-            f"belong to {len(context.info.clients)} clients of its own: set partition.kind=natural "
+            f"belong to {len(context.info.clients)} other clients: set partition.kind=natural "
             f"and federation.clients={len(context.info.clients)}"
         )
     if not own:
@@ -407,7 +403,7 @@ def new_run(
 
 @contextmanager
 def client_stream(context: WorkerContext, purpose: str, *indices: int) -> Iterator[None]:
-    """Give a client's dropout, which draws from torch's global stream, a random stream of its own.
+    """Give a client's dropout, which draws from torch's global stream, a separate random stream.
 
     Afterwards the global stream is restored and the model is back in evaluation mode.
     """
