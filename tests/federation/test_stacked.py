@@ -1,8 +1,5 @@
 """Clients of a cohort that train in one forward (``federation.stacked``)."""
 
-import os
-import signal
-
 import numpy as np
 import pytest
 import torch
@@ -22,7 +19,6 @@ from trishul_ray.federation.checkpoint import CheckpointStore
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.messages import TrainJob, units_of_work
-from trishul_ray.federation.on_ray.driver import open_driver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.worker.local import train_client, train_clients
@@ -243,29 +239,3 @@ def test_the_model_is_its_own_again_after_a_stack():
     torch.testing.assert_close(adapted.forward(x=x), before)
     adapted.unbind()
     torch.testing.assert_close(adapted.forward(x=x), before, rtol=0, atol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["trishul", "scaffold"])
-def test_actors_a_kill_and_a_resume_change_nothing(
-    name, local_ray, small, inline_result, assert_same, drive_to_end
-):
-    """Five clients in stacks of two: two whole ones, and one of a single client."""
-    overrides = [
-        *(f"method={name}", "federation.stacked=2", "resources.cpus_per_actor=0.5"),
-        *("federation.clients=5", "federation.clients_per_round=5"),
-    ]
-    one, two = small(*overrides, "resources.actors=1"), small(*overrides, "resources.actors=2")
-    assert one.id == two.id
-    prepared = prepare_run(one)
-    with open_driver(two, prepared, "a") as driver:
-        driver.begin()
-        driver.step()
-        os.kill(driver.processes()[1], signal.SIGKILL)  # an actor: its stack goes to the other
-        driver.step()
-        for process in driver.processes():  # the coordinator and its clients
-            os.kill(process, signal.SIGKILL)
-    with open_driver(one, prepared, "a") as driver:
-        result = drive_to_end(driver)
-    assert [event for event in result.events if "continuing after round 2" in event] != []
-    assert_same(result, inline_result(one))

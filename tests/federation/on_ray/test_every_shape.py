@@ -28,7 +28,7 @@ LIMITED = "federation.compute=uniform"
 #: Shapes that differ in what a client that dies has received, kept or sent.
 A_CLIENT_DIES = {
     *("plain", "state at clients", "numbers beside the shared ones", "every upload", "a survey"),
-    "encoded and private",
+    *("encoded and private", "two clients in one forward"),
 }
 #: Privacy draws its own cohorts, so the policies of the clock are apart.
 PRIVATE = (
@@ -49,6 +49,7 @@ SHAPES = {
     "a base for everyone": f"method=flora {LIMITED}",
     "nothing is uploaded": "method=local",
     "a survey": "method=fedsb",
+    "two clients in one forward": "method=scaffold federation.stacked=2",
     "encoded and private": f"method=trishul {LIMITED} {PRIVATE}",
     "a private survey": f"method=fedsb {PRIVATE}",
     "on a clock": f"method=scaffold {CLOCK}",

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 
@@ -62,48 +61,34 @@ def test_a_worker_is_a_fork_with_its_own_arguments_environment_and_streams(
     assert first["torch"] and not first["ray"]
 
 
-def test_without_an_answer_a_worker_starts_without_the_server(worker):
-    with ForkServer() as server:
-        os.kill(server.pid, signal.SIGKILL)
-        report = worker(server, "--flag")
-    assert report["arguments"] == ["--flag"] and not report["torch"]
-    assert not psutil.pid_exists(server.pid)
+def test_another_user_is_given_no_worker(fork_server, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with module.socket.socket(module.socket.AF_UNIX) as connection:
+        connection.connect(f"\0{shlex.split(fork_server.py_executable)[-1]}")
+        assert not module._same_user(connection)
 
 
-def test_another_user_is_given_no_worker(fork_server, worker, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getuid", lambda: 12345)
-        with module.socket.socket(module.socket.AF_UNIX) as connection:
-            connection.connect(f"\0{shlex.split(fork_server.py_executable)[-1]}")
-            assert not module._same_user(connection)
-
-
-@pytest.mark.parametrize("before", [True, False], ids=["ended before", "ends"])
-def test_a_worker_ends_with_its_raylet(fork_server, tmp_path, before):
+def test_a_worker_ends_with_its_raylet(fork_server, tmp_path):
     script = tmp_path / "waits.py"
     script.write_text(
         "import os, time; print(os.getpid(), flush=True); time.sleep(90); print('it outlived')"
     )
     raylet = subprocess.Popen(["sleep", "120"])
     words = [*shlex.split(fork_server.py_executable), str(script)]
-    # A number that no process has: that of one that has ended is soon another's.
-    number = 2**22 + 1 if before else raylet.pid
-    environment = os.environ | {"RAY_RAYLET_PID": str(number)}
+    environment = os.environ | {"RAY_RAYLET_PID": str(raylet.pid)}
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE) as started:
-        if not before:
-            worker = psutil.Process(int(started.stdout.readline()))
-            assert worker.ppid() == fork_server.pid
-            raylet.kill()
-            raylet.wait()
+        worker = psutil.Process(int(started.stdout.readline()))
+        assert worker.ppid() == fork_server.pid
+        raylet.kill()
+        raylet.wait()
         assert b"outlived" not in started.stdout.read()  # until the worker has closed it
-    raylet.kill()
-    raylet.wait()
 
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_worker_without_a_server_starts_if_its_raylet_lives(tmp_path, lives):
     with ForkServer() as ended:
         pass
+    assert not psutil.pid_exists(ended.pid)
     script = tmp_path / "prints.py"
     script.write_text("print('a worker')")
     raylet = os.getpid() if lives else 2**22 + 1
