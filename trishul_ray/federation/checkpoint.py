@@ -94,7 +94,7 @@ class Checkpoint:
     kept: dict[int, Arrays] = field(default_factory=dict, metadata=OPTIONAL)
 
     def is_last(self, rounds: int) -> bool:
-        """Return whether a run of so many rounds is over: all are done, and the last is scored."""
+        """Return whether a run has ended: all ``rounds`` are done, and the last one is scored."""
         return self.round >= rounds and self.records[-1].scored
 
     def to_bytes(self, files: dict[int, str]) -> bytes:

@@ -25,9 +25,9 @@ ENVIRONMENT = {
 
 #: Variables that decide how long an OpenMP thread without work spins before it sleeps, read when
 #: torch is loaded. Spinning threads block cores that other processes need: with one busy process
-#: beside it on two cores, a step took 7 to 20 times as long. Threads that sleep at once take a
+#: on the same two cores, a step took 7 to 20 times as long. Threads that sleep at once take a
 #: fifth longer on a quiet machine. With some fifty microseconds a round takes 1.00 of spinning
-#: threads' time on a quiet machine and 1.22 of sleeping ones' beside a busy process (small ViT, two
+#: threads' time on a quiet machine and 1.22 of sleeping ones' next to a busy one (small ViT, two
 #: threads, 2026-11-22). GNU's runtime counts iterations, Intel's and LLVM's (17 and newer) time.
 WAITING = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "50us"}
 

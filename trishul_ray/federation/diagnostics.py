@@ -321,7 +321,7 @@ def aggregation_error(
     orthonormal bases this is the same number. None if a trained LoRA factor or core stays with the
     clients: the updates are then not a function of the uploads.
 
-    The uploads are those of all clients of the round, valid, and all with the same trained units;
+    The uploads of all clients of the round are valid, and have the same trained units;
     ``before`` is the broadcast that they started from, ``after`` the next one. The threads of
     ``pool`` take a layer each.
     """

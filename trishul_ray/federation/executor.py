@@ -9,7 +9,7 @@ from trishul_ray.stages import ArrayState, Partial
 
 
 class Executor(Protocol):
-    """Runs jobs. The results depend on the jobs alone, not on where or in which order they run."""
+    """Runs jobs. The results depend only on the jobs, not on the process or the order."""
 
     def describe(self, survey: Arrays) -> WorkerSpec:
         """Return the spec of the worker context that every worker builds, given the survey."""
@@ -25,8 +25,8 @@ class Executor(Protocol):
 
         With a reducer, uploads of more than ``FAN_IN`` clients are validated and summed in groups
         as they come, and only the first ``MOST_CLIENTS`` are kept. ``trained`` is called with the
-        first ``MOST_CLIENTS`` uploads when all clients have trained, and before all evaluation has
-        ended: what it begins runs beside it.
+        first ``MOST_CLIENTS`` uploads when all clients have trained, before all evaluation has
+        ended.
         """
 
     def reduce(self, outcome: Outcome, reducer: Reducer) -> Partial:

@@ -1,4 +1,4 @@
-"""What the server asks of a worker and what comes back: small, picklable, without Ray.
+"""Jobs of the server and results of a worker: small, picklable, without Ray.
 
 Legend of shapes: P trainables of a client, W entries of the shared upload, U units of aggregation.
 """
@@ -17,7 +17,7 @@ from trishul_ray.runtime.memory import PeakMemory
 from trishul_ray.stages import ArrayState, StepFlops
 from trishul_ray.tasks.sums import EvalSums, Metrics
 
-#: Arrays by name, as they are sent and stored: the object store returns views without a copy.
+#: Arrays by name, as in messages and files; the object store returns views without a copy.
 Arrays = dict[str, np.ndarray]
 
 
@@ -35,7 +35,7 @@ def to_tensor(array: np.ndarray) -> "torch.Tensor":
 def as_tensor(array: np.ndarray) -> "torch.Tensor":
     """Return an array as a tensor that shares its memory; do not write to it."""
     with warnings.catch_warnings():
-        # torch warns of read-only arrays, such as those of the object store.
+        # torch warns of read-only arrays, such as views of the object store.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
 
@@ -55,9 +55,9 @@ class TrainJob:
 class EvalJob:
     """Evaluate the broadcast on rows ``start:stop`` of the scored rows of a set.
 
-    With a ``client``, its own model is evaluated: the broadcast with what the client keeps. The
+    With a ``client``, its own model is evaluated: the broadcast with the client's state. The
     rows are then counted among those of this client, if the set's rows belong to clients. With
-    ``each``, the score of every row is returned, too.
+    ``each``, the score of every row is also returned.
     """
 
     round: int
@@ -100,7 +100,7 @@ class TrainReport:
     client: int
     state: Arrays  # the client's new persistent state
     loss: float  # mean training loss over the local steps
-    seconds: float  # of the local steps alone
+    seconds: float  # of only the local steps
     uploaded: int  # numbers that a real deployment would send
     unsent: int = 0  # and numbers of the shared part that it would not; see LocalRun
     metrics: dict[str, float] = field(default_factory=dict)  # of the method
@@ -147,7 +147,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What the server needs to know of a worker context, so that it holds no backbone.
+    """Description of a worker context, from which the server works without a backbone.
 
     ``info`` describes the data; with it, the model of a checkpoint is built without them.
     ``sources`` identifies what the configuration names only by its place: the SHA-256 of the

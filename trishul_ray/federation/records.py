@@ -8,7 +8,7 @@ OPTIONAL = {"optional": True}
 
 @dataclass
 class RoundRecord:
-    """The record of a round: a row of metrics.parquet, and what is more than one number.
+    """The record of a round: a row of metrics.parquet, and values that are not numbers.
 
     It is complete one step later, when the model after the round has been scored.
 
@@ -16,9 +16,9 @@ class RoundRecord:
         round: Number of the round; 0 is the untouched backbone, before which clients may have
             answered a survey.
         clients: The cohort, ascending.
-        refused: Reason why an upload was left out, by client.
-        missing: Outcome of clients that were asked and did not train, by client: they came after
-            those that are wanted (surplus), after the deadline (late), or were lost.
+        refused: Reason why an upload was rejected, by client.
+        missing: Outcome of selected clients that did not train, by client: they were not needed
+            any more (surplus), came after the deadline (late), or were lost.
         accepted_uploads: How many numbers each accepted client sent, by ascending client.
         train_loss: Mean over the cohort and its local steps.
         uploaded_parameters: Numbers that all clients sent.
@@ -30,7 +30,7 @@ class RoundRecord:
         seconds: Duration of the round.
         scores: Metrics of the model after the round, by name; empty if it was not scored.
         recall: Recall of each class on the test rows, None for a class without any.
-        per_client: Headline on each client's test rows; of the last scored round alone.
+        per_client: Headline on each client's test rows; only of the last scored round.
         stages: Numbers of stages, by name.
         personal: Headline of each client's own model on them, likewise.
         participation: In how many rounds each client has counted, likewise; without those held out.

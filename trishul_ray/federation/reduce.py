@@ -2,8 +2,8 @@
 
 ``H_u <- sum_c w_c m_cu X_cu / sum_c w_c m_cu`` for every unit u (one core head, or one whole
 tensor), over the clients that trained it (eq. server_aggregation). Sums run in float64 over clients
-in ascending order, in groups of ``FAN_IN`` whose sums are then added in order. This tree depends on
-the cohort alone, so the bytes do not depend on the number of workers. Nothing here needs Ray.
+in ascending order, in groups of ``FAN_IN`` whose sums are then added in order. This tree depends
+only on the cohort, so the bytes do not depend on the number of workers. Nothing here needs Ray.
 
 Legend: W entries of the shared part, U units, m clients.
 """
@@ -22,7 +22,7 @@ from trishul_ray.stages import ArrayState, Partial
 #: Uploads summed by one worker. A round of no more uploads is summed on the server.
 FAN_IN = 16
 
-#: Uploads with a larger entry are refused: a float32 sum would soon overflow.
+#: Uploads with a larger entry are rejected: a float32 sum would soon overflow.
 LARGEST_ENTRY = 1e12
 
 
@@ -189,7 +189,7 @@ def finish(total: Partial, before: ArrayState, reducer: Reducer) -> tuple[ArrayS
     """Divide the sums by the weights; a unit that no client trained keeps its old value.
 
     Returns:
-        The mean (what clients upload in float32, what the method adds to it in float64), and [U]
+        The mean (uploaded tensors in float32, tensors that the method adds in float64), and [U]
         bool, the units whose sum has a weight.
     """
     assert total.sums is not None, "no upload is valid"

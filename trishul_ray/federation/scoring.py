@@ -70,10 +70,11 @@ class Scoring:
     def _score(
         self, records: Sequence[RoundRecord], rows: RowSet, reports: list[EvalReport]
     ) -> None:
-        """Add to the last record the metrics of a set of rows, and of the test rows more.
+        """Add to the last record the metrics of a set of rows.
 
-        These are the scores by class and, if asked for, by client, of which the last are kept: of
-        the global model and, for a method that leaves a part of it with the clients, of their own.
+        For the test rows, also add the scores by class and, with ``evaluation.per_client``, by
+        client: of the global model and of personalized models. Only the last scored record has
+        scores by client.
         """
         record, metrics, mix = records[-1], self.spec.metrics, self.spec.client_mix
         sums = [report.sums for report in reports if report.client is None]
@@ -103,9 +104,9 @@ class Scoring:
             record.participation = named(took_part)
 
     def _participation(self, records: Sequence[RoundRecord]) -> dict[int, int]:
-        """Return in how many rounds each client has counted, of those that may take part.
+        """Return in how many rounds each participant of the run has counted.
 
-        Empty if what is scored are clients of the data, and not those of the run.
+        Empty if the scored clients are clients of the data and not of the run.
         """
         if self.spec.client_mix is None and not self._names:
             return {}

@@ -18,8 +18,8 @@ class Transfers:
 
     Args:
         method: The method.
-        spec: What is known of the workers' benches.
-        records: Those of the rounds so far.
+        spec: The spec of the workers.
+        records: The records so far.
     """
 
     def __init__(self, method: Method, spec: WorkerSpec, records: Sequence[RoundRecord]) -> None:
@@ -36,8 +36,8 @@ class Transfers:
     def expected(self, sent: Sent, last: RoundRecord) -> Traffic:
         """Return the bytes that a client of the next round is expected to transfer.
 
-        Who comes in time must be known before anyone trains: a client is expected to send as much
-        as those of the ``last`` round on average, and in round 1 four bytes for each number.
+        The clock selects clients before they train: a client is expected to send the mean of the
+        ``last`` round, and in round 1 four bytes for each number.
         """
         tensors = sent.state.map(as_tensor)
         up = 4.0 * sum(self.spec.expected.lengths.values())
@@ -112,6 +112,6 @@ def over_clients(reports: Sequence[TrainReport], summed: AbstractSet[str]) -> di
     found: dict[str, list[float]] = {}
     for report in reports:
         for name, value in report.stages.items():
-            if math.isfinite(value):  # that of what is refused may not be
+            if math.isfinite(value):  # a rejected upload may have others
                 found.setdefault(name, []).append(value)
     return {n: float(np.sum(v) if n in summed else np.mean(v)) for n, v in found.items()}

@@ -389,7 +389,7 @@ def make_optimizer(settings: "OptimizerConfig", vectors: list[Tensor]) -> torch.
 
 
 def gradient_mask(run: LocalRun, wire: tuple[str, ...]) -> Tensor | None:
-    """Return [P] float32, 1 for what is trained and 0 for the rest; None if all is trained."""
+    """Return [P] float32, 1 for trained entries and 0 for others; None if all are trained."""
     if run.active is None:
         return None if run.entries is None else run.entries.float()
     mask = torch.ones(run.vector.shape)  # on the host, and copied once
@@ -403,7 +403,7 @@ def gradient_mask(run: LocalRun, wire: tuple[str, ...]) -> Tensor | None:
 
 
 def uploaded_parameters(run: LocalRun, upload: State, method: Method) -> int:
-    """Count what is really sent: no inactive core heads, no components beyond a client's rank."""
+    """Count the numbers sent: no inactive core heads, no components beyond a client's rank."""
     count = upload.shared.numel() + count_numbers(upload.extra) - run.unsent
     if run.active is None:
         return count
