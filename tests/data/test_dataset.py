@@ -102,13 +102,6 @@ def test_the_fingerprint_depends_on_values_and_shapes():
     assert fingerprint(base) == fingerprint(dict(reversed(base.items())))
 
 
-def test_writing_is_repeatable_and_leaves_no_temporary_files(tmp_path):
-    write_split(tmp_path / "a.arrow", columns(), INFO)
-    write_split(tmp_path / "b.arrow", columns(), INFO)
-    assert (tmp_path / "a.arrow").read_bytes() == (tmp_path / "b.arrow").read_bytes()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.arrow", "b.arrow"]
-
-
 def test_missing_file_is_reported(tmp_path):
     with pytest.raises(InputError, match=r"not on this machine.*storage.cache"):
         len(Split(tmp_path / "gone.arrow"))

@@ -167,7 +167,7 @@ def test_instructions_ask_for_their_task(tmp_path):
         prepare_run(load_experiment(None, [*words, "task.kind=verbalizer"]))
 
 
-def test_the_text_of_a_templates_file_is_in_the_id(tmp_path):
+def test_text_of_a_template_file_is_in_the_id(tmp_path):
     file = tmp_path / "mine.jinja"
     words = ["dataset=synthetic/instructions", f"task.template={file}"]
     ids = set()

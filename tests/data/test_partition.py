@@ -131,15 +131,6 @@ def test_moved_rows_reach_the_smallest_from_the_largest():
     assert shards.sizes.min() == 9
 
 
-@pytest.mark.parametrize("variant", ["per-client", "per-label"])
-def test_ten_thousand_clients_cost_two_small_arrays(variant):
-    labels = labels_of(50_000, 100)
-    shards = partition(labels, PartitionConfig(variant=variant), 10_000, 0)
-    assert shards.permutation.nbytes + shards.offsets.nbytes <= 4 * 50_000 + 8 * 10_001
-    assert shards.sizes.min() >= 1
-    assert np.shares_memory(shards.shard(9_999), shards.permutation)
-
-
 def test_shards_cannot_be_written():
     shards = partition(labels_of(10, 2), PartitionConfig(), 2, 0)
     with pytest.raises(ValueError, match="read-only"):

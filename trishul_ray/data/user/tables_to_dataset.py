@@ -71,7 +71,7 @@ def to_dataset(
         tables: Tables of ``train`` and, if there is one, ``test``.
         progress: Called with the fraction of the images that are decoded.
         columns: ``data.columns``.
-        test_share: Fraction of the rows for the test if there is no test split.
+        test_share: Fraction of the rows for the test without a test split.
         skip_broken: Whether to skip incomplete rows instead of rejecting them.
         folder: Folder of images whose paths the tables contain; None if they contain none.
 
