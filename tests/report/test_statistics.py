@@ -52,24 +52,24 @@ def test_equal_rows_are_called_worse_on_few_tables(shape, options):
     for _ in range(tables):
         made = [simulate(rng, np.zeros((rows, columns)), seeds, **options) for _ in range(2)]
         found, _ = compare(*made)
-        wrong += any(row.decided for group in found for row in group.rows.values())
+        wrong += any(row.decided for _, others in found for row in others.values())
     # More than this has a chance of one in a thousand if the true share is ALPHA.
     assert wrong <= stats.binom.ppf(0.999, tables, ALPHA)
 
 
 def test_p_values_come_from_paired_tests_by_holm():
     values = simulate(np.random.default_rng(5), np.array([[2.0] * 2, [0.0] * 2, [-1.0] * 2]), 6)
-    (found,), pairs = compare(values)
-    assert (found.best, pairs) == (0, 3)
+    ((best, others),), pairs = compare(values)
+    assert (best, pairs) == (0, 3)
     means = values.mean(axis=2)
     tests = {row: stats.ttest_rel(means[row], means[0]) for row in (1, 2)}
     first, second = sorted(tests, key=lambda row: tests[row].pvalue)
     expected = min(1.0, 3 * tests[first].pvalue)
-    assert found.rows[first].p_value == pytest.approx(expected)
+    assert others[first].p_value == pytest.approx(expected)
     expected = max(expected, min(1.0, 2 * tests[second].pvalue))
-    assert found.rows[second].p_value == pytest.approx(expected)
+    assert others[second].p_value == pytest.approx(expected)
     for row in tests:
-        assert found.rows[row].difference == pytest.approx((means[row] - means[0]).mean())
+        assert others[row].difference == pytest.approx((means[row] - means[0]).mean())
 
 
 def test_pairs_of_all_groups_count():
@@ -78,28 +78,28 @@ def test_pairs_of_all_groups_count():
     (alone,), pairs = compare(values)
     (together, *_), more = compare(values, *others, np.full((3, 5, 4), np.nan))
     assert (pairs, more) == (1, 4)
-    assert together.rows[1].p_value == pytest.approx(4 * alone.rows[1].p_value)
+    assert together[1][1].p_value == pytest.approx(4 * alone[1][1].p_value)
 
 
 def test_seeds_without_spread_decide_nothing():
     values = np.array([[[80.0]] * 3, [[50.0]] * 3])
     for shown in (values, values + np.array([0.0, 1.0, 5.0])[:, None], values[:, :1]):
-        (row,) = compare(shown)[0][0].rows.values()
+        (row,) = compare(shown)[0][0][1].values()
         assert (row.decided, row.p_value, row.difference) == (False, None, -30)
     values[1] += 30 + 0.1 + 0.2 - 0.3  # not zero, but no difference either
-    assert compare(values)[0][0].rows[1].difference == 0
+    assert compare(values)[0][0][1][1].difference == 0
 
 
 def test_only_common_seeds_and_columns_are_compared():
     values = np.full((3, 3, 2), np.nan)
     values[0], values[1, :, 0] = 80 + np.arange(6).reshape(3, 2), [70, 72, 75]
-    (found,), pairs = compare(values)
-    assert (found.best, pairs, set(found.rows)) == (0, 1, {1})
-    assert found.rows[1].difference == pytest.approx((70 + 72 + 75 - 80 - 82 - 84) / 3)
+    ((best, others),), pairs = compare(values)
+    assert (best, pairs, set(others)) == (0, 1, {1})
+    assert others[1].difference == pytest.approx((70 + 72 + 75 - 80 - 82 - 84) / 3)
     values[2, :, 1] = 90  # complete rows are the candidates for the best
-    assert compare(values)[0][0].best == 0
-    assert compare(np.full((2, 3, 1), np.nan))[0][0].best is None
-    assert compare(values[:1])[0][0].best is None
+    assert compare(values)[0][0][0] == 0
+    assert compare(np.full((2, 3, 1), np.nan))[0][0][0] is None
+    assert compare(values[:1])[0][0][0] is None
 
 
 def test_two_models_on_the_same_rows():

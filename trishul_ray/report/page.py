@@ -3,7 +3,7 @@
 import base64
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -180,23 +180,20 @@ class Page:
         return any(table.judged for part in self.parts for _, table in part.tables)
 
     @cached_property
-    def runs(self) -> list[tuple[SweepOutcome, CellOutcome]]:
-        """Every run once, with the first sweep that has it."""
-        found: dict[str, tuple[SweepOutcome, CellOutcome]] = {}
-        for part in self.parts:
-            for cell in part.sweep.cells:
-                found.setdefault(cell.id, (part.sweep, cell))
-        return list(found.values())
+    def runs(self) -> list[CellOutcome]:
+        """Every run once; sweeps may share runs."""
+        cells = (cell for part in reversed(self.parts) for cell in reversed(part.sweep.cells))
+        return [*{cell.id: cell for cell in cells}.values()][::-1]
 
     @cached_property
     def states(self) -> Counter[str]:
         """Number of runs by status."""
-        return Counter(run.status for _, run in self.runs)
+        return Counter(run.status for run in self.runs)
 
     @cached_property
     def summaries(self) -> list[RunSummary]:
         """The results of all finished runs."""
-        return [run.result for _, run in self.runs if run.status == "finished"]
+        return [run.result for run in self.runs if run.status == "finished"]
 
     @property
     def choices(self) -> list[Choice]:
@@ -271,17 +268,9 @@ def _render(name: str, **content: object) -> str:
     )
     filters = number_text, paper_text, escape_markdown, escape_latex, format_duration
     templates.filters |= {each.__name__: each for each in filters}
-    names = {"labels_text": labels_text, "alpha": f"{100 * ALPHA:g}%", "verdict": VERDICT}
+    names = {"alpha": f"{100 * ALPHA:g}%", "verdict": VERDICT}
     versions = {"version": __version__, "numerics": NUMERICS}
     return templates.get_template(name).render(**names, **versions, **content)
-
-
-def labels_text(sweep: SweepOutcome, labels: Mapping[str, str]) -> str:
-    """Return the displayed labels of a cell in one line."""
-    return ", ".join(
-        f"{SEED} {label}" if axis == SEED else sweep.shown_label(axis, label)
-        for axis, label in labels.items()
-    )
 
 
 def _parts(

@@ -38,15 +38,9 @@ class Comparison:
         return self.p_value is not None and self.p_value <= ALPHA and self.difference < 0
 
 
-@dataclass(frozen=True)
-class GroupComparison:
-    """The position of the best row of a group, and the other rows by their position.
-
-    ``best`` is None if fewer than two rows have values in common.
-    """
-
-    best: int | None
-    rows: dict[int, Comparison]
+#: The position of the best row of a group, and the other rows by their position. The first is None
+#: if fewer than two rows have values in common.
+GroupComparison = tuple[int | None, dict[int, Comparison]]
 
 
 def compare_rows(groups: Sequence["DataFrame"]) -> tuple[list[GroupComparison], int]:
@@ -63,17 +57,18 @@ def compare_rows(groups: Sequence["DataFrame"]) -> tuple[list[GroupComparison], 
     """
     found = [_compare_group(values) for values in groups]
     counts = [int(values.notna().any(axis=1).sum()) for values in groups]
-    pairs = sum(math.comb(count, 2) for count, each in zip(counts, found, strict=True) if each.rows)
+    pairs = sum(math.comb(n, 2) for n, (_, rows) in zip(counts, found, strict=True) if rows)
     tests = [
         (each.p_value, group, row)
-        for group, compared in enumerate(found)
-        for row, each in compared.rows.items()
+        for group, (_, rows) in enumerate(found)
+        for row, each in rows.items()
         if each.p_value is not None
     ]
     adjusted = 0.0
     for rank, (p_value, group, row) in enumerate(sorted(tests)):
         adjusted = max(adjusted, min(1.0, p_value * (pairs - rank)))
-        found[group].rows[row] = replace(found[group].rows[row], p_value=adjusted)
+        rows = found[group][1]
+        rows[row] = replace(rows[row], p_value=adjusted)
     return found, pairs
 
 
@@ -85,14 +80,14 @@ def _compare_group(values: "DataFrame") -> GroupComparison:
     counts = values.notna().sum(axis=1)
     common = values[(counts == counts.max()) & (counts > 0)].dropna(axis=1)
     if (counts > 0).sum() < 2 or common.empty:
-        return GroupComparison(None, {})
+        return None, {}
     best = int(common.mean(axis=1).round(_DECIMALS).idxmax())
     compared = {
         int(row): each
         for row in values.index
         if row != best and (each := _compare(values.loc[row] - values.loc[best])) is not None
     }
-    return GroupComparison(best, compared)
+    return best, compared
 
 
 def _compare(differences: "Series") -> Comparison | None:

@@ -42,6 +42,13 @@ TABLES = ("config.yaml", *NUMBERS, "test_rows.npz")
 #: Sections of a finished run's config.yaml that may be edited: they change no number.
 _EDITED = ("name", "storage", "tracking", "resources")
 
+#: Columns of :func:`list_runs`, and their fields.
+_COLUMNS = {
+    **{"name": "name", "method": "method.name", "dataset": "data.name", "model": "model.name"},
+    **{"budget": "budget", "partition": "partition.kind", "alpha": "partition.alpha"},
+    **{"rounds": "federation.rounds", "seed": "seed"},
+}
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -318,18 +325,10 @@ def list_runs(store: str | Path = "runs") -> "DataFrame":
 
 def _row_of(summary: RunSummary) -> Json:
     """Return the row of a finished run in :func:`list_runs`."""
-    config, headline = summary.config, summary.headline
+    fields, headline = flatten(summary.config), summary.headline
     return {
         "id": summary.id,
-        "name": config["name"],
-        "method": config["method"]["name"],
-        "dataset": config["data"]["name"],
-        "model": config["model"]["name"],
-        "budget": config["budget"],
-        "partition": config["partition"]["kind"],
-        "alpha": config["partition"]["alpha"],
-        "rounds": config["federation"]["rounds"],
-        "seed": config["seed"],
+        **{name: fields[field] for name, field in _COLUMNS.items()},
         "headline": headline,
         "final": summary.final[headline],
         "best": summary.best[headline],

@@ -296,10 +296,10 @@ def build_table(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
             _mark_best(group.rows)
         measures = runs[["id", "metric"]].drop_duplicates()
         if len(measures) == runs["id"].nunique() and runs["unit"].nunique() == 1:
-            compared_groups, pairs = compare_rows([_oriented(g, len(columns)) for g in groups])
-            for group, each in zip(groups, compared_groups, strict=True):
-                if each.best is not None:
-                    _add_verdicts(group.rows, each.best, each.rows)
+            found, pairs = compare_rows([_oriented(group, len(columns)) for group in groups])
+            for group, (best, others) in zip(groups, found, strict=True):
+                if best is not None:
+                    _add_verdicts(group.rows, best, others)
     heads = [
         tuple(shown_label(sweep, *each) for each in zip(layout.columns, column, strict=True))
         or (unit,)
