@@ -84,7 +84,7 @@ def test_another_image_size_interpolates_positions_as_transformers_does(saved):
 
 
 def test_an_image_size_that_the_model_cannot_take_is_refused(saved):
-    with pytest.raises(InputError, match="image_size=13 is no multiple of the model's patch, 2"):
+    with pytest.raises(InputError, match="image_size=13 is not a multiple of the model's patch, 2"):
         load(saved, 7, image_size=13)
     tiny = ConvNextConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], image_size=32)
     AutoModelForImageClassification.from_config(tiny).save_pretrained(saved / "hub/owner/conv")
@@ -267,7 +267,9 @@ def test_dinov2_takes_images_of_the_size_asked_for(dinov2, tmp_path):
     with torch.inference_mode():
         assert torch.equal(model(pixels).logits, own(pixels).logits)
     assert len(find_layers(model)) == 4  # query and value of 2 blocks
-    with pytest.raises(InputError, match=r"image_size=32 is no multiple of the model's patch, 14"):
+    with pytest.raises(
+        InputError, match=r"image_size=32 is not a multiple of the model's patch, 14"
+    ):
         Backbone(ModelConfig(name=dinov2, image_size=32), places).load(
             "image-classification", 3, seed=0
         )

@@ -1,4 +1,4 @@
-"""Robust rules: what the server makes of a round's changes if some clients send harmful ones.
+"""Robust rules: they replace the mean of a round's changes if some clients send harmful ones.
 
 With x_1 .. x_m the changes, f of which may be harmful, the rule takes the place of the mean::
 
@@ -83,7 +83,7 @@ class Robust(Stage):
         return {"robust.rule": self.least}
 
     def check(self, method: Method) -> None:
-        """Refuse what the rule cannot be a part of."""
+        """Reject experiments that the rule does not support."""
         settings, name = self.settings, f"robust.rule={self.config.rule!r}"
         fed = settings.federation
         if fed.clients_per_round < self.least:
@@ -100,10 +100,10 @@ class Robust(Stage):
             )
 
     def begin(self) -> list[str]:
-        """Refuse methods that send more than the shared part."""
+        """Reject methods that send more than the shared part."""
         if more := sorted(self.plan.lengths.keys() - {"shared"}):
             raise InputError(
-                f"robust.rule={self.config.rule!r} covers the trained numbers alone, and "
+                f"robust.rule={self.config.rule!r} only covers the trained numbers, and "
                 f"{self.settings.method_as_set} also sends {', '.join(more)}"
             )
         return []

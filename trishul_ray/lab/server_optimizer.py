@@ -95,7 +95,7 @@ def server_step(
         change: [W], the mean change D.
         moments: ``first`` and, for an adaptive optimizer, ``second`` [W] float64; empty at first.
         options: The configuration; its optimizer is not "none".
-        trained: [W] bool; entries that no client trained stay as they are, and their moments.
+        trained: [W] bool; entries that no client trained are unchanged, as are their moments.
 
     Returns:
         The step [W] float64, and the new moments.

@@ -62,7 +62,7 @@ def attention(
 def _bias(
     query: Tensor, key: Tensor, mask: Tensor | None, added: Tensor | None, *, causal: bool
 ) -> Tensor | None:
-    """Return what is added to the scores, float32, broadcast to [b, heads, n, m]; None for 0."""
+    """Return the mask plus the bias, float32, broadcast to [b, heads, n, m]; None for 0."""
     n, m = query.shape[2], key.shape[2]
     if mask is None and causal and n > 1:
         mask = torch.ones(n, m, dtype=torch.bool).tril()
@@ -88,7 +88,7 @@ def _by_products(
 class _Products(torch.autograd.Function):
     """Attention of bfloat16 tensors by batched products, as exact as PyTorch's kernel for them.
 
-    Scores and softmax are float32; the attention weights, and what is multiplied by them, bfloat16.
+    Scores and softmax are float32; the attention weights and the values are bfloat16.
     Up to 200 tokens, PyTorch's CPU kernel takes three to ten times as long, and its float32 kernel
     about twice as long (torch 2.13, AVX512-BF16).
     """
@@ -163,8 +163,8 @@ AttentionMaskInterface.register(ATTENTION, unread_mask)
 def set_attention(model: nn.Module) -> None:
     """Let every part of a model that uses SDPA use :func:`attention`."""
     for part in model.modules():
-        # T5's encoder and decoder have configurations of their own, which transformers 5.17 leaves
-        # as they are.
+        # T5's encoder and decoder have separate configurations, which transformers 5.17 does not
+        # change.
         if isinstance(part, PreTrainedModel) and part.config._attn_implementation == "sdpa":
             part.set_attn_implementation(ATTENTION)
 

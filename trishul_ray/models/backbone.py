@@ -81,7 +81,7 @@ class Backbone:
         tokenizer = load_tokenizer(self.files)
         rows = getattr(self.architecture, "vocab_size", None) or 0
         if rows <= tokenizer.pad_token_id and (tokenizer.eos_token_id or rows) < rows:
-            # A padding token that was added to the tokenizer alone has no row in the embedding.
+            # A padding token that was added only to the tokenizer has no row in the embedding.
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
 
@@ -168,7 +168,7 @@ class Backbone:
         """Return the model as a worker keeps it, sharing its weights with other processes.
 
         It is on the CPU, in the run's precision and in eval mode. The weights have the same bits
-        as those of :meth:`load` after a cast.
+        as the weights of :meth:`load` after a cast.
 
         Raises:
             InputError: The model cannot be found, or cannot be used as this kind.
@@ -177,7 +177,7 @@ class Backbone:
         return shared_weights.load_resident(self._plan(kind, num_classes, seed), self.places.cache)
 
     def resident_key(self, kind: ModelKind, num_classes: int | None, *, seed: int) -> Hashable:
-        """Return what the weights of :meth:`load_resident` depend on, besides a drawn head."""
+        """Return what the weights of :meth:`load_resident` depend on, except a drawn head."""
         return shared_weights.weights_key(self._plan(kind, num_classes, seed))
 
     def _plan(self, kind: ModelKind, num_classes: int | None, seed: int) -> weights.Plan:
@@ -185,7 +185,7 @@ class Backbone:
         return weights.Plan(self.config, self.files, architecture, kind, seed)
 
     def _read_architecture(self) -> PretrainedConfig:
-        """Read ``config.json``, without running any code found beside it."""
+        """Read ``config.json``, without running any code in its folder."""
         location = self.location
         if self.name in BUILTINS and isinstance(location, Path) and not location.is_dir():
             raise InputError(

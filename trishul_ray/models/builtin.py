@@ -1,7 +1,7 @@
 """The built-in backbones: tiny models, recipes of the image models, and a vocabulary of bytes.
 
 Their tokenizer makes one token of each byte of UTF-8. Ids 0 to 6 are special
-tokens, 7 to 262 the bytes, and those from 263 on the sentinels of T5.
+tokens, 7 to 262 the bytes, and ids from 263 on the sentinels of T5.
 """
 
 import dataclasses

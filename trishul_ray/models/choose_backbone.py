@@ -15,7 +15,7 @@ from trishul_ray.storage.integrity import stamp
 def backbone_of(config: ModelConfig, places: Places) -> Backbone:
     """Return the backbone that a configuration names.
 
-    While the files of a local model stay as they are, it is the same object, with all that it
+    While the files of a local model do not change, it is the same object, with the content that it
     has read: the runs of a sweep mostly share one.
     """
     if config.name.startswith(f"{PASSED}:"):

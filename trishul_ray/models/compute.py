@@ -42,7 +42,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 def quantize_layers(model: nn.Module, kind: "Quantization", dtype: torch.dtype) -> None:
     """Replace the linear layers of a model's blocks, in place; ``none`` changes nothing.
 
-    Embeddings, normalization and all heads stay as they are.
+    Embeddings, normalization and all heads are unchanged.
 
     Raises:
         InputError: no layer is in a block, i.e. has a number in its path, or bitsandbytes is not
@@ -54,7 +54,7 @@ def quantize_layers(model: nn.Module, kind: "Quantization", dtype: torch.dtype) 
     layers = [
         (name, module)
         for name, module in model.named_modules()
-        # Not subclasses: attention of torch reads the weight of its own kind of linear layer.
+        # Not subclasses: attention of torch reads the weight of a special kind of linear layer.
         if type(module) is nn.Linear
         and any(part.isdigit() for part in name.split("."))
         and classifier_module(name) is None
@@ -80,7 +80,7 @@ def configure_compute(model: nn.Module, config: "ModelConfig") -> None:
 
     untyped: Any = model
     if getattr(untyped.config, "use_cache", False):
-        # Training needs no cached keys and values; generation has a setting of its own.
+        # Training needs no cached keys and values; generation has a separate setting.
         untyped.config.use_cache = False
     set_attention(model)
     if config.gradient_checkpointing:

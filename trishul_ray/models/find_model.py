@@ -2,7 +2,7 @@
 
 A name is a built-in, a model installed as a package, a local folder, or ``owner/model`` on a local
 mirror or the Hugging Face hub. For some well-known models the architecture is written down here,
-so that it needs neither network nor weights. Its values are those of each published
+so that it needs neither network nor weights. Its values are from each published
 ``config.json``: Dosovitskiy et al. 2021 (ViT-B/16), Raffel et al. 2020 (T5-Base), Meta 2024
 (LLaMA 3.2 1B), Liu et al. 2019 (RoBERTa), Reimers and Gurevych (all-MiniLM-L6-v2, after Wang et
 al. 2020).
@@ -117,7 +117,7 @@ class ModelFiles:
 
     @contextmanager
     def reading(self, *, weights: bool = False) -> Iterator[None]:
-        """Read the files with :func:`quiet_transformers`, and say of which model a failure is.
+        """Read the files with :func:`quiet_transformers`, and name the model in an error.
 
         Libraries raise errors of any type for files that are missing, unreadable or inconsistent.
 
@@ -194,7 +194,7 @@ def _find(name: str, places: "Places") -> Path | str:
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder ``name`` points to, or None; built-in and packaged names are no folders."""
+    """Return the folder of ``name``, or None; built-in and packaged names are not folders."""
     folder = Path(name).expanduser()
     return folder if name not in BUILTINS and name not in PACKAGED and folder.is_dir() else None
 
@@ -215,7 +215,7 @@ def folder_source(folder: Path, *, weights: bool = True) -> str:
 
 
 def weights_source(files: ModelFiles, commit: str | None, *, drawn: bool) -> str:
-    """Return the identity of the weights; ``commit`` is that of the hub.
+    """Return the identity of the weights; ``commit`` is the commit on the hub.
 
     With ``drawn``, they come from a seed and not from the files. See
     :class:`~trishul_ray.models.shared_weights.Resident`.

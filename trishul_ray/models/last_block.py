@@ -2,7 +2,7 @@
 
 A classifier reads one token of a row: the first of a ViT or a BERT, the last of a decoder that is
 asked for one position. In the last block that token attends to all tokens, through their keys and
-values. Their queries and all that follows them, the MLP above all, change nothing that is read, and
+values. Their queries and the later operations, mainly the MLP, change nothing that is read, and
 have no gradient. Without them outputs and gradients are the same up to rounding, for about a sixth
 of the block's products. A copy that leaves the run computes everything again
 (:class:`~trishul_ray.adapters.model.BlockForward`).
@@ -47,7 +47,7 @@ def last_block(model: nn.Module) -> str | None:
 
 
 def narrow_last_block(model: nn.Module) -> None:
-    """Let the last block compute what the head reads, in place; leave other models as they are."""
+    """Let the last block compute what the head reads, in place; other models are unchanged."""
     untyped: Any = model
     if (name := last_block(model)) is None or untyped.config._attn_implementation != ATTENTION:
         return
@@ -86,7 +86,7 @@ class _ReadToken(BlockForward):
 
 
 def _ask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note, before a decoder computes, whether one position is all that is asked for."""
+    """Note, before a decoder computes, whether only one position is requested."""
     _set_asked(model, kwargs.get("logits_to_keep") == 1)
 
 
@@ -142,9 +142,9 @@ def _attend(
     at: slice,
     positions: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return the attention of the read token to all that are ``seen`` [b, n, d], [b, 1, ...].
+    """Return the attention of the read token to the tokens ``seen`` [b, n, d], [b, 1, ...].
 
-    ``width`` is that of an attention head. ``positions`` are rotary, [b, n, width] each.
+    ``width`` is the width of an attention head. ``positions`` are rotary, [b, n, width] each.
     """
     inputs = (seen[:, at], seen, seen)
     query, key, value = (

@@ -34,7 +34,7 @@ from trishul_ray.models.tokenizers import tokenizer_key
 
 @dataclass(frozen=True)
 class PassedModel:
-    """A model as it was passed: a copy on the CPU, in eval mode.
+    """A model that was passed from Python: a copy on the CPU, in eval mode.
 
     Attributes:
         name: ``python:<class>``.
@@ -57,8 +57,8 @@ def pass_model(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None = No
     """Copy a model, compute its content, and remember it in this process.
 
     Raises:
-        InputError: A layer has no weights yet, the model cannot be copied, or the tokenizer is none
-            of transformers' fast ones.
+        InputError: A layer has no weights yet, the model cannot be copied, or the tokenizer is not
+            a fast tokenizer of transformers.
     """
     name = f"{PASSED}:{type(module).__name__}"
     fast = isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.is_fast
@@ -143,7 +143,7 @@ class PythonBackbone(Backbone):
 
     @property
     def files(self) -> ModelFiles:
-        """No files: the name alone."""
+        """No files, only the name."""
         return ModelFiles(self.name, self.name, None)
 
     @cached_property
@@ -173,7 +173,7 @@ class PythonBackbone(Backbone):
 
     @cached_property
     def preprocessing(self) -> Preprocessing:
-        """The images of the dataset as they are, of side ``model.image_size`` where that is set."""
+        """The images of the dataset, unchanged or of side ``model.image_size`` if it is set."""
         own = self.architecture
         size = self.config.image_size or getattr(own, "image_size", None)
         return Preprocessing(size, getattr(own, "num_channels", None), None, None)
@@ -238,7 +238,7 @@ class _PassInputs:
 
 
 def as_passed(model: nn.Module) -> nn.Module:
-    """Let a model take its arguments as its author wrote them; others are returned as they are."""
+    """Restore the arguments of a model that was passed from Python; others are unchanged."""
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, _PassInputs):
             del model._forward_pre_hooks[key]

@@ -33,7 +33,7 @@ _TEMPLATES = {
 
 
 def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
-    """Return the fast tokenizer; without a padding token of its own it pads with its end token.
+    """Return the fast tokenizer; without a padding token it pads with its end token.
 
     Raises:
         InputError: The model cannot be found, takes no text, or has no tokenizer files.

@@ -1,6 +1,6 @@
 """Build a backbone's modules and fill them: from a checkpoint, or drawn from the run's seed.
 
-A head that the checkpoint lacks is drawn, too. The result depends only on the checkpoint, the
+A head that the checkpoint lacks is also drawn. The result depends only on the checkpoint, the
 configuration and the seed. Torch's global random state is not read, and is restored.
 """
 
@@ -68,7 +68,7 @@ def build_module(
 ) -> nn.Module:
     """Build the modules on the current default device, in float32, with random weights.
 
-    They are those of transformers for the architecture, and depend on the seed alone.
+    They are the modules of transformers for the architecture; the weights only depend on the seed.
 
     Raises:
         InputError: The architecture cannot be used as this kind, or its values are inconsistent.
@@ -108,7 +108,7 @@ class Plan(NamedTuple):
 
 
 def build_weights(plan: Plan) -> tuple[nn.Module, list[str]]:
-    """Return the model with drawn weights, or those of its checkpoint.
+    """Return the model with drawn weights, or with the weights of its checkpoint.
 
     Only safetensors files of a checkpoint are read, and none of its code is run.
 
@@ -202,7 +202,7 @@ def resize_positions(model: nn.Module, image_size: int) -> None:
     resolution. The model is changed in place.
 
     Raises:
-        InputError: The model has no such embeddings, or the size is no multiple of its patch.
+        InputError: The model has no such embeddings, or the size is not a multiple of its patch.
     """
     config: Any = model.config
     if getattr(config, "image_size", None) in (image_size, None):
@@ -218,7 +218,7 @@ def resize_positions(model: nn.Module, image_size: int) -> None:
     patch = config.patch_size
     if image_size % patch:
         raise InputError(
-            f"model.image_size={image_size} is no multiple of the model's patch, {patch}"
+            f"model.image_size={image_size} is not a multiple of the model's patch, {patch}"
         )
     grid, old = image_size // patch, config.image_size // patch
     extra = positions.shape[1] - old * old  # class token, and distillation token of DeiT

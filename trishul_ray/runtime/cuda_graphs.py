@@ -48,8 +48,8 @@ class Graphs:
     def call(self, name: Hashable, function: Function, *given: Tensor) -> tuple[Tensor, ...]:
         """Return ``function(*given)``, which the next call with the same shapes may overwrite.
 
-        ``name`` stands for the function and all that it reads beside its arguments. A function of
-        a tensor on the host may depend on its values: it is called every time.
+        ``name`` stands for the function and its data except the arguments. A function of a tensor
+        on the host may depend on its values: it is called every time.
 
         Raises:
             FailsAgainError: A GPU cannot capture the function.

@@ -8,7 +8,7 @@ from trishul_ray.storage.integrity import remark
 
 GIB = 2**30
 
-#: Memory that a process uses on a GPU besides its tensors: the CUDA context, library workspaces.
+#: Memory that a process uses on a GPU without tensors: the CUDA context, library workspaces.
 CONTEXT_BYTES = 0.6 * GIB
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -39,7 +39,7 @@ def device_named(name: str) -> "torch.device":
     A remark reports a GPU that torch does not find.
 
     Raises:
-        InputError: There is no GPU for ``cuda``.
+        InputError: ``cuda`` needs a GPU, and torch finds none.
     """
     reason = why_unusable()
     if name == "auto":

@@ -11,7 +11,7 @@ from typing import Literal
 from trishul_ray.errors import RunError
 from trishul_ray.runtime.lazy import torch
 
-#: What libraries say that could not allocate, in errors of no type of their own.
+#: Texts in errors of libraries that could not allocate, which have no separate type.
 _FULL = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -44,7 +44,7 @@ def reset_peak(device: "torch.device") -> None:
 def return_freed() -> None:
     """Return freed memory to the system, which glibc keeps by the GiB where threads have used it.
 
-    It takes microseconds where there is none. Other C libraries are left alone.
+    It takes microseconds where there is none. Other C libraries are not asked.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -51,7 +51,9 @@ class DevicesConfig(Section):
         1.0, ge=0, le=5, description="lognormal: standard deviation of ln(bandwidth) over clients"
     )
     latency: float = Field(
-        0.1, ge=0, description="seconds of each client's round besides transfer and computing"
+        0.1,
+        ge=0,
+        description="seconds of each client's round without transfer and computing",
     )
     path: PathText | None = Field(
         None,
@@ -161,7 +163,7 @@ class ClientClock:
     Attributes:
         devices: The devices of all clients.
         compute: [N] float64, seconds of the local steps of a round.
-        latency: Seconds besides transfer and computing.
+        latency: Seconds in addition to transfer and computing.
     """
 
     devices: Devices

@@ -31,7 +31,7 @@ MOST_ATTEMPTS = 100
 
 
 class CohortConfig(Section):
-    """Clients that are selected for a round, and those that count."""
+    """The selection of clients for a round, and the clients that count."""
 
     select: Literal["uniform", "power_of_choice"] = Field(
         "uniform",

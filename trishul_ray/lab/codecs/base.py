@@ -25,7 +25,7 @@ class CodecFields(Section):
     """Codec in use, and the fields that codecs read."""
 
     codec: str = Field(
-        NONE, description="how numbers are sent: none (as they are), or a codec's name"
+        NONE, description="how numbers are sent: none (unchanged), or a codec's name"
     )
     rounding: Literal["nearest", "stochastic"] = Field(
         "nearest",
@@ -57,7 +57,7 @@ class Codec:
     An instance only has its fields: one object serves every client.
     """
 
-    #: The fields of :class:`CodecFields` that it reads, besides ``codec``.
+    #: The fields of :class:`CodecFields` that it reads, in addition to ``codec``.
     fields_read: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, fields: CodecFields) -> None:

@@ -1,7 +1,7 @@
 """int8 and int4: steps of equal width between the largest magnitudes of a unit, or of a block.
 
 With b bits, ``scale = max|x| / (2^(b-1) - 1)`` and ``q = round(x / scale)``; the scales are sent in
-float32 and the q in b bits. int4 divides units into blocks of 64 entries with a scale each.
+float32 and the q in b bits. int4 divides units into blocks of 64 entries, with one scale per block.
 Stochastic rounding is without bias: ``floor(x / scale + u)`` with u uniform in [0, 1).
 """
 

@@ -1,7 +1,7 @@
 """The codec of uploads, with error feedback, and the codec of broadcasts.
 
 With error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv
-1901.09847) a client adds to its change what the codec left out of earlier changes: it sends
+1901.09847) a client adds the coding errors of earlier rounds to its change: it sends
 ``C(delta + e)`` and stores ``e <- delta + e - C(delta + e)``. Over all rounds it has then sent the
 sum of its changes minus the last e.
 
@@ -26,11 +26,11 @@ from trishul_ray.stages import Change, Sender, Sent, Stage, norm_of, register_st
 
 
 class UploadsConfig(CodecFields):
-    """The codec of clients' changes; the bytes counted are those of its encoding."""
+    """The codec of clients' changes; the bytes of its encoding are counted."""
 
     error_feedback: bool = Field(
         False,
-        description="add what the codec left out to a client's next change; checkpoints then hold "
+        description="add the coding error to a client's next change; checkpoints then hold "
         "as many numbers for each client as it sends",
     )
 
@@ -42,7 +42,7 @@ class UploadsConfig(CodecFields):
 
 
 class DownloadsConfig(CodecFields):
-    """The codec of the server's state in broadcasts; scores are those of the state itself."""
+    """The codec of the server's state in broadcasts; scores are of the exact state."""
 
 
 @register_stage("uploads")
@@ -60,7 +60,7 @@ class Uploads(Stage):
         return ("uploads.error_feedback=true",) if self.config.error_feedback else ()
 
     def send(self, change: Change, sender: Sender) -> Change:
-        """Return the change as the server decodes it, or a change that is not finite as it is."""
+        """Return the change as the server decodes it; a change that is not finite is unchanged."""
         vectors = {"shared": change.shared, **dict(sorted(change.extra.items()))}
         if not all(np.isfinite(vector).all() for vector in vectors.values()):
             return replace(change, uploaded_bytes=4 * sum(map(len, vectors.values())))
@@ -124,7 +124,7 @@ def coded(
     """Return vectors as the receiver decodes them, and the bytes of their encoding.
 
     A vector of another length than the shared part, such as a number for each core head, is short
-    and no change, and a codec would blur it. It is sent as it is, four bytes per number.
+    and no change, and a codec would blur it. It is sent unchanged, four bytes per number.
     """
     read, size = dict(vectors), 0
     for name, vector in vectors.items():

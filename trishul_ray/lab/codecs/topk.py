@@ -1,4 +1,4 @@
-"""topk: the entries of largest magnitude, as they are, and their positions.
+"""topk: the entries of largest magnitude in float32, and their positions.
 
 ``ceil(density n)`` of n entries are sent, over the whole vector; the first of equal magnitudes.
 Positions are sent as a bitmap of n bits or as four bytes each, the shorter of the two.

@@ -1,4 +1,4 @@
-"""FedRot-LoRA: clients rotate their factors towards the broadcast before these are averaged.
+"""FedRot-LoRA: clients rotate their factors toward the broadcast before these are averaged.
 
 Zhang et al.: "FedRot-LoRA: Mitigating Rotational Misalignment in Federated LoRA", ICML 2026, arXiv
 2602.23638.
@@ -11,9 +11,9 @@ even ones, where A and B are the broadcast: with ``M = A_c A^T`` or ``M = B_c^T 
 as FedIT does.
 
 ``method.strength`` l below 1 softens it: ``R <- polar((1 - l) I + l R)``, after a reflection
-(det R < 0) has been made a rotation by the sign of V's last row; 0 is FedIT. The default 1 is that
-of the authors' configuration, a hard rotation that may be a reflection. Which factor comes first is
-our own choice.
+(det R < 0) has been made a rotation by the sign of V's last row; 0 is FedIT. The default 1 is
+from the authors' configuration: a hard rotation, which may be a reflection. The order of the
+factors is our choice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedSA-LoRA: the factors A are shared and averaged, every client keeps a B of its own.
+"""FedSA-LoRA: the factors A are shared and averaged, every client keeps its B.
 
 Guo et al.: "Selective Aggregation for Low-Rank Adaptation in Federated Learning", ICLR 2025,
 arXiv 2410.01463.

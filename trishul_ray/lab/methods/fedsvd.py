@@ -1,4 +1,4 @@
-"""FedSVD: clients train B alone, and the server rotates A and B so that A's rows are orthonormal.
+"""FedSVD: clients only train B, and the server rotates A and B so that A's rows are orthonormal.
 
 Lee et al.: "FedSVD: Adaptive Orthogonalization for Private Federated Learning with LoRA", NeurIPS
 2025, arXiv 2505.12805.
@@ -6,11 +6,11 @@ Lee et al.: "FedSVD: Adaptive Orthogonalization for Private Federated Learning w
 Within a round A is frozen and common, so that the mean of B is exact, as in FFA-LoRA. After every
 round the server decomposes ``B A = U S V^T`` and sets ``A <- V_r^T``, ``B <- U_r S_r``. The rank of
 B A is at most r: the global model stays the same, and A turns to the directions that the clients
-have found. The decomposition is that of an r x d_in matrix, after a QR of B. Both factors are sent
-down, B alone is sent up; the rank is the budget's LoRA rank.
+have found. An r x d_in matrix is decomposed, after a QR of B. Both factors are sent down, and
+only B is sent up; the rank is the budget's LoRA rank.
 
 Codecs, privacy and server optimizers see the change of B within a round. Stages that keep numbers
-for the next round (moments, errors of a codec) are refused: these would be in the coordinates of
+for the next round (moments, errors of a codec) are rejected: these would be in the coordinates of
 the earlier A.
 """
 
@@ -39,7 +39,7 @@ class FedSVD(FedIT):
     rates: ClassVar = {"cifar100 trishul/vit-s14-photos": 2.0e-3}
 
     def check(self, settings: Settings) -> None:
-        """Refuse what keeps numbers in the coordinates of an earlier A."""
+        """Reject stages that keep numbers in the coordinates of an earlier A."""
         super().check(settings)
         if settings.remembered:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Core heads that stay with their client: the last k of each matrix are trained and never sent.
 
-They are no part of the global model. If bases are orthogonal, the shared and the private part of an
-update are orthogonal matrices. The idea is our own.
+They are not a part of the global model. If bases are orthogonal, the shared and the private part of
+an update are orthogonal matrices. The idea is our own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Private(Ravan):
     takes_limits = False
 
     def check(self, settings: Settings) -> None:
-        """Refuse more private heads than there are heads."""
+        """Reject more private heads than there are heads."""
         super().check(settings)
         if (wanted := self.config.private_heads) > (heads := settings.adapter.heads):
             raise ValueError(f"method.private_heads={wanted} must be at most adapter.heads={heads}")

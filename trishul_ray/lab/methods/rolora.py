@@ -4,8 +4,8 @@ Chen et al.: "Robust Federated Finetuning of LLMs via Alternating Optimization o
 2025, arXiv 2502.01755.
 
 In odd rounds A is frozen and common and B is trained, sent and averaged; in even rounds the other
-way round. Each product is then linear in what is averaged, so aggregation is exact, and a client
-sends half of what FedIT's sends. B comes first: as long as it is zero, A has no gradient.
+way round. Each product is then linear in the averaged factor, so aggregation is exact, and a client
+sends half of what FedIT's sends. B comes first: while B is zero, A has no gradient.
 """
 
 from typing import ClassVar

@@ -9,7 +9,7 @@ S. Two kinds of sampling give different guarantees:
 * ``fixed``: exactly m of N clients, without replacement. One client is replaced by another, which
   changes the sum by 2 S. Composed by Rényi divergences (RDP) of integer orders.
 
-The accountants are those of Google's ``dp-accounting``, an extra, which is imported when needed.
+The accountants are from Google's ``dp-accounting``, an extra, which is imported when needed.
 """
 
 import math
@@ -47,7 +47,7 @@ def _library() -> Any:
 def _loss(noise: float, rate: float) -> Any:
     """Return the privacy loss of one round of Poisson sampling."""
     # Little noise has large losses, and a small rate has small ones: the grid follows them. It
-    # rounds up by less than 1 % of epsilon; a grid of 1e-3 would give 1.7 times it at rate 1e-4.
+    # rounds up by less than 1% of epsilon; a grid of 1e-3 would give 1.7 times it at rate 1e-4.
     return _library().pld.privacy_loss_distribution.from_gaussian_mechanism(
         noise,
         sampling_prob=rate,

@@ -6,7 +6,7 @@ a fraction p_u trains unit u, the released mean is::
 
     mean_u = (sum_c change_cu + N(0, (z S)^2)) / (m p_u)
 
-The denominators are constants: a count of the clients that joined would be one more private number.
+The denominators are constants: the number of clients that joined would be one more private number.
 Rejected and missing uploads are zeros in the sum. The noise follows from the run's seed, so that a
 run can be repeated: this is a simulation, not a deployment.
 
@@ -256,11 +256,11 @@ class Privacy(Stage):
 def clip(
     shared: np.ndarray, extra: Mapping[str, np.ndarray], bound: float
 ) -> tuple[np.ndarray, dict[str, np.ndarray], float]:
-    """Scale a change by ``min(1, S / norm)``; a change of norm 0 or not finite stays as it is.
+    """Scale a change by ``min(1, S / norm)``; a change of norm 0 or not finite is unchanged.
 
     Args:
         shared: [W] float32.
-        extra: What the method adds, float32, by name.
+        extra: Vectors that the method adds, float32, by name.
         bound: S; 0 leaves nothing.
 
     Returns:
