@@ -14,7 +14,6 @@ import ray
 from trishul_ray.errors import InputError
 from trishul_ray.federation.determinism import deterministic
 from trishul_ray.federation.on_ray.process import RunRequest, WorkerEnvironment
-from trishul_ray.federation.on_ray.slices import Slices
 from trishul_ray.runtime.device import cap_device_memory, why_unusable
 from trishul_ray.storage.integrity import take_remarks
 
@@ -101,18 +100,3 @@ class ClientActor:
 
         with deterministic(self._executor.experiment):
             return None, partial_sum(ray.get(list(uploads), timeout=FETCH_SECONDS), reducer)
-
-    @ray.method(num_returns=2)
-    def combine(self, sums: Sequence[Any]) -> "tuple[None, Partial]":
-        """Add the sums of groups, in the order given."""
-        from trishul_ray.federation.reduce import combine
-
-        return None, combine(ray.get(list(sums), timeout=FETCH_SECONDS))
-
-
-def start_client(slices: Slices, environment: WorkerEnvironment) -> Any:
-    """Request a client actor without waiting for it; this process owns it."""
-    options = ClientActor.options(  # type: ignore[attr-defined]  # added by ray.remote
-        num_cpus=slices.cpus, num_gpus=slices.gpus
-    )
-    return options.remote(slices.gpus, environment)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from trishul_ray.federation.on_ray.client_actor import start_client
+from trishul_ray.federation.on_ray.client_actor import ClientActor
 from trishul_ray.federation.on_ray.process import RunRequest, WorkerEnvironment
 from trishul_ray.federation.on_ray.slices import Slices
 from trishul_ray.storage.durable import Json
@@ -28,7 +28,10 @@ class Coordinator:
     def __init__(self, limit: int, slices: Slices, environment: WorkerEnvironment) -> None:
         environment.apply()
         self._actors, self._limit = slices.actors, limit * slices.actors
-        self._start = partial(start_client, slices, environment)
+        actor_class = ClientActor.options(  # type: ignore[attr-defined]  # added by ray.remote
+            num_cpus=slices.cpus, num_gpus=slices.gpus
+        )
+        self._start = partial(actor_class.remote, slices.gpus, environment)
         # Before anything heavy is imported: they start in the meantime.
         self._clients = [self._start() for _ in range(slices.actors)]
         self._pool: ActorPool | None = None

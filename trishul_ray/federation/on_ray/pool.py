@@ -8,8 +8,7 @@ pool opens no placement group: inside a Ray Tune trial, the trial's bundles capt
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from trishul_ray.federation.messages import (
     changed_sources,
     units_of_work,
 )
+from trishul_ray.federation.on_ray.client_actor import FETCH_SECONDS
 from trishul_ray.federation.on_ray.process import RunRequest
 from trishul_ray.federation.reduce import FAN_IN, Reducer, combine, groups, sum_groups
 from trishul_ray.stages import ArrayState, Partial
@@ -70,14 +70,12 @@ class Call:
     Attributes:
         name: The action, for an error message.
         submit: Makes the call on an actor; returns the reference of its result.
-        after: Numbers of the calls that must end first.
-        ended: Called with the result.
+        ended: Receives the result, and returns the calls that can follow, if any.
     """
 
     name: str
     submit: Callable[[Any], Any]
-    ended: Callable[[Any], None] = lambda _: None
-    after: set[int] = field(default_factory=set)
+    ended: Callable[[Any], "Sequence[Call] | None"]
 
 
 class ActorPool:
@@ -169,36 +167,29 @@ class ActorPool:
             )
 
     def _run_calls(self, calls: Sequence[Call]) -> None:
-        """Make each call on an idle actor, the calls that waited for others first."""
-        blocked = {number: {*call.after} for number, call in enumerate(calls) if call.after}
-        waiting = deque(number for number in range(len(calls)) if number not in blocked)
-        idle = deque(self._pids)
-        running: dict[Any, tuple[int, Any]] = {}  # reference -> (number, actor)
-        while waiting or running or blocked:
+        """Make each call on an idle actor, and the calls that follow it before all others."""
+        waiting, idle = deque(calls), deque(self._pids)
+        running: dict[Any, tuple[Call, Any]] = {}  # reference -> call and actor
+        while waiting or running:
             while waiting and idle:
-                number, actor = waiting.popleft(), idle.popleft()
-                running[calls[number].submit(actor)] = number, actor
+                call, actor = waiting.popleft(), idle.popleft()
+                running[call.submit(actor)] = call, actor
             (done, *_), _ = ray.wait([*running, *self._opening], num_returns=1)
             if done in self._opening:
                 if (started := self._admit(done)) is not None:
                     idle.append(started)
                 continue
-            number, actor = running.pop(done)
+            call, actor = running.pop(done)
             try:
                 result = ray.get(done)
             except RayActorError as error:
-                waiting.appendleft(number)
+                waiting.appendleft(call)
                 self._replace(actor, error)
                 continue
             except RayTaskError as error:
-                raise run_error(f"{calls[number].name} failed", error) from error
+                raise run_error(f"{call.name} failed", error) from error
             idle.append(actor)
-            calls[number].ended(result)
-            for later in list(blocked):
-                blocked[later].discard(number)
-                if not blocked[later]:
-                    del blocked[later]
-                    waiting.appendleft(later)
+            waiting.extendleft(call.ended(result) or ())
         self._left = self._replacements
 
     def describe(self, survey: Arrays) -> WorkerSpec:
@@ -229,84 +220,69 @@ class ActorPool:
             RunError: A job failed, or no actor is left.
         """
         train = [job for job in jobs if isinstance(job, TrainJob)]
-        evaluate = [job for job in jobs if isinstance(job, EvalJob)]
+        scored = [job for job in jobs if isinstance(job, EvalJob)]
         units = units_of_work(train, self._run.experiment["federation"]["stacked"])
-        first, untrained = range(len(train))[:MOST_CLIENTS], {*range(len(units))}
+        summed = reducer is not None and len(train) > FAN_IN
+        parts = dict(enumerate(groups(train))) if summed else {}
+        first = range(len(train))[:MOST_CLIENTS]
         uploads: dict[int, Any] = {}  # references; this and the next by the position of their jobs
         reports: dict[int, Any] = {}
         evaluations: dict[int, Any] = {}
         sums: dict[int, Any] = {}  # references, by group
         sent = ray.put(broadcast)  # once for all jobs
+        shared = ray.put(reducer) if summed else None
 
-        def submit_unit(unit: list[int], actor: Any) -> Any:
-            method = actor.train.options(num_returns=1 + len(unit))
-            result, *made = method.remote(sent, *(train[index] for index in unit))
-            uploads.update(zip(unit, made, strict=True))
-            return result
+        def train_unit(unit: list[int]) -> Call:
+            def submit(actor: Any) -> Any:
+                method = actor.train.options(num_returns=1 + len(unit))
+                result, *made = method.remote(sent, *(train[index] for index in unit))
+                uploads.update(zip(unit, made, strict=True))
+                return result
 
-        def end_unit(number: int, found: Sequence[Any]) -> None:
-            reports.update(zip(units[number], found, strict=True))
-            untrained.discard(number)
-            if not untrained and trained is not None:
-                trained([uploads[index] for index in first])
+            def ended(found: Sequence[Any]) -> list[Call]:
+                reports.update(zip(unit, found, strict=True))
+                if len(reports) == len(train) and trained is not None:
+                    trained([uploads[index] for index in first])
+                ready = [number for number, part in parts.items() if reports.keys() >= {*part}]
+                return [sum_group(number, parts.pop(number)) for number in ready]
 
-        def submit_sum(number: int, part: list[int], actor: Any) -> Any:
-            result, sums[number] = actor.reduce.remote(shared, [uploads[i] for i in part])
-            return result
-
-        def release(part: list[int], _: None) -> None:
-            for index in {*part} - {*first}:
-                del uploads[index]
-
-        calls = []
-        for number, unit in enumerate(units):
             clients = " and ".join(str(train[index].client) for index in unit)
-            name = f"client {clients} in round {train[unit[0]].round}"
-            calls.append(Call(name, partial(submit_unit, unit), partial(end_unit, number)))
-        for number, job in enumerate(evaluate):
+            return Call(f"client {clients} in round {train[unit[0]].round}", submit, ended)
+
+        def sum_group(number: int, part: list[int]) -> Call:
+            def submit(actor: Any) -> Any:
+                result, sums[number] = actor.reduce.remote(shared, [uploads[i] for i in part])
+                return result
+
+            def ended(_: None) -> None:
+                for index in {*part} - {*first}:
+                    del uploads[index]
+
+            return Call(f"summing group {number}", submit, ended)
+
+        def evaluate(number: int, job: EvalJob) -> Call:
             name = f"evaluation of rows {job.start}:{job.stop} after round {job.round}"
-            submit = partial(lambda job, actor: actor.evaluate.remote(sent, job), job)
-            calls.append(Call(name, submit, partial(evaluations.__setitem__, number)))
-        if reducer is not None and len(train) > FAN_IN:
-            shared = ray.put(reducer)
-            for number, part in enumerate(groups(train)):
-                after = {n for n, unit in enumerate(units) if {*unit} & {*part}}
-                submit, name = partial(submit_sum, number, part), f"summing group {number}"
-                calls.append(Call(name, submit, partial(release, part), after))
-        self._run_calls(calls)
+            return Call(
+                name,
+                lambda actor: actor.evaluate.remote(sent, job),
+                lambda found: evaluations.update({number: found}),
+            )
+
+        self._run_calls([*map(train_unit, units), *map(evaluate, range(len(scored)), scored)])
         events, self._events = self._events, []
         return Outcome(
             uploads=[uploads[index] for index in sorted(uploads)],
-            reports=[reports[index] for index in range(len(train))],
-            evaluations=[evaluations[number] for number in range(len(evaluate))],
+            reports=[reports[index] for index in sorted(reports)],
+            evaluations=[evaluations[number] for number in sorted(evaluations)],
             events=events,
             sums=[sums[number] for number in sorted(sums)],
         )
 
     def reduce(self, outcome: Outcome, reducer: Reducer) -> Partial:
-        """Add the sums of groups on the actors, so that this process receives only the total.
-
-        Uploads that no actor has summed are summed here.
-        """
-        if not outcome.sums:
-            return combine(sum_groups(self.fetch(outcome.uploads), reducer))
-        left = outcome.sums
-        while len(left) > 1:  # in order: the sum so far is the first of the next ones
-            left = [self._combine(left[:FAN_IN]), *left[FAN_IN:]]
-        total: Partial = ray.get(left[0])
-        return total
-
-    def _combine(self, sums: list[Any]) -> Any:
-        """Return the reference of the sum of sums, which an actor adds."""
-        totals: list[Any] = []
-
-        def submit(actor: Any) -> Any:
-            result, total = actor.combine.remote(sums)
-            totals.append(total)
-            return result
-
-        self._run_calls([Call("adding the sums of groups", submit)])
-        return totals[-1]
+        """Add the sums of groups. Uploads that no actor has summed are summed here."""
+        if outcome.sums:
+            return combine(ray.get(outcome.sums, timeout=FETCH_SECONDS))
+        return combine(sum_groups(self.fetch(outcome.uploads), reducer))
 
     def fetch(self, uploads: list[Any]) -> list[Upload]:
         """Return uploads as read-only views of the object store."""
