@@ -42,7 +42,7 @@ def round_limit(limit: Limit, context: WorkerContext, cohort: list[int], number:
 
 
 def backends(setup: Setup) -> Section:
-    """Inline and Ray by turns, round by round, with the limit between them."""
+    """Compare inline with Ray, alternately round by round, with the limit between them."""
     runs, fed = setup.experiment.storage.runs, setup.experiment.federation
 
     def on(backend: str) -> Setup:
@@ -69,7 +69,7 @@ def backends(setup: Setup) -> Section:
             cohort = inline.draw(number)
             took = {"limit": round_limit(limit, context, cohort, number)}
             both = [("inline", inline), ("ray", ray)]
-            # In turn first, so that a machine that slows down or speeds up favours neither.
+            # In turn first, so that a machine that slows down or speeds up favors neither.
             for name, driver in both if number % 4 < 2 else both[::-1]:
                 took[name] = _timed(driver.step)
             if number == 1:

@@ -38,12 +38,12 @@ class Limit:
         adapted = dict(context.model.model.named_parameters())
         for name, _ in list(self.model.named_parameters()):
             owner, _, attribute = name.rpartition(".")
-            # An untrained update leaves every weight as it is, so sharing changes no number.
+            # An untrained update changes no weight, so sharing changes no number.
             self.model.get_submodule(owner)._parameters[attribute] = adapted[name]
         self.model.requires_grad_(False).eval()
         model: Any = self.model
         # A ViT's embeddings include patches and positions; a text model's are a table, which the
-        # parts of an encoder-decoder may hold as modules of their own.
+        # parts of an encoder-decoder may hold as separate modules.
         embeddings: list[Any] = [getattr(model.base_model, "embeddings", None)]
         if embeddings[0] is None:
             shape = model.get_input_embeddings().weight.shape

@@ -21,9 +21,9 @@ from trishul_ray.version import NUMERICS, __version__
 if TYPE_CHECKING:  # gpu.py runs where rich may be missing
     from rich.console import Console
 
-#: Results land beside the scripts, so that they are part of the repository.
+#: Results are stored next to the scripts, so that they are part of the repository.
 RESULTS = Path(__file__).resolve().parent / "results"
-#: Packages whose versions are recorded, where they are installed.
+#: Packages whose versions are recorded, if they are installed.
 PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
 #: Runnable processes per CPU before we start, above which a timing is not worth quoting.
 BUSY = 0.3
@@ -111,7 +111,7 @@ class Section:
 
 
 def told_by(script: str | None, parts: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """A parser whose help is a script's docstring, as it is written; ``options.parts`` if any."""
+    """Return a parser whose help is the docstring of a script; ``options.parts`` if any."""
     parser = argparse.ArgumentParser(
         description=script, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -124,7 +124,7 @@ def told_by(script: str | None, parts: Sequence[str] = ()) -> argparse.ArgumentP
 
 
 def wide_console() -> "Console":
-    """The terminal as it is; elsewhere, a page wide enough for the tables."""
+    """Return the terminal, or elsewhere a page wide enough for the tables."""
     from rich.console import Console
 
     console = Console()

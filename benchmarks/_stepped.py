@@ -1,6 +1,6 @@
-"""A process that is asked for one thing after the other, so that several go on by turns.
+"""A process that gets requests one by one, so that several processes work alternately.
 
-A question is a line of its standard input, an answer a line of JSON on its standard output.
+A request is a line of its standard input; the reply is a line of JSON on its standard output.
 """
 
 import json

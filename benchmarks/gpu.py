@@ -10,7 +10,7 @@ Parts, all by default, in this order, with minutes on an H200:
 
 Tests on a GPU are another command: `python -m pytest -m gpu`.
 
-A part that fails does not stop the next one, and each table is written as soon as it is known. The
+A part that fails does not stop the next one, and each table is written at once. The
 script needs neither Ray, MLflow nor datasets. The run uses the images of a mirror (TRISHUL_HUB or
 --hub), and noise without one. --rehearse runs every part on the CPU with tiny shapes: it shows that
 the script works, and its numbers mean nothing.
@@ -65,7 +65,7 @@ class Place:
     Attributes:
         device: ``cuda``, or ``cpu`` in a rehearsal.
         scratch: A folder for data and weights.
-        add: Takes each section of the result as soon as it is known, in the place of an earlier one
+        add: Takes each section of the result at once, and replaces an earlier one
             with the same title.
     """
 

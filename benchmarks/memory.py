@@ -3,7 +3,7 @@
     python benchmarks/memory.py [--model NAME] [--actors 4] [options]
 
 Starts Ray actors one after the other and weighs all of them each time, with weights shared through
-the page cache (as runs do) and, beside it, with weights of each actor's own:
+the page cache (as runs do) and with separate weights for each actor:
 
     interpreter   an actor that has imported everything and holds no model
     added         how much the whole machine's actors grew when this one took the model
@@ -99,7 +99,7 @@ def weigh(pids: list[int]) -> list[tuple[float, float]]:
 
 
 def measure(options: argparse.Namespace, cache: Path, shared: bool) -> Section:
-    """Start the actors, let them take the backbone by turns, weigh them all after each turn."""
+    """Load the backbone in one actor after the other, and weigh all actors after each."""
     config = ModelConfig(
         name=options.model,
         init="random",

@@ -81,7 +81,7 @@ def _rounds(options: argparse.Namespace, shared: list[str]) -> list[str]:
         f"federation.batch_size={options.batch}",
         f"federation.rounds={options.rounds}",
         f"federation.local_steps={options.local_steps}",
-        # Every second call is a round with evaluation: both kinds are seen, by turns.
+        # Every second call is a round with evaluation: both kinds alternate.
         "evaluation.every=2",
         "resources.actors=1",
     ]

@@ -1,10 +1,10 @@
-"""Start of actors and of the command `trishul run`, by turns in several ways.
+"""Start of actors and of the command `trishul run`, alternately in several ways.
 
     python benchmarks/starting.py [options]
 
-`fork`, as it is: workers are forks of a process that has imported PyTorch and transformers.
+`fork`, the default: workers are forks of a process that has imported PyTorch and transformers.
 `preload`: Ray imports them in every worker before it gives it work (RAY_preload_python_modules).
-`monitors`: as `fork`, but Ray starts all that it starts by default. The command in these three ways
+`monitors`: as `fork`, but Ray starts all its default processes. The command in these three ways
 has imported Ray before it begins; `typed` is `fork` without that. It also shows when the lines of
 the command appear, and which processes have taken how much CPU time until its first round.
 Results go to benchmarks/results/.
@@ -99,7 +99,7 @@ def time_command(way: str) -> dict[str, float]:
 
 
 def cpu_seconds(command: psutil.Process) -> dict[str, float]:
-    """Return the CPU seconds of a command and of all that it has started, by kind of process."""
+    """Return the CPU seconds of a command and of its child processes, by kind of process."""
     kinds = ("fork_server", "ClientActor", "Coordinator", "Agent", "gcs_server", "raylet")
     found: Counter[str] = Counter()
     for process in (command, *command.children(recursive=True)):
@@ -111,7 +111,7 @@ def cpu_seconds(command: psutil.Process) -> dict[str, float]:
 
 
 def measure(what: str, way: str, count: int) -> dict[str, float]:
-    """Measure one way once, in a process of its own."""
+    """Measure one way once, in a separate process."""
     words = [sys.executable, __file__, f"--measure={what}", f"--way={way}", f"--actors={count}"]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -120,7 +120,7 @@ def measure(what: str, way: str, count: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure all ways by turns and write the results."""
+    """Measure all ways alternately and write the results."""
     parser = told_by(__doc__)
     parser.add_argument("--actors", type=int, default=12, help="as many as fit without forks")
     parser.add_argument("--forks", type=int, default=100, help="actors of a last turn of forks")

@@ -1,12 +1,12 @@
-"""Cost of Ray Tune around whole runs: short trials, and trials beside each other.
+"""Cost of Ray Tune around whole runs: short trials, and concurrent trials.
 
     python benchmarks/sweeps.py [trials] [concurrent] [--trials 40] [--rounds 30] [options]
 
 trials      sweeps of short trials, one at a time, with all files: seconds from the end of one trial
-            to the end of the next, beside those of the same runs without Tune, one after the other
-            before and after the trials, and of their rounds alone (training and evaluations)
-concurrent  rounds per second of two trials at once with one actor each, beside one trial after the
-            other with an actor on each of the two CPUs, and with one actor
+            to the end of the next, compared with the same runs without Tune, one after the other
+            before and after the trials, and with only their rounds (training and evaluations)
+concurrent  rounds per second of two trials at once with one actor each, compared with one trial
+            after the other with an actor on each of the two CPUs, and with one actor
 
 The experiment is the quick start's: TRISHUL on the embedded digits. Results go to
 benchmarks/results/.
@@ -59,7 +59,7 @@ class Timed(SweepProgress):
 
 
 def make_sweep(folder: Path, cells: int, *overrides: str) -> Sweep:
-    """Return a sweep over seeds, stored in a folder of its own."""
+    """Return a sweep over seeds, stored in a separate folder."""
     fixed = ["model.init=random", f"storage.runs={folder}", "evaluation.limit=64"]
     return sweep_from_axes([f"seed=0..{cells - 1}"], [*fixed, *overrides])
 

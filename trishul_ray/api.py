@@ -4,8 +4,8 @@ Runs have the same ids, files and recovery as with the commands ``trishul run`` 
 sweep``: either continues, or reads, what the other began.
 
 Every error is an :class:`~trishul_ray.errors.InputError` or a
-:class:`~trishul_ray.errors.RunError`, but for those that your own callback raises. A process runs
-one experiment or sweep at a time.
+:class:`~trishul_ray.errors.RunError`, except errors of your callback. A process runs one experiment
+or sweep at a time.
 """
 
 import json
@@ -61,8 +61,8 @@ def run(
     Args:
         dataset: The name of a dataset (default ``digits``), or rows: a Hugging Face ``Dataset`` or
             ``DatasetDict``, a table of pandas or Arrow, a list of dictionaries, a dictionary of
-            columns, or ``{"train": rows, "test": rows}``. Their columns are those of the dataset
-            ``table``; ``columns={"text": "body"}`` names others.
+            columns, or ``{"train": rows, "test": rows}``. Their columns are named as in the dataset
+            ``table``; ``columns={"text": "body"}`` sets other names.
         method: The name of a method (default ``trishul``), or its section.
         model: The name of a backbone, its section, or any ``nn.Module``: all its linear layers but
             a classification head named ``classifier`` are adapted, unless ``targets`` names others.

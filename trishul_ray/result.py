@@ -31,7 +31,7 @@ class Result:
         final: The metrics after the last round, and its number.
         best: The metrics of the round with the best headline metric, and its number. ``chosen_on``
             names the rows whose headline metric is the best: ``validation``, or ``test`` if the run
-            has no validation rows (``data.validation_share``); then it is no fair score.
+            has no validation rows (``data.validation_share``); then it is not a fair score.
         untouched: The metrics of the backbone before the first round.
         recall: The recall of every class after the last round; None for one without test rows.
         per_client: The global model's headline metric of every client after the last round. Empty

@@ -164,7 +164,7 @@ def test_unused_rows_are_removed_after_a_month(called, monkeypatch, tmp_path):
     assert used.is_dir() and weights[1].is_dir()
 
 
-def test_user_without_a_home_is_told_the_variable(tmp_path):
+def test_user_without_a_home_gets_the_variable(tmp_path):
     """As in a container with any uid, or a service of systemd."""
     code = """
     import pwd, sys

@@ -135,7 +135,7 @@ def check_run(experiment):
         assert len(prepared.shards.shard(client)) > 0
 
 
-def test_links_lead_to_files_and_to_the_tests_that_they_name():
+def test_links_lead_to_files_and_named_tests():
     folders = (ROOT / name for name in ("docs", "benchmarks", "cluster"))
     pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
     texts = {page: page.read_text(encoding="utf-8") for page in pages}

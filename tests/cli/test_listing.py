@@ -94,7 +94,7 @@ def test_tokens_of_a_row_are_shown(listed):
     assert listed("datasets", "digits", "--row", "0")[0] == 2
 
 
-def test_shown_partition_is_that_of_a_run(small):
+def test_listed_partition_equals_the_partition_of_a_run(small):
     experiment = small("partition.alpha=0.5", "data.train_limit=300")
     shown, run = prepare_rows(experiment), prepare_run(experiment)
     np.testing.assert_array_equal(shown.shards.permutation, run.shards.permutation)

@@ -54,7 +54,7 @@ def test_letters_unknown_to_a_terminal_are_escaped(called, monkeypatch, encoding
     assert rb"\u03bb" in terminal.buffer.getvalue()
 
 
-def test_a_configuration_is_shown_as_it_is_read(called, tmp_path):
+def test_a_configuration_is_printed_unchanged(called, tmp_path):
     name = "[red]a[/] :smile: [/nothing] " + 30 * "word "
     (tmp_path / "a.yaml").write_text(yaml.safe_dump({"tracking": {"experiment": name.strip()}}))
     code, out, error = called("run", tmp_path / "a.yaml", "--show")

@@ -1,8 +1,8 @@
 """The ``trishul`` command: the Typer application and its entry point.
 
-Exit codes: 0 done; 2 invalid input (one line); 1 the run failed (one paragraph: what happened, what
-is kept, how to continue); 130 stopped by Ctrl-C, 143 by SIGTERM (Slurm, Docker, systemd), 129 by
-SIGHUP (the terminal was closed).
+Exit codes: 0 done; 2 invalid input (one line); 1 the run failed (one paragraph: the cause, the
+finished rounds, the command that continues); 130 stopped by Ctrl-C, 143 by SIGTERM (Slurm, Docker,
+systemd), 129 by SIGHUP (the terminal was closed).
 """
 
 import gc

@@ -42,7 +42,7 @@ class _Field(NamedTuple):
 def field_list(experiment: "Experiment", width: int = 100) -> str:
     """Return a paragraph for each field: its value in ``experiment``, what it allows and means.
 
-    Fields of the method are those of the experiment's method.
+    The section ``method`` has the fields of the experiment's method.
     """
     registered = {"method.name": method_names(), "task.kind": task_kinds()}
     fields = [each for each in _fields(experiment) if each.name != "stages"]

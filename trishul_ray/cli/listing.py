@@ -20,7 +20,7 @@ from trishul_ray.errors import InputError
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
 
-#: Number of clients with a row of their own in the partition of a dataset.
+#: Largest number of clients that the partition of a dataset lists one by one.
 MAX_ROWS = 30
 
 Row = dict[str, Any]

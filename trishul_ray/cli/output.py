@@ -26,7 +26,7 @@ from trishul_ray.storage.redaction import redact
 if TYPE_CHECKING:
     from trishul_ray.tracking.progress import RunProgress
 
-# Names of a user are printed unchanged: "[red]" is no markup, and ":a:" no emoji.
+# Names of a user are printed unchanged: "[red]" is not markup, and ":a:" not an emoji.
 plain_console = partial(Console, markup=False, emoji=False, highlight=False)
 out = plain_console()
 err = plain_console(stderr=True)
@@ -94,7 +94,7 @@ def show_progress(rounds: int = 1) -> "RunProgress":
 
 @contextmanager
 def resumable(progress: "RunProgress", kept: str) -> Iterator[None]:
-    """Show progress; if the command fails or is stopped, print what is kept and how to continue."""
+    """Show progress; if the command fails or is stopped, print how to continue."""
     how = f"{kept}; to continue: {typed()}"
     with progress:
         try:

@@ -214,7 +214,7 @@ def _workers_for(
     with ExitStack() as stack:
         forks = forks_workers() and not ray.is_initialized()
         fork_server = stack.enter_context(ForkServer()) if forks else None
-        if forks:  # there is no GPU, and the CPUs of Ray will be these
+        if forks:  # this machine has no GPU, and Ray will use all its CPUs
             plan_slices(experiment, {"CPU": float(usable_cores())})
         check_first(experiment, progress.task_progress("preparing data"))
         progress.phase("starting Ray")

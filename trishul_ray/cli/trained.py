@@ -41,7 +41,7 @@ def export(
 ) -> None:
     """Write a run's PEFT adapter, or the model with the update merged in.
 
-    Reads the newest checkpoint, so that a run in progress can be exported too, and needs no data.
+    Reads the newest checkpoint, so that a run in progress can also be exported, and needs no data.
     The folder also has a model card, the class names, and the image processor or the tokenizer.
     Full fine-tuning has no adapter: its model is written.
     """

@@ -98,7 +98,7 @@ def find_plugin(plugin: Plugin) -> Plugin:
     """Load a plug-in that another process has sent, or find a stored one among the loaded ones.
 
     Raises:
-        InputError: It is not loaded, or what is loaded has another content.
+        InputError: It is not loaded, or the loaded plug-in has another content.
     """
     if plugin.source is not None:
         return _run(plugin, f"<plug-in {plugin.name}>")

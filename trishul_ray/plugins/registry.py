@@ -1,7 +1,7 @@
 """Methods, stages, tasks, datasets and codecs by name.
 
-A registry imports the modules that register its items when it is first asked: those of a package,
-those that the extensions of this package list in ``MODULES``, and the plug-ins of installed
+At its first use, a registry imports the modules that register its items: the modules of a package,
+the modules that extensions of this package list in ``MODULES``, and the plug-ins of installed
 packages (:mod:`trishul_ray.plugins.loading`).
 """
 
@@ -109,7 +109,7 @@ class Registry(Generic[_T]):
         return [*self.all()]
 
     def choices(self) -> list[str]:
-        """Return what the field may be: the names of items, and those that mean something else."""
+        """Return the allowed values of the field: the names of items, and reserved names."""
         return sorted({*self._taken, *self.names()})
 
     def __getitem__(self, name: str) -> _T:
