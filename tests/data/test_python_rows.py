@@ -80,6 +80,7 @@ def test_images_become_bytes_from_any_form(tmp_path):
     [
         (3, "of type int, or empty; pass a Hugging Face Dataset"),
         ([], "of type list, or empty"),
+        ([{"text": "a"}, 3], "the rows passed from Python: 'int' object"),
         ({"a": [1, 2], "b": [1]}, r"expected length 2 but got length 1"),
         ({"a": "word"}, "column 'a' is a str, not a list of values"),
         ({"label": [None, 1, float("nan"), "b"]}, r"column 'label': .*'b'"),

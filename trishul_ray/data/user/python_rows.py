@@ -81,7 +81,7 @@ def to_table(rows: Any) -> pa.Table:
     """
     try:
         table = _to_table(rows)
-    except (ValueError, pa.ArrowException) as error:
+    except (ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         raise InputError(f"the rows passed from Python: {error}") from error
     names = [nfc(name) for name in table.column_names]
     return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
