@@ -1,10 +1,11 @@
 """A tiny table and a tiny backbone as files, for tests of what happens when they change."""
 
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForMaskedLM
 
 from trishul_ray.models.builtin import BUILTINS
-from trishul_ray.models.pretraining import new_backbone
 from trishul_ray.models.tokenizers import byte_tokenizer
+from trishul_ray.models.weights import seeded
 
 #: The overrides of a run of seconds on texts, in this process.
 TINY_TEXT = [
@@ -31,7 +32,9 @@ def write_notes(file, first="left"):
 
 def save_bert(folder):
     """Write a BERT with its tokenizer."""
-    new_backbone(BUILTINS["bert-tiny"]).save_pretrained(folder)
+    with seeded(0):
+        model = AutoModelForMaskedLM.from_config(BUILTINS["bert-tiny"].config())
+    model.save_pretrained(folder)
     byte_tokenizer("bert").save_pretrained(folder)
 
 

@@ -12,8 +12,8 @@ from trishul_ray.models.builtin import BUILTINS, VIT_DIGITS
 from trishul_ray.models.pretraining import (
     ensure_pretrained,
     image_batches,
+    needs_pretraining,
     new_backbone,
-    pretrain,
     save_backbone,
     train_backbone,
 )
@@ -40,10 +40,7 @@ def accuracy(model: torch.nn.Module, split) -> float:
 
 def test_training_is_repeatable_and_leaves_globals_alone(digits):
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
-    told = []
-    first = train_backbone(
-        SHORT, digits.split("pretrain"), on_epoch=lambda *step: told.append(step)
-    )
+    first = train_backbone(SHORT, digits.split("pretrain"))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.get_num_threads() == threads
     torch.manual_seed(5)
@@ -52,7 +49,6 @@ def test_training_is_repeatable_and_leaves_globals_alone(digits):
         assert weights(train_backbone(SHORT, digits.split("pretrain"))) == weights(first)
     finally:
         torch.set_num_threads(threads)
-    assert [epoch for epoch, _ in told] == [1, 2] and told[1][1] < told[0][1]
 
 
 def test_the_recipe_leaves_room_to_improve(digits):
@@ -60,14 +56,10 @@ def test_the_recipe_leaves_room_to_improve(digits):
     assert 0.75 <= accuracy(model, digits.test) <= 0.88
 
 
-def test_vit_tiny_learns_from_enlarged_digits(digits):
+def test_vit_tiny_reads_enlarged_digits(digits):
     vit = BUILTINS["vit-tiny"]
-    short = dataclasses.replace(vit, recipe=dataclasses.replace(vit.recipe, epochs=2))
-    losses = []
-    model = train_backbone(
-        short, digits.split("pretrain"), on_epoch=lambda _, loss: losses.append(loss)
-    )
-    assert losses[1] < losses[0]
+    short = dataclasses.replace(vit, recipe=dataclasses.replace(vit.recipe, epochs=1))
+    model = train_backbone(short, digits.split("pretrain"))
     assert model(torch.zeros(1, 3, 64, 64)).logits.shape == (1, 10)
 
 
@@ -111,18 +103,13 @@ def test_text_model_has_no_pretrained_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_ray_train_gives_the_same_bytes_as_the_plain_loop(digits, tmp_path, monkeypatch, local_ray):
+def test_ray_train_gives_the_same_bytes(digits, tmp_path, monkeypatch, local_ray):
     monkeypatch.setitem(BUILTINS, SHORT.name, SHORT)
-    told = []
-    places = Places(tmp_path, None)
-    folder = pretrain(SHORT, places, progress=lambda stage, done: told.append(done))
-    assert told == [0.5, 1.0]
-    backbone = Backbone(ModelConfig(name=SHORT.name), places)
+    backbone = Backbone(ModelConfig(name=SHORT.name), Places(tmp_path, None))
+    ensure_pretrained(backbone)
     loaded = backbone.load("image-classification", 10, seed=0)
     assert weights(loaded) == weights(train_backbone(SHORT, digits.split("pretrain")))
-    written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert pretrain(SHORT, places) == folder  # found
-    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    assert not needs_pretraining(backbone)
     assert not list(tmp_path.glob("train-*"))
 
 

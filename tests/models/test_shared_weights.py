@@ -9,6 +9,7 @@ import pytest
 import torch
 from damage import DAMAGE
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForMaskedLM
 
 from trishul_ray.config.fields import ModelConfig
 from trishul_ray.config.places import Places
@@ -16,7 +17,6 @@ from trishul_ray.errors import CorruptFileError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.compute import cast, run_dtype
-from trishul_ray.models.pretraining import new_backbone
 from trishul_ray.storage.durable import KEPT_SECONDS
 from trishul_ray.storage.integrity import SEAL, take_remarks
 
@@ -74,7 +74,8 @@ def test_shared_weights_are_those_of_a_plain_load(name, kind, classes, precision
 @pytest.fixture
 def bert(tmp_path):
     """A folder with a masked language model: no pooler, no classifier."""
-    new_backbone(BUILTINS["bert-tiny"]).save_pretrained(tmp_path / "bert")
+    model = AutoModelForMaskedLM.from_config(BUILTINS["bert-tiny"].config())
+    model.save_pretrained(tmp_path / "bert")
     return ModelConfig(name=str(tmp_path / "bert"))
 
 
