@@ -294,13 +294,14 @@ def _call(*words: str) -> None:
     trishul_ray.cli.main()
 
 
-def _run_cells(work: Any, missing: list[str], options: Any) -> None:
+def _run_cells(sweeps: Any, missing: Any, states: Any, options: Any, progress: Any) -> Any:
     """Run the cells that a sweep misses, as its trials do, in this process."""
-    runs = {id: work.run_of(id) for id in missing}
-    trishul_ray.sweeps.tuner.prepare_inputs(runs, work.progress)
+    runs = trishul_ray.sweeps.run.cell_runs(sweeps, missing, states)
+    trishul_ray.sweeps.tuner.prepare_inputs([run.experiment for run in runs.values()], progress)
     for run in runs.values():
         for _ in run_steps(run.experiment, RunProgress(9), extras=False, tags=run.tags):
             pass
+    return sweeps, {}
 
 
 def _watched(

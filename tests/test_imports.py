@@ -268,7 +268,7 @@ QUICK = [
     (["run", "method=nope"], "unknown method 'nope'; known: "),
     (["run", "dataset=nope"], "; known: "),
     (["table", "nope"], "; known: "),
-    (["sweep", "nope.yaml"], "does not exist"),
+    (["sweep", "nope.yaml"], "No such file"),
 ]
 #: Fields of experiments that are read without anything heavy.
 READ = [[], ["privacy.epsilon=2"]] if (ROOT / "lab").exists() else [[]]

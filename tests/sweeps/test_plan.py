@@ -25,7 +25,7 @@ def sweeps(tmp_path):
 
 def planned(sweeps, device="h100", **states):
     """Return the cells of the plan's rows, by sweep and column, and the notes."""
-    known = dict.fromkeys(distinct([s for s in sweeps if not s.is_adaptive]), CellState("missing"))
+    known = dict.fromkeys(distinct([s for s in sweeps if not s.search]), CellState("missing"))
     table, notes = plan_table(sweeps, known | states, device)
     names = [column.header for column in table.columns]
     rows = zip(*(column.cells for column in table.columns), strict=True)
@@ -53,7 +53,7 @@ def test_runs_count_by_their_state(sweeps):
     )
     states = {
         first: CellState("finished", "", done),
-        second: CellState("failed", "out of memory", failure="out of memory"),
+        second: CellState("failed", "out of memory"),
         last: CellState("corrupt", "checksum differs"),
     }
     (one, two, _), notes = planned(sweeps, **states)

@@ -159,7 +159,7 @@ def test_a_sweep_with_a_cell_that_fails_always_and_one_that_fails_once(
     }
     assert unlisted(tmp_path) == []
     failure = json.loads(run_folder(broken).read("failure.json"))
-    assert failure["reason"] == result.failures["mine: broken"] and failure["attempts"] == 1
+    assert failure["reason"] == result.failures["mine: broken"]
     for experiment in experiments.values():
         assert_as_inline(experiment, inline_result)
 
@@ -328,11 +328,4 @@ def test_a_missing_optuna_is_named_with_its_place_before_ray_starts(sweep_file, 
         "trishul_ray.federation.on_ray.session.ray_session", lambda: pytest.fail("Ray")
     )
     with pytest.raises(InputError, match=r"mine\.yaml: search: .*pip install '\.\[search\]'"):
-        reproduce([sweep], TuneOptions(), Followed())
-
-
-def test_a_metric_that_the_task_does_not_have_is_refused(sweep_file):
-    text = SEARCH.format("kind: random, metric: f1")
-    sweep = sweep_file(text, "resources.backend=inline", "tracking.mlflow=false")
-    with pytest.raises(InputError, match=r"search -> metric: f1: the task has accuracy, loss"):
         reproduce([sweep], TuneOptions(), Followed())

@@ -1,6 +1,5 @@
 """The sweeps of the paper's tables and figures, in each profile."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -268,9 +267,3 @@ def test_small_is_small():
         assert made.model.name in ("all-MiniLM-L6-v2", "trishul/vit-s14-photos")
         assert made.data.name in ("20newsgroups", "cifar100", "glue/sst2", "glue/rte")
         assert made.budget == 8 and made.adapter.matching == "matched"
-
-
-def test_messages_name_a_sample_with_four_digits():
-    (sweep,) = find_sweeps(["lambda"], "smoke")
-    cell = replace(sweep.cells[0], labels={"sample": "optimizer.lr=0.006431172050131994, seed=1"})
-    assert sweep.cell_name(cell) == "lambda: optimizer.lr=0.006431, seed=1"

@@ -106,18 +106,16 @@ def sweep(
 
 
 def _show_plan(sweeps: "Sequence[Sweep]", device: str | None) -> None:
-    from trishul_ray.experiment.fit import check_layers
     from trishul_ray.sweeps.cells import distinct
     from trishul_ray.sweeps.plan import default_device, plan_table
-    from trishul_ray.sweeps.run import check_cells
+    from trishul_ray.sweeps.run import cell_names, check_cells
     from trishul_ray.sweeps.status import examine
 
-    experiments = distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
+    experiments = distinct([sweep for sweep in sweeps if sweep.search is None])
     with show_progress() as progress:
         states = examine(experiments, progress.task_progress("reading results"))
     missing = {id: each for id, each in experiments.items() if states[id].summary is None}
-    names = {cell.experiment.id: sweep.cell_name(cell) for sweep in sweeps for cell in sweep.cells}
-    check_cells(missing, names.__getitem__, check_layers)
+    check_cells(missing, cell_names(sweeps))
     table, notes = plan_table(sweeps, states, device or default_device(sweeps))
     print_table(table)
     for note in notes:
@@ -156,7 +154,7 @@ def report(
     It runs nothing: missing runs are missing in the report, and failed runs have their reason.
     """
     sweeps = load_sweeps(arguments or [], profile, runs)
-    searched = [sweep.name for sweep in sweeps if sweep.is_adaptive]
+    searched = [sweep.name for sweep in sweeps if sweep.search]
     if searched:
         raise InputError(
             f"{', '.join(searched)}: the samples of a search by optuna depend on its results; "
@@ -182,13 +180,12 @@ def read_outcomes(sweeps: "Sequence[Sweep]") -> "tuple[SweepOutcome, ...]":
 def load_sweeps(
     arguments: Sequence[str], profile: str, runs: str | None, axes: Sequence[str] | None = None
 ) -> "list[Sweep]":
-    """Load the sweeps of ``[NAME...|all|SWEEP.yaml] [KEY=VALUE ...]``, random samples as cells.
+    """Load the sweeps of ``[NAME...|all|SWEEP.yaml] [KEY=VALUE ...]``.
 
     Raises:
         InputError: There is no name, or a sweep cannot be loaded.
     """
     from trishul_ray.sweeps.loading import find_sweeps, load_sweep, sweep_from_axes
-    from trishul_ray.sweeps.samples import with_random_samples
 
     names, overrides = split_arguments(arguments)
     overrides += [f"storage.runs={runs}"] if runs is not None else []
@@ -199,8 +196,7 @@ def load_sweeps(
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
     tables = [name for name in names if name not in files]
     sweeps = [*(find_sweeps(tables, profile, overrides) if tables else ())]
-    sweeps += [load_sweep(Path(file), overrides) for file in files]
-    return [with_random_samples(sweep) for sweep in sweeps]
+    return [*sweeps, *(load_sweep(Path(file), overrides) for file in files)]
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

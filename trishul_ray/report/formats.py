@@ -1,6 +1,5 @@
 """Numbers of tables as text, escaped texts, and tables as CSV and on the terminal."""
 
-import itertools
 import re
 
 from rich.console import Group
@@ -86,23 +85,27 @@ def to_rich(table: SweepTable, width: int) -> Group:
     numbers = [[_rich_number(row, c) for c in range(len(heads))] for row in table.rows]
     texts = [*heads, *(number.plain for row in numbers for number in row)]
     widest = max((len(line) for text in texts for line in text.split("\n")), default=0)
-    names = [Text("\n".join(filter(None, (row.label, row.verdict.text)))) for row in table.rows]
-    left = max(
-        len(line) for name in [table.row_axis, *map(str, names)] for line in name.split("\n")
-    )
+    left = max(map(len, [table.row_axis, *(row.label for row in table.rows)]))
     fits = max(1, (width - left - 4) // (widest + 3))
     views = []
     for start in range(0, len(heads), fits):
         columns = (Column(Text(head), justify="right") for head in heads[start : start + fits])
         view = Table(Column(Text(table.row_axis), min_width=left), *columns)
-        rows = iter(zip(names, numbers, strict=True))
+        rows = iter(numbers)
         for group in table.groups:
             if group.label:
                 view.add_section()
                 view.add_row(Text(group.label, "italic"))
-            for name, cells in itertools.islice(rows, len(group.rows)):
-                view.add_row(name, *cells[start : start + fits])
+            for row in group.rows:
+                view.add_row(Text(row.label), *next(rows)[start : start + fits])
         views.append(view)
+    if table.judged:
+        verdicts = Table.grid(padding=(0, 2))
+        for group in table.groups:
+            for row in group.rows:
+                label = Text(group.label, "italic")
+                verdicts.add_row(label, Text(row.label), Text(row.verdict.text))
+        views.append(verdicts)
     title = Text(f"{table.layout.title}: {table.unit} [{table.sweep.profile}]", "bold")
     return Group(title, *views, Text(table.caption, "italic"))
 

@@ -7,8 +7,8 @@ override that would reach only some cells is rejected.
 
 import itertools
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from trishul_ray.sweeps.sweep_file import MAX_CELLS, Fields, SweepFile, field_of
 
 #: The axis of learning rates.
 RATE = "optimizer.lr"
-#: A number of more digits than a name needs.
-_LONG = re.compile(r"\d+\.\d{5,}(e[-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,7 @@ class Cell:
             InputError: The experiment is not valid.
         """
         fields = {**self.fields, **{field_of(name): value for name, value in values.items()}}
-        labels = {**self.labels, **{name: str(value) for name, value in values.items()}}
-        return replace(self, experiment=_resolve(fields), labels=labels, fields=fields)
+        return replace(self, experiment=_resolve(fields), fields=fields)
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Sweep(SweepHead):
     Attributes:
         cells: Every combination of labels that ``except`` does not leave out.
         file: Its file, or None.
-        search: How values are found that no axis sets, or None.
+        search: A search by Optuna, which samples each cell; or None.
     """
 
     cells: tuple[Cell, ...]
@@ -82,28 +79,21 @@ class Sweep(SweepHead):
         axes = (f"--axis {axis}={','.join(labels)}" for axis, labels in self.axes.items())
         return " ".join(["trishul sweep", *axes])
 
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether its cells depend on the results of other cells."""
-        return self.search is not None and self.search.kind == "optuna"
-
     def displayed_labels(self, cell: Cell) -> dict[str, str]:
         """Return the displayed labels of a cell, by axis."""
         return {axis: self.shown_label(axis, label) for axis, label in cell.labels.items()}
 
-    @staticmethod
-    def joined(labels: Mapping[str, str]) -> str:
-        """Return labels as text; numbers have the name of their axis."""
-        return ", ".join(
-            f"{axis}={label}" if label.replace(".", "").isdigit() else label
-            for axis, label in labels.items()
-        )
-
     def cell_name(self, cell: Cell) -> str:
         """Return the name of a cell in messages: ``vision: FedIT, CIFAR-100, seed=0``."""
-        labels = self.joined(self.displayed_labels(cell))
-        short = _LONG.sub(lambda found: f"{float(found.group()):.4g}", labels)
-        return f"{self.name}: {short}" if short else self.name
+        return ": ".join(filter(None, [self.name, joined(self.displayed_labels(cell))]))
+
+
+def joined(labels: Mapping[str, str]) -> str:
+    """Return labels as text; numbers have the name of their axis."""
+    return ", ".join(
+        f"{axis}={label}" if label.replace(".", "").isdigit() else label
+        for axis, label in labels.items()
+    )
 
 
 def distinct(sweeps: Sequence[Sweep]) -> dict[str, Experiment]:
@@ -142,16 +132,14 @@ class CellRun:
         experiment: The run.
         name: Its name in messages.
         tags: Tags of its MLflow run.
-        replaces: Attempt of an earlier run with the same id that is deleted first, as
-            ``attempt_of`` returns it; None keeps what there is and resumes it.
-        metric: Metric of a search, which the task must have.
+        replaces: Attempt of a stale run with the same id that the trial deletes first, as
+            ``attempt_of`` returns it; None resumes an existing run.
     """
 
     experiment: Experiment
     name: str
     tags: Mapping[str, str] = field(default_factory=dict)
     replaces: str | None = None
-    metric: str | None = None
 
 
 #: Returns the run of a trial, given its Tune configuration.
@@ -164,30 +152,29 @@ def expand(file: SweepFile, overrides: Fields) -> tuple[Cell, ...]:
         file.check_labels(excluded, "except", number)
     for number, adjustment in enumerate(file.adjust):
         file.check_labels(adjustment.where, "adjust", number, "where")
-    count = math.prod(len(labels) for labels in file.labels.values())
-    if count > MAX_CELLS:
+    if (count := math.prod(len(labels) for labels in file.labels.values())) > MAX_CELLS:
         sizes = " x ".join(f"{len(labels)} {name}" for name, labels in file.labels.items())
         file.fail(f"{sizes} are {count:,} cells, more than {MAX_CELLS:,}; shorten an axis", "axes")
-    unreached: dict[str, int] = {}
-    used: set[int] = set()
+    hidden: Counter[str] = Counter()
     cells = []
-    for labels, fields, metric in _combinations(file):
+    for chosen in itertools.product(*file.labels.values()):
+        labels = dict(zip(file.labels, chosen, strict=True))
         if any(is_selected(labels, each) for each in file.excluded):
             continue
-        for number, adjustment in enumerate(file.adjust):
-            if is_selected(labels, adjustment.where):
-                fields |= adjustment.fields
-                used.add(number)
-        for name in overrides.keys() & fields.keys():
-            if fields[name] != overrides[name]:
-                unreached[name] = unreached.get(name, 0) + 1
-        cells.append(_make_cell(file, overrides, fields, labels, metric))
+        fields = _fields_of(file, labels)
+        hidden.update(n for n in overrides.keys() & fields.keys() if fields[n] != overrides[n])
+        metrics = [file.labels[axis][label].metric for axis, label in labels.items()]
+        metric = next(filter(None, reversed(metrics)), None)
+        fields = {**file.base, **overrides, **fields}
+        try:
+            experiment = _resolve(fields)
+            check_found(experiment)
+        except InputError as error:
+            file.fail(str(error), joined(labels))
+        cells.append(Cell(experiment, labels, metric, fields=fields))
     if not cells:
         file.fail("no cell is left; shorten it", "except")
-    for number in range(len(file.adjust)):
-        if number not in used:
-            file.fail("no cell has these labels; change or remove them", "adjust", number)
-    for name, number in sorted(unreached.items()):
+    for name, number in sorted(hidden.items()):
         raise InputError(
             f"override {name}={overrides[name]}: an axis or `adjust` sets {name} in {number:,} of "
             f"{len(cells):,} cells; set it in a file that extends this one"
@@ -195,24 +182,18 @@ def expand(file: SweepFile, overrides: Fields) -> tuple[Cell, ...]:
     return tuple(cells)
 
 
-def _combinations(file: SweepFile) -> Iterator[tuple[dict[str, str], Fields, str | None]]:
-    """Yield the labels of all axes, and the fields and the metric that they set together."""
-    for chosen in itertools.product(*(axis.items() for axis in file.labels.values())):
-        labels = dict(zip(file.labels, (label for label, _ in chosen), strict=True))
-        fields: Fields = {}
-        metric: str | None = None
-        for (axis, label), (_, value) in zip(labels.items(), chosen, strict=True):
-            for name, given in value.fields.items():
-                if name in fields and fields[name] != given:
-                    path = "axes", axis, label, name
-                    file.fail(f"{given!r}, but another axis sets {fields[name]!r}", *path)
-                fields[name] = given
-            if value.metric is not None and metric not in (None, value.metric):
-                file.fail(
-                    f"{value.metric!r}, but another axis sets {metric!r}", "axes", axis, label
-                )
-            metric = value.metric or metric
-        yield labels, fields, metric
+def _fields_of(file: SweepFile, labels: Mapping[str, str]) -> Fields:
+    """Return the fields that the labels of a cell set together, and its adjustments."""
+    fields: Fields = {}
+    for axis, label in labels.items():
+        for name, value in file.labels[axis][label].fields.items():
+            if fields.setdefault(name, value) != value:
+                path = "axes", axis, label, name
+                file.fail(f"{value!r}, but another axis sets {fields[name]!r}", *path)
+    for adjustment in file.adjust:
+        if is_selected(labels, adjustment.where):
+            fields |= adjustment.fields
+    return fields
 
 
 def is_selected(labels: Mapping[str, str], selection: Labels) -> bool:
@@ -220,47 +201,8 @@ def is_selected(labels: Mapping[str, str], selection: Labels) -> bool:
     return all(labels[axis] in some for axis, some in selection.items())
 
 
-def _make_cell(
-    file: SweepFile, overrides: Fields, own: Fields, labels: Mapping[str, str], metric: str | None
-) -> Cell:
-    fields = {**file.base, **overrides, **own}
-    try:
-        experiment = _resolve(fields)
-        check_found(experiment)
-    except InputError as error:
-        name = _first_named(str(error), fields)
-        if name in overrides and name not in own:
-            raise InputError(f"override {name}={overrides[name]}: {error}") from error
-        file.fail(str(error), *_path_of(file, name, labels))
-    return Cell(experiment, labels, metric, fields=fields)
-
-
 def _resolve(fields: Mapping[str, Any]) -> Experiment:
     nested: dict[str, Any] = {}
     for name, value in fields.items():
         set_field(nested, name, value)
     return resolve_experiment(nested)
-
-
-def _first_named(message: str, fields: Fields) -> str:
-    """Return the field whose name, or else whose text, a message has first, or an empty string."""
-    for wanted in (fields, {n: repr(v) for n, v in fields.items() if isinstance(v, str)}):
-        found = {}
-        for name in wanted:
-            text = name if wanted is fields else wanted[name]
-            if match := re.search(rf"(?<![\w.]){re.escape(text)}(?![\w.])", message):
-                found[name] = match.start()
-        if found:
-            return min(found, key=lambda name: found[name])
-    return ""
-
-
-def _path_of(file: SweepFile, name: str, labels: Mapping[str, str]) -> tuple[str | int, ...]:
-    """Return where a file sets a field of a cell."""
-    for number, adjustment in reversed([*enumerate(file.adjust)]):
-        if name in adjustment.fields and is_selected(labels, adjustment.where):
-            return "adjust", number, "fields", name
-    for axis, label in labels.items():
-        if name in file.labels[axis][label].fields:
-            return "axes", axis, label, name
-    return ("base", name) if name in file.base else ()

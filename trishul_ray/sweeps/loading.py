@@ -5,26 +5,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trishul_ray.data.dataset import score_name
-from trishul_ray.errors import InputError, one_line
+from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.report.layouts import FigureLayout, Profile, TableLayout
 from trishul_ray.report.outcomes import SEED
 from trishul_ray.report.references import figure_keys, table_keys
 from trishul_ray.sweeps.cells import RATE, Cell, Sweep, expand, is_selected
+from trishul_ray.sweeps.samples import with_random_samples
+from trishul_ray.sweeps.search import Search
 from trishul_ray.sweeps.sweep_file import (
     PROFILES,
     Fields,
     SweepFile,
+    field_of,
     folders,
     hint,
     make_file,
+    parse,
     read_file,
     read_overrides,
-    unknown_field,
 )
 
 
@@ -57,12 +57,7 @@ def sweep_from_axes(axes: Sequence[str], overrides: Sequence[str] = ()) -> Sweep
             raise InputError(f"--axis {text!r} must be of the form field=value,value or field=0..4")
         if name.strip() in read:
             raise InputError(f"--axis {text!r}: the axis is given twice; remove one")
-        if wrong := unknown_field(name.strip()):
-            raise InputError(f"--axis {text!r}: {wrong}")
-        try:
-            read[name.strip()] = parse_yaml(f"[{raw}]")
-        except yaml.YAMLError as error:
-            raise InputError(f"--axis {text!r}: not YAML: {one_line(error)}") from error
+        read[name.strip()] = parse(f"[{raw}]", f"--axis {text!r}")
     title = "Sweep over " + ", ".join(read) if read else "One run"
     file = make_file({"title": title, "axes": read}, "--axis")
     return _build(file, "sweep", "custom", None, read_overrides(overrides))
@@ -122,22 +117,18 @@ def _build(
         seed_axis = make_file({"axes": {"seed": seeds}}, "override seed").axes
         file = file.model_copy(update={"axes": file.axes | seed_axis})
         overrides = {field: value for field, value in overrides.items() if field != "seed"}
-    title = file.title or name
-    tables = file.tables
-    axes = [*file.labels]
-    if tables is None and axes:  # one table of all axes
-        shown = [axis for axis in axes if axis != SEED] or axes
-        split = len(shown) - (len(shown) > 1)
-        rows, columns = tuple(shown[:split]), tuple(shown[split:])
-        tables = (TableLayout(name=name, title=title, rows=rows, columns=columns),)
-    elif tables and len(tables) == 1 and "title" not in tables[0].model_fields_set:
-        tables = (tables[0].model_copy(update={"title": title}),)
+    title, search = file.title or name, file.search
     cells = expand(file, overrides)
     _check_metrics(file)
-    _check_search(file, cells, overrides)
-    _check_layouts(file, "tables", file.tables or (), table_keys(), cells)
+    if search is not None:
+        _check_search(file, search, cells, overrides)
+    varies_rate = RATE in file.labels or (search is not None and RATE in search.space)
+    if varies_rate and any(cell.fields.get("optimizer.rates") for cell in cells):
+        file.fail(f"optimizer.rates replaces the rates that {RATE} varies; remove one of them")
+    tables = _tables(file, name, title)
+    _check_layouts(file, "tables", tables, table_keys(), cells)
     _check_layouts(file, "figures", file.figures, figure_keys(), cells)
-    return Sweep(
+    sweep = Sweep(
         name=name,
         title=title,
         profile=profile,
@@ -147,7 +138,7 @@ def _build(
             axis: {label: each.shown for label, each in labels.items() if each.shown}
             for axis, labels in file.labels.items()
         },
-        tables=tables or (),
+        tables=tables,
         figures=file.figures,
         overrides=tuple(
             f"{field}={value}"
@@ -156,8 +147,24 @@ def _build(
         ),
         cells=cells,
         file=path,
-        search=file.search,
+        search=search,
     )
+    if search is not None and search.kind == "random":
+        return with_random_samples(sweep, search)
+    return sweep
+
+
+def _tables(file: SweepFile, name: str, title: str) -> tuple[TableLayout, ...]:
+    """Return the tables of a file; without ``tables``, one table of all axes."""
+    if file.tables is None and file.labels:
+        axes = [axis for axis in file.labels if axis != SEED] or [*file.labels]
+        split = len(axes) - (len(axes) > 1)
+        rows, columns = tuple(axes[:split]), tuple(axes[split:])
+        return (TableLayout(name=name, title=title, rows=rows, columns=columns),)
+    tables = file.tables or ()
+    if len(tables) == 1 and "title" not in tables[0].model_fields_set:
+        return (tables[0].model_copy(update={"title": title}),)
+    return tables
 
 
 def _check_metrics(file: SweepFile) -> None:
@@ -178,29 +185,21 @@ def _check_metrics(file: SweepFile) -> None:
                 file.fail(f"no task has the metric {name!r}; {hint(name, metric_names())}", *path)
 
 
-def _check_search(file: SweepFile, cells: Sequence[Cell], overrides: Fields) -> None:
+def _check_search(
+    file: SweepFile, search: Search, cells: Sequence[Cell], overrides: Fields
+) -> None:
     """Check that the ends of every sampled range are valid in each cell, and the compared rows."""
-    search = file.search
-    space = search.space if search is not None else {}
-    if (RATE in file.labels or RATE in space) and any(
-        c.fields.get("optimizer.rates") for c in cells
-    ):
-        file.fail(f"optimizer.rates replaces the rates that {RATE} varies; remove one of them")
-    if search is None:
-        return
-    varied = {n for labels in file.labels.values() for v in labels.values() for n in v.fields}
-    varied |= {name for adjustment in file.adjust for name in adjustment.fields} | overrides.keys()
-    for name, domain in space.items():
+    fixed = {*overrides, *(name for each in file.adjust for name in each.fields)}
+    fixed |= {n for labels in file.labels.values() for v in labels.values() for n in v.fields}
+    for name, space in search.space.items():
         path = "search", "space", name
-        if wrong := unknown_field(name):
-            file.fail(wrong, *path)
-        if name in varied:
-            file.fail("an axis, `adjust` or an override also sets this field; remove one", *path)
-        for cell, end in itertools.product(cells, domain.values):
-            try:
+        try:
+            if field_of(name) in fixed:
+                raise InputError("an axis, `adjust` or an override also sets this field")
+            for cell, end in itertools.product(cells, space.values):
                 cell.varied({name: end})
-            except InputError as error:
-                file.fail(str(error), *path)
+        except InputError as error:
+            file.fail(str(error), *path)
     if search.rows == "validation" and not all(c.experiment.data.validation_share for c in cells):
         file.fail(
             "without data.validation_share the search would compare test rows: set "
@@ -230,10 +229,9 @@ def _check_layouts(
             file.fail("selects no cell; add labels, or shorten `except`", *path, "where")
         if isinstance(layout, TableLayout):
             _check_table(file, layout, path, shown)
-            continue
-        for axis in (*(layout.series or ()), *(layout.panels or ())):
-            if axis not in file.labels:
-                file.fail(f"unknown axis {axis!r}; {hint(axis, file.labels)}", *path)
+        else:
+            for axis in (*(layout.series or ()), *(layout.panels or ())):
+                file.check_axis(axis, *path)
 
 
 def _check_table(
@@ -244,12 +242,9 @@ def _check_table(
 ) -> None:
     axes = [*table.rows, *table.columns]
     for axis in axes:
-        if axis not in file.labels:
-            file.fail(f"unknown axis {axis!r}; {hint(axis, file.labels)}", *path)
-        if axes.count(axis) > 1:
-            file.fail(f"the axis {axis!r} appears twice; remove one", *path)
-    if not axes:
-        file.fail("needs rows or columns", *path)
+        file.check_axis(axis, *path)
+    if not axes or len(axes) > len({*axes}):
+        file.fail("needs rows or columns, and each axis once", *path)
     if table.average and not table.columns:
         file.fail("needs columns", *path, "average")
     if target := table.target:
@@ -258,19 +253,12 @@ def _check_table(
             file.fail(f"where leaves out {target.reference!r}, which target needs", *path, "where")
         if table.eval is not None:
             file.fail("one of eval and target can be shown, not both", *path)
-    # Rows that are compared must be means over the same labels, or have one label each.
+    # A number is a mean over seeds: all other labels must follow from its row and column.
     hidden = [axis for axis in file.labels if axis not in (*axes, SEED)]
-    groups: dict[tuple[str, ...], dict[str, set[tuple[str, ...]]]] = {}
-    for cell in shown:
-        row = cell[table.rows[-1]] if table.rows else ""
-        place = tuple(cell[axis] for axis in (*table.rows[:-1], *table.columns))
-        over = tuple(cell[axis] for axis in hidden)
-        groups.setdefault(place, {}).setdefault(row, set()).add(over)
-    for rows in groups.values():
-        most = max(rows.values(), key=len)
-        if len(most) > 1 and any(over != most for over in rows.values()):
-            file.fail(
-                f"rows would be means over different labels of {' and '.join(hidden)}: make the "
-                "axis a row or a column, or select its labels by `where`",
-                *path,
-            )
+    settings = {tuple(cell[axis] for axis in (*axes, *hidden)) for cell in shown}
+    if len(settings) > len({setting[: len(axes)] for setting in settings}):
+        file.fail(
+            f"averages over different labels of {' and '.join(hidden)}: make the axis a row or a "
+            "column, or select its labels by `where`",
+            *path,
+        )

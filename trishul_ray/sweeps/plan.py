@@ -98,57 +98,43 @@ def plan_table(
     """
     if device not in DEVICES:
         raise InputError(f"--device {device!r} is unknown; known: {', '.join(DEVICES)}")
-    measured = _measured((state.summary for state in states.values()), device)
-    runs = distinct([sweep for sweep in sweeps if not sweep.is_adaptive])
-    rare = [
-        s for s in ("failed", "stale", "corrupt") if any(e.status == s for e in states.values())
-    ]
-    columns = ("finished", "running", "missing", *rare)
-    table = Table(box=None, pad_edge=False)
-    for name in ("sweep", "cells", "runs", *columns, f"hours on {device}"):
-        table.add_column(name, justify="left" if name == "sweep" else "right")
-    seen, unknown = set[str](), dict[str, int]()
-    total, hours_of = Counter[str](), dict[str, float]()
+    seconds = _measured((state.summary for state in states.values()), device)
+    rows: list[tuple[str, Counter[str], float]] = []
+    unknown: Counter[str] = Counter()
+    seen = set[str]()
     for sweep in sweeps:
-        own = {cell.experiment.id: cell.experiment for cell in sweep.cells}
-        own = {id: runs.get(id, each) for id, each in own.items() if id not in seen}
-        seen |= own.keys()
-        repeats = sweep.search.samples if sweep.search and sweep.is_adaptive else 1
-        counts, hours = Counter[str](), 0.0
-        for id, experiment in own.items():
+        runs = {id: each for id, each in distinct([sweep]).items() if id not in seen}
+        seen |= runs.keys()
+        samples = sweep.search.samples if sweep.search else 1
+        count, hours = Counter(cells=len(sweep.cells) * samples), 0.0
+        for id, experiment in runs.items():
             status: str = states[id].status if id in states else "missing"
             if status == "missing" and _is_running(experiment):
                 status = "running"
-            counts[status] += repeats
-            if status == "finished":
-                continue
-            kind = _kind(experiment)
-            try:
-                if kind in measured:
-                    seconds = measured[kind] * experiment.federation.rounds
-                else:
-                    key = f"{kind} {experiment.evaluation} {experiment.federation.rounds}"
-                    if key not in hours_of:
-                        hours_of[key] = seconds_of(experiment, device)
-                    seconds = hours_of[key]
-                hours += repeats * seconds / 3600
-            except InputError as error:
-                unknown[str(error)] = unknown.get(str(error), 0) + repeats
-        cells, left = len(sweep.cells) * repeats, f"{hours:,.2f}"
-        row = [str(cells), str(counts.total()), *(str(counts[name]) for name in columns), left]
-        table.add_row(sweep.name, *row)
-        total += counts + Counter(cells=cells, seconds=round(3600 * hours))
-    if len(sweeps) > 1:
-        table.add_section()
-        numbers = [str(total[name]) for name in ("cells", *columns)]
-        numbers.insert(1, str(sum(total[name] for name in columns)))
-        table.add_row("total", *numbers, f"{total['seconds'] / 3600:,.2f}")
+            count[status] += samples
+            if status != "finished":
+                kind, rounds = _kind(experiment), experiment.federation.rounds
+                try:
+                    if kind not in seconds:
+                        seconds[kind] = seconds_of(experiment, device) / rounds
+                    hours += samples * rounds * seconds[kind] / 3600
+                except InputError as error:
+                    unknown[str(error)] += samples
+        rows.append((sweep.name, count, hours))
+    total = sum((count for _, count, _ in rows), Counter[str]())
+    if len(rows) > 1:
+        rows.append(("total", total, sum(hours for *_, hours in rows)))
+    rare = [status for status in ("failed", "stale", "corrupt") if total[status]]
+    columns = ["finished", "running", "missing", *rare]
+    table = Table(box=None, pad_edge=False)
+    for name in ("sweep", "cells", "runs", *columns, f"hours on {device}"):
+        table.add_column(name, justify="left" if name == "sweep" else "right")
+    for name, count, hours in rows:
+        numbers = [count["cells"], count.total() - count["cells"], *(count[c] for c in columns)]
+        table.add_row(name, *map(str, numbers), f"{hours:,.2f}")
     notes = [f"{number} runs of unknown time: {why}" for why, number in unknown.items()]
-    reasons = Counter(f"{s.status}: {s.reason}" for s in states.values() if s.reason and s.failure)
-    notes += [f"{number} {reason}" for reason, number in reasons.most_common(5)]
-    if measured:
-        notes.append(f"hours of {len(measured)} kinds of runs are those of finished runs")
-    return table, notes
+    reasons = Counter(f"failed: {s.reason}" for s in states.values() if s.status == "failed")
+    return table, notes + [f"{number} {reason}" for reason, number in reasons.most_common(5)]
 
 
 def _measured(summaries: Iterable[RunSummary | None], device: str) -> dict[str, float]:

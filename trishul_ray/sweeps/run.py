@@ -1,14 +1,15 @@
 """Run the missing cells of sweeps: the implementation of ``trishul sweep``.
 
 Cells are experiments. Sweeps may share them, and each runs once: the store has the results, and a
-repeated call runs only the cells that have no valid result there.
+repeated call only runs the cells without a valid result.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 from trishul_ray.data.user.user_data import USER_DATA
 from trishul_ray.errors import InputError, how_to_install
@@ -19,8 +20,9 @@ from trishul_ray.report.summary import attempt_of
 from trishul_ray.runs.folder import RunFolder
 from trishul_ray.runs.mlflow_log import log_finished
 from trishul_ray.storage.store import Store
-from trishul_ray.sweeps.cells import Cell, CellRun, Sweep, TuneOptions, distinct
-from trishul_ray.sweeps.samples import sampled, with_random_samples, with_samples
+from trishul_ray.sweeps.cells import Cell, CellRun, Sweep, TuneOptions, distinct, joined
+from trishul_ray.sweeps.samples import sample_of, with_samples
+from trishul_ray.sweeps.search import Search
 from trishul_ray.sweeps.status import CellState, collect, examine
 from trishul_ray.tracking.mlflow import Status
 from trishul_ray.tracking.progress import SweepProgress
@@ -54,176 +56,174 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
         RunError: Ray or Ray Tune failed.
     """
     for sweep in sweeps:
-        if sweep.is_adaptive and find_spec("optuna") is None:
+        if sweep.search is not None and find_spec("optuna") is None:
             install = how_to_install("search", "optuna>=5,<6")
             raise InputError(f"{sweep.file or sweep.name}: search: kind optuna needs {install}")
-    work = _Work([_Part(with_random_samples(sweep)) for sweep in sweeps], progress)
-    work.examine()
-    missing = work.unfinished()
-    check_cells({id: work.cells[id] for id in missing}, work.name)
+    states: dict[str, CellState] = {}
+    missing, names = _examine(sweeps, states, progress), cell_names(sweeps)
+    check_cells(missing, names)
     for id in missing:
-        if (state := work.states[id]).status in ("stale", "corrupt"):
-            follows = "runs again" if state.fresh else "resumes at its last valid checkpoint"
-            progress.note(f"{work.name(id)} is {state.status} and {follows}: {state.reason}")
+        if (state := states[id]).status in ("stale", "corrupt"):
+            stale = state.status == "stale"
+            follows = "runs again" if stale else "resumes at its last valid checkpoint"
+            progress.note(f"{names[id]} is {state.status} and {follows}: {state.reason}")
+    parents: list[SweepRun | None] = []
+    failures: dict[str, str] = {}
     status: Status = "FAILED"
     try:
-        for part in work.parts:  # before any trial opens the store
-            part.tracking = _open_parent(part.sweep)
-        if missing or any(part.sweep.is_adaptive for part in work.parts):
-            _run(work, missing, options)
-            work.examine()
-        failures = {work.name(id): work.states[id].reason for id in work.unfinished()}
+        for sweep in sweeps:  # before any trial opens the MLflow store
+            parents.append(_open_parent(sweep))
+        sweeps = [_with_parent(each, run) for each, run in zip(sweeps, parents, strict=True)]
+        if missing or any(sweep.search for sweep in sweeps):
+            sweeps, failures = _run(sweeps, missing, states, options, progress)
+            missing_now = _examine(sweeps, states, progress)
+            failures = {id: failures.get(id, states[id].reason) for id in missing_now}
         status = "FAILED" if failures else "FINISHED"
     except KeyboardInterrupt:
         status = "KILLED"
         raise
     finally:
-        work.close_parents(status)
-    outcomes = collect([part.sweep for part in work.parts], work.states)
-    command = next((ui_command(part.tracking.uri) for part in work.parts if part.tracking), None)
-    return Reproduced(outcomes, failures, len(missing), command)
+        for sweep, parent in zip(sweeps, parents, strict=False):
+            if parent is not None:
+                _close_parent(sweep, parent, states, status, progress)
+    names = cell_names(sweeps)
+    command = next((ui_command(parent.uri) for parent in parents if parent), None)
+    reasons = {names[id]: reason for id, reason in failures.items()}
+    return Reproduced(collect(sweeps, states), reasons, len(missing), command)
 
 
-def _run(work: "_Work", missing: Sequence[str], options: TuneOptions) -> None:
-    """Run missing cells, and the samples of searches, on Ray."""
+def cell_names(sweeps: Sequence[Sweep]) -> dict[str, str]:
+    """Return the names of cells in messages by id, according to the first sweep with the cell."""
+    cells = [(sweep, cell) for sweep in sweeps for cell in sweep.cells]
+    return {cell.experiment.id: sweep.cell_name(cell) for sweep, cell in reversed(cells)}
+
+
+def _examine(
+    sweeps: Sequence[Sweep], states: dict[str, CellState], progress: SweepProgress
+) -> dict[str, Experiment]:
+    """Add the states of cells that are not known to have finished; return the unfinished ones."""
+    experiments = distinct([sweep for sweep in sweeps if sweep.search is None])
+    done = {id for id, state in states.items() if state.status == "finished"}
+    unknown = {id: each for id, each in experiments.items() if id not in done}
+    states |= examine(unknown, progress.task_progress("reading results"))
+    return {id: each for id, each in unknown.items() if states[id].status != "finished"}
+
+
+def _run(
+    sweeps: Sequence[Sweep],
+    missing: Collection[str],
+    states: Mapping[str, CellState],
+    options: TuneOptions,
+    progress: SweepProgress,
+) -> tuple[list[Sweep], dict[str, str]]:
+    """Run cells and searches on Ray.
+
+    Returns:
+        The sweeps, with the samples of searches as cells, and the reasons of failures by id.
+    """
     from trishul_ray.federation.on_ray.session import opening, ray_session
-    from trishul_ray.sweeps.tuner import check_stores, run_cells, run_search
+    from trishul_ray.sweeps.tuner import run_cells, run_search
 
-    work.progress.phase(opening())
-    with ExitStack() as stack:
-        stack.enter_context(ray_session())
-        check_stores({c.experiment.storage.runs for part in work.parts for c in part.sweep.cells})
-        if missing:
-            run_cells({id: work.run_of(id) for id in missing}, options, work.progress)
-        for part in work.parts:
-            if not part.sweep.is_adaptive:
-                continue
-            samples: list[tuple[Cell, Mapping[str, object]]] = []
-            for cell in part.sweep.cells:
-                found = run_search(part.sample(cell), cell, part.sweep, options, work.progress)
-                samples += [(cell, values) for values in found]
-            part.sweep = replace(with_samples(part.sweep, samples), search=None)
-        work.examine()
-
-
-class _Part:
-    """A sweep, and its MLflow run."""
-
-    def __init__(self, sweep: Sweep) -> None:
-        self.sweep = sweep
-        self.tracking: SweepRun | None = None
-
-    @property
-    def cells(self) -> dict[str, Cell]:
-        """The cells by id; those of a search are known once it has run."""
-        cells = () if self.sweep.is_adaptive else self.sweep.cells
-        return {cell.experiment.id: cell for cell in reversed(cells)}
-
-    def with_parent(self, experiment: Experiment) -> Experiment:
-        """Return an experiment whose MLflow run belongs to that of the sweep."""
-        if self.tracking is None:
-            return experiment
-        tracking = experiment.tracking.model_copy(update={"parent_run": self.tracking.run_id})
-        return experiment.model_copy(update={"tracking": tracking})
-
-    def sample(self, cell: Cell) -> Callable[[Mapping[str, object]], CellRun]:
-        """Return a function that makes the run of a sample of a cell."""
-
-        def run_of(values: Mapping[str, object]) -> CellRun:
-            assert self.sweep.search is not None
-            made = sampled(cell, values, self.sweep.search)
-            name, tags = self.sweep.cell_name(made), cell_tags(self.sweep, made)
-            return CellRun(self.with_parent(made.experiment), name, tags)
-
-        return run_of
+    progress.phase(opening())
+    with ray_session():
+        runs = cell_runs(sweeps, missing, states)
+        failures = run_cells(runs, options, progress) if runs else {}
+        sampled = []
+        for sweep in sweeps:
+            if (search := sweep.search) is not None:
+                samples = []
+                for cell in sweep.cells:
+                    find = partial(_sample_run, sweep, search, cell)
+                    found, failed = run_search(find, cell.experiment, search, options, progress)
+                    samples += [(cell, values) for values in found]
+                    failures |= failed
+                sweep = with_samples(sweep, search, samples)
+            sampled.append(sweep)
+    return sampled, failures
 
 
-@dataclass
-class _Work:
-    """The cells of several sweeps, each once, and their states."""
-
-    parts: Sequence[_Part]
-    progress: SweepProgress
-
-    def __post_init__(self) -> None:
-        self.states: dict[str, CellState] = {}
-
-    @property
-    def cells(self) -> dict[str, Experiment]:
-        return distinct([part.sweep for part in self.parts if not part.sweep.is_adaptive])
-
-    def examine(self) -> None:
-        """Look up the results of all cells that are not known to have finished."""
-        known = {id for id, state in self.states.items() if state.status == "finished"}
-        unknown = {id: each for id, each in self.cells.items() if id not in known}
-        self.states |= examine(unknown, self.progress.task_progress("reading results"))
-
-    def unfinished(self) -> list[str]:
-        return [id for id in self.cells if self.states[id].status != "finished"]
-
-    def name(self, id: str) -> str:
-        return next(p.sweep.cell_name(p.cells[id]) for p in self.parts if id in p.cells)
-
-    def run_of(self, id: str) -> CellRun:
-        """Return the run of a cell, with the tags of the first sweep, and the mark of each."""
-        first, *others = [part for part in self.parts if id in part.cells]
-        tags = {f"{SWEEP_TAG}{part.sweep.name}": str(part.sweep.profile) for part in others}
-        tags |= cell_tags(first.sweep, first.cells[id])
-        experiment = first.with_parent(self.cells[id])
-        old = attempt_of(RunFolder.of(experiment).home) if self.states[id].fresh else None
-        search = first.sweep.search
-        return CellRun(experiment, self.name(id), tags, old, search.metric if search else None)
-
-    def close_parents(self, status: Status) -> None:
-        """Log results that MLflow does not have, and end the MLflow runs of sweeps and cells."""
-        for part in self.parts:
-            if part.tracking is None:
-                continue
-            logs, rejected = dict[str, Status](), list[str]()
-            for id, cell in part.cells.items():
-                state, experiment = self.states[id], part.with_parent(cell.experiment)
-                logs[id] = "FAILED" if state.failure else "KILLED"
-                if state.summary is not None:
-                    home, tags = RunFolder.of(experiment).home, cell_tags(part.sweep, cell)
-                    logged, refused = log_finished(experiment, state.summary, home, tags)
-                    self.states[id] = replace(state, summary=logged)
-                    logs[id], rejected = "FINISHED", rejected + refused
-            found = Counter(self.states[id].status for id in part.cells)
-            counts = {name: found[name] for name in ("finished", "failed")}
-            counts["missing"] = len(part.cells) - sum(counts.values())
-            for line in rejected + part.tracking.close(logs, counts, status):
-                self.progress.note(f"MLflow rejected {line}")
+def _sample_run(sweep: Sweep, search: Search, cell: Cell, values: Mapping[str, Any]) -> CellRun:
+    sample = sample_of(cell, values, search)
+    return CellRun(sample.experiment, sweep.cell_name(sample), cell_tags(sweep, sample))
 
 
-def check_cells(
-    experiments: Mapping[str, Experiment],
-    name: Callable[[str], str],
-    check_adapters: Callable[[Experiment], object] | None = None,
+def cell_runs(
+    sweeps: Sequence[Sweep], missing: Collection[str], states: Mapping[str, CellState]
+) -> dict[str, CellRun]:
+    """Return the runs of missing cells by id, with the tags of all sweeps that share them."""
+    tags: dict[str, dict[str, str]] = {}
+    for sweep in sweeps:
+        for cell in sweep.cells:
+            id = cell.experiment.id
+            tags[id] = cell_tags(sweep, cell) | tags.get(id, {})
+    runs, names = distinct(sweeps), cell_names(sweeps)
+    homes = {id: RunFolder.of(runs[id]).home for id in missing if states[id].status == "stale"}
+    stale = {id: attempt_of(home) for id, home in homes.items()}
+    return {id: CellRun(runs[id], names[id], tags[id], stale.get(id)) for id in missing}
+
+
+def _with_parent(sweep: Sweep, parent: SweepRun | None) -> Sweep:
+    """Return a sweep whose runs are children of its MLflow run."""
+    if parent is None:
+        return sweep
+    cells = []
+    for cell in sweep.cells:
+        tracking = cell.experiment.tracking.model_copy(update={"parent_run": parent.run_id})
+        experiment = cell.experiment.model_copy(update={"tracking": tracking})
+        fields = {**cell.fields, "tracking.parent_run": parent.run_id}
+        cells.append(replace(cell, experiment=experiment, fields=fields))
+    return replace(sweep, cells=tuple(cells))
+
+
+def _close_parent(
+    sweep: Sweep,
+    parent: SweepRun,
+    states: dict[str, CellState],
+    status: Status,
+    progress: SweepProgress,
 ) -> None:
+    """Log results that MLflow does not have, and end the MLflow runs of a sweep and its cells."""
+    logs, rejected = dict[str, Status](), list[str]()
+    for cell in sweep.cells if sweep.search is None else ():
+        id, experiment = cell.experiment.id, cell.experiment
+        state = states[id]
+        logs[id] = "FAILED" if state.status == "failed" else "KILLED"
+        if state.summary is not None:
+            home, tags = RunFolder.of(experiment).home, cell_tags(sweep, cell)
+            summary, refused = log_finished(experiment, state.summary, home, tags)
+            states[id] = replace(state, summary=summary)
+            logs[id], rejected = "FINISHED", rejected + refused
+    found = Counter(states[id].status for id in logs)
+    counts = {name: found[name] for name in ("finished", "failed")}
+    counts["missing"] = len(logs) - sum(counts.values())
+    for line in rejected + parent.close(logs, counts, status):
+        progress.note(f"MLflow rejected {line}")
+
+
+def check_cells(experiments: Mapping[str, Experiment], names: Mapping[str, str]) -> None:
     """Check user data and their partition, and that the adapters of all cells fit their backbones.
 
     Raises:
         InputError: Something does not fit; the message names the cell.
     """
-    if check_adapters is None and experiments:
-        from trishul_ray.experiment.fit import check_fits as check_adapters  # imports torch
+    if not experiments:
+        return
+    from trishul_ray.experiment.fit import check_fits  # imports torch
 
+    checks: list[tuple[Callable[[Experiment], object], set[str]]] = [
+        (check_rows, {"data", "partition", "federation", "seed"}),
+        (check_fits, {"model", "adapter", "budget", "method", "resources"}),
+    ]
     checked: set[str] = set()
     for id, experiment in experiments.items():
-        checks: list[tuple[Callable[[Experiment], object] | None, set[str]]] = [
-            (check_adapters, {"model", "adapter", "budget", "method"})
-        ]
-        if experiment.data.name in USER_DATA:
-            checks.insert(0, (check_rows, {"data", "partition", "federation", "seed"}))
-        for check, sections in checks:
-            alike = experiment.model_dump_json(include=sections)
-            if check is None or alike in checked:
-                continue
-            checked.add(alike)
-            try:
-                check(experiment)
-            except InputError as error:
-                raise InputError(f"cell {name(id)!r}: {error}") from error
+        for check, sections in checks[experiment.data.name not in USER_DATA :]:
+            same = experiment.model_dump_json(include=sections)
+            if same not in checked:
+                checked.add(same)
+                try:
+                    check(experiment)
+                except InputError as error:
+                    raise InputError(f"cell {names[id]!r}: {error}") from error
 
 
 def cell_tags(sweep: Sweep, cell: Cell) -> dict[str, str]:
@@ -232,7 +232,7 @@ def cell_tags(sweep: Sweep, cell: Cell) -> dict[str, str]:
     varying = {axis: text for axis, text in labels.items() if len(sweep.axes.get(axis, ())) != 1}
     return {
         **{f"{AXIS_TAG}{axis}": text for axis, text in varying.items()},
-        **({CELL_TAG: sweep.joined(varying)} if varying else {}),
+        **({CELL_TAG: joined(varying)} if varying else {}),
         **{"sweep": sweep.name, "profile": sweep.profile, "seed": str(cell.experiment.seed)},
         f"{SWEEP_TAG}{sweep.name}": sweep.profile,
     }

@@ -1,20 +1,18 @@
 """Cells of sweeps that have a valid result: the store of results is the truth.
 
 A result is valid if it is complete, belongs to its experiment, and was computed from the data and
-weights that are on this machine now. Times and places of files do not matter.
+weights that are on this machine now. Times and paths of files do not matter.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trishul_ray.data.dataset import ProgressCallback, score_name
 from trishul_ray.errors import CorruptFileError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.experiment import id_of
 from trishul_ray.experiment.identity import local_sources
-from trishul_ray.federation.checkpoint import open_checkpoints
 from trishul_ray.federation.messages import changed_sources, comparable
 from trishul_ray.report.outcomes import CellOutcome, CellStatus, SweepOutcome
 from trishul_ray.report.summary import FAILURE, NUMBERS, RunSummary, run_ids, unscored
@@ -34,30 +32,17 @@ class CellState:
     """State of an experiment in the store.
 
     Attributes:
-        status: ``finished``: the result is valid; ``missing``: there is none; ``failed``: there
-            is none, and the last attempt failed; ``stale``: it belongs to other data, weights or
-            numerics, or lacks a score; ``corrupt``: files are damaged, which the last checkpoint
-            may restore.
+        status: ``finished``: the result is valid; ``missing``: there is no result; ``failed``:
+            there is no result, and the last run failed; ``stale``: the result belongs to other
+            data, weights or numerics, or lacks a score, so that the next run deletes it first;
+            ``corrupt``: files are damaged, and the last checkpoint may restore them.
         reason: One line on the fault; empty if finished.
         summary: Content of ``result.json`` if finished.
-        failure: Reason of the last failure, or an empty string.
-        sources: Hashes of the data and weights of the stored files, or None.
     """
 
     status: CellStatus
     reason: str = ""
     summary: RunSummary | None = None
-    failure: str = ""
-    sources: Mapping[str, str] | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def fresh(self) -> bool:
-        """Whether the next run must delete the stored files first."""
-        return self.status == "stale"
-
-
-#: State of a run that has never started.
-NOT_RUN = CellState("missing", "not run yet")
 
 
 def examine(
@@ -72,37 +57,35 @@ def examine(
         StorageError: A store cannot be read.
     """
     stores = _open_stores(experiments.values())
-    stored = {uri: {*run_ids(store)} for uri, store in stores.items()}
+    stored = {runs: {*run_ids(store)} for runs, store in stores.items()}
     found = {id: each for id, each in experiments.items() if id in stored[each.storage.runs]}
-    states = dict.fromkeys(experiments, NOT_RUN)
+    states = dict.fromkeys(experiments, CellState("missing", "not run yet"))
 
     def read(id: str) -> CellState:
         return _read_state(stores[found[id].storage.runs].child(id), found[id])
 
-    # Local files are read one after the other: threads would take longer.
+    # Threads would slow down the reading of local files.
     remote = any(not store.is_local for store in stores.values())
     with ThreadPoolExecutor(READERS if remote else 1) as pool:
-        try:
-            for number, (id, state) in enumerate(zip(found, pool.map(read, found), strict=True), 1):
-                states[id] = state
-                if progress is not None:
-                    progress("reading results", number / len(found))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    groups: dict[str, list[str]] = {}
+        for number, (id, state) in enumerate(zip(found, pool.map(read, found), strict=True), 1):
+            states[id] = state
+            if progress is not None:
+                progress("reading results", number / len(found))
+    sources: dict[str, Mapping[str, str]] = {}  # they take time to compute
     for id, state in states.items():
-        if state.sources is not None:
-            groups.setdefault(_sources_key(experiments[id]), []).append(id)
-    for ids in groups.values():
-        now, _ = local_sources(experiments[ids[0]], progress)
-        states |= {id: _compare(states[id], now) for id in ids}
+        if state.summary is not None:
+            experiment, storage = experiments[id], experiments[id].storage
+            key = experiment.model_dump_json(include={"data", "task", "model"})
+            key = f"{key} {storage.cache} {storage.hub}"
+            if key not in sources:
+                sources[key], _ = local_sources(experiment, progress)
+            states[id] = _compare(state, state.summary.sources, sources[key])
     return states
 
 
-def record_failure(experiment: Experiment, reason: str, attempts: int) -> None:
+def record_failure(experiment: Experiment, reason: str) -> None:
     """Store the reason why a run has no result; its next finished run deletes the file."""
-    note = {"id": experiment.id, "reason": redact(reason), "attempts": attempts}
+    note = {"id": experiment.id, "reason": redact(reason)}
     RunFolder.of(experiment).home.write(FAILURE, to_checked_json(note))
 
 
@@ -136,10 +119,10 @@ def collect(sweeps: Sequence[Sweep], states: Mapping[str, CellState]) -> tuple[S
 
 
 def _open_stores(experiments: Iterable[Experiment]) -> dict[str, Store]:
-    """Open each store of runs once; return them by ``storage.runs``.
+    """Open each store of runs once, by ``storage.runs``.
 
     Raises:
-        InputError: The bucket of one does not exist.
+        InputError: A bucket does not exist.
     """
     options = {e.storage.runs: e.storage.retry_seconds for e in experiments}
     stores = {runs: Store.open(runs, retry_seconds) for runs, retry_seconds in options.items()}
@@ -150,59 +133,39 @@ def _open_stores(experiments: Iterable[Experiment]) -> dict[str, Store]:
 
 def _read_state(home: Store, experiment: Experiment) -> CellState:
     """Return the state of an experiment according to the files of its run."""
-    sources, failure = None, _read_failure(home)
     try:
         summary = RunSummary.read(home)
-        sources = summary.sources
-        same = id_of(summary.identity) == experiment.id
-        if not same or summary.versions["numerics"] != str(NUMERICS):
-            reason = f"{home.place('result.json')} belongs to another experiment"
-            return CellState("stale", _with(reason, failure), failure=failure)
-        for name, fault in summary.damaged_files(home, NUMBERS).items():
-            raise CorruptFileError(f"{home.place(name)} is {fault}")
+        if (damaged := summary.damaged_files(home, NUMBERS)) and _belongs(summary, experiment):
+            faults = (f"{home.place(name)} is {fault}" for name, fault in damaged.items())
+            return CellState("corrupt", ", ".join(faults))
     except FileNotFoundError:
-        if failure:
-            return CellState("failed", failure, failure=failure)
-        return CellState("missing", "not finished yet") if home.names() else NOT_RUN
+        return _without_result(home)
     except CorruptFileError as error:
-        if sources is None and (checkpoint := open_checkpoints(experiment).newest()) is not None:
-            sources = checkpoint.sources
-        reason = _with(str(error), failure)
-        return CellState("corrupt", reason, failure=failure, sources=sources)
+        return CellState("corrupt", str(error))
+    if not _belongs(summary, experiment):
+        return CellState("stale", f"{home.place('result.json')} belongs to another experiment")
     if why := unscored(experiment, summary.scored_rounds):
         return CellState("stale", why)
-    return CellState("finished", "", summary, sources=sources)
+    return CellState("finished", "", summary)
 
 
-def _with(reason: str, failure: str) -> str:
-    return f"{reason}; {failure}" if failure else reason
+def _belongs(summary: RunSummary, experiment: Experiment) -> bool:
+    same_numerics = summary.versions["numerics"] == str(NUMERICS)
+    return same_numerics and id_of(summary.identity) == experiment.id
 
 
-def _read_failure(home: Store) -> str:
-    """Return the reason that :func:`record_failure` stored, or an empty string."""
+def _without_result(home: Store) -> CellState:
     try:
-        return str(from_checked_json(home.read(FAILURE), FAILURE)["reason"])
+        failure = from_checked_json(home.read(FAILURE), FAILURE)
+        return CellState("failed", str(failure["reason"]))
     except FileNotFoundError:
-        return ""
+        return CellState("missing", "not finished yet" if home.names() else "not run yet")
     except CorruptFileError:
-        return "the last attempt failed"
+        return CellState("failed", "the last run failed")
 
 
-def _sources_key(experiment: Experiment) -> str:
-    """Return what decides the sources of an experiment, so that each is computed once."""
-    storage = experiment.storage
-    parts = [
-        experiment.data.model_dump(exclude={"train_limit"}),
-        experiment.task.model_dump(),
-        experiment.model.model_dump(include={"name", "init"}),
-        [storage.cache, storage.hub],
-    ]
-    return json.dumps(parts, sort_keys=True)
-
-
-def _compare(state: CellState, now: Mapping[str, str]) -> CellState:
-    """Return the state of a stored run, given the sources on this machine."""
-    before = state.sources or {}
+def _compare(state: CellState, before: Mapping[str, str], now: Mapping[str, str]) -> CellState:
+    """Return the state of a finished run, given its sources and the sources on this machine."""
     if not comparable(before, now):
         now = {name: source for name, source in now.items() if name != "backbone"}
     if changed := changed_sources(before, now):

@@ -1,14 +1,14 @@
-"""Sweep files: YAML that pydantic validates, over the files that it extends.
+"""Sweep files: YAML that pydantic validates, merged over the files that it extends.
 
-See docs/sweep-files.md. A file's ``base`` is merged field by field over that of the files it
-extends and ``axes`` axis by axis (null removes one); its other sections replace theirs.
+See docs/sweep-files.md. A file's ``base`` replaces fields of the extended files and ``axes``
+replaces axes (null removes an axis); each other section replaces the extended section.
 """
 
 import itertools
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_args
@@ -19,13 +19,7 @@ from pydantic_core import ErrorDetails
 
 from trishul_ray.config.section import Section
 from trishul_ray.errors import InputError, did_you_mean, one_line
-from trishul_ray.experiment.loading import (
-    SHORT_FIELDS,
-    describe_unknown_field,
-    field_names,
-    full_name,
-    split_override,
-)
+from trishul_ray.experiment.loading import SHORT_FIELDS, field_names, full_name, split_override
 from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.methods.base import method_names
 from trishul_ray.report.layouts import (
@@ -55,25 +49,19 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 @cache
-def known_fields() -> frozenset[str]:
-    """Return the dotted names of the fields of all methods, and the short names."""
-    names = itertools.chain.from_iterable(field_names(method) for method in method_names())
-    return frozenset(names) | SHORT_FIELDS.keys()
+def _known_fields() -> tuple[str, ...]:
+    """Return the dotted names of the fields of all methods."""
+    return tuple(dict.fromkeys(name for m in method_names() for name in field_names(m)))
 
 
 def field_of(name: str) -> str:
-    """Return the dotted name of a field, which may be given by its short name or last part."""
-    try:
-        name = full_name(name, sorted(known_fields()))
-    except InputError:  # reported when the experiment is validated
-        return name
+    """Return the dotted name of a field, given its short name or its last part.
+
+    Raises:
+        InputError: No field, or several fields, have this last part.
+    """
+    name = full_name(name, _known_fields())
     return SHORT_FIELDS.get(name, name)
-
-
-def unknown_field(name: str) -> str:
-    """Return the fault of a name that is not a field, or an empty string."""
-    known = known_fields()
-    return "" if field_of(name) in known else describe_unknown_field(name, sorted(known))
 
 
 def flat_fields(fields: Any, prefix: str = "") -> Fields:
@@ -90,16 +78,20 @@ def flat_fields(fields: Any, prefix: str = "") -> Fields:
     return flat
 
 
+def parse(text: str, place: str) -> Any:
+    """Parse YAML; raise an InputError that names ``place``."""
+    try:
+        return parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"{place}: not YAML: {one_line(error)}") from error
+
+
 def read_overrides(overrides: Sequence[str]) -> Fields:
     """Return the values of ``key=value`` overrides by dotted field name."""
     fields: Fields = {}
     for text in overrides:
         key, raw = split_override(text)
-        try:
-            value = parse_yaml(raw)
-        except yaml.YAMLError as error:
-            raise InputError(f"override {text!r}: not YAML: {one_line(error)}") from error
-        fields |= flat_fields({key: "" if value is None and not raw.strip() else value})
+        fields |= flat_fields({key: parse(raw, f"override {text!r}") if raw.strip() else ""})
     return fields
 
 
@@ -109,7 +101,7 @@ FlatFields = Annotated[Fields, BeforeValidator(flat_fields)]
 class AxisLabel(Section):
     """The fields that one label of an axis sets."""
 
-    fields: Fields = Field(default_factory=dict)
+    fields: FlatFields = Field(default_factory=dict)
     metric: Text | None = None
     shown: Text | None = None
 
@@ -123,28 +115,18 @@ class Adjustment(Section):
 
 def _labels_of(axis: str, given: Any) -> dict[str, Any]:
     """Return the labels of an axis: values or ranges of its field, or labels with fields."""
-    labels: dict[str, Any] = {}
-    wrong = unknown_field(axis)
     if isinstance(given, Mapping):
-        for label, fields in given.items():
-            own = {}
-            if isinstance(fields, Mapping):
-                own = {key: fields[key] for key in ("metric", "shown") if key in fields}
-                fields = {key: value for key, value in fields.items() if key not in own}
-            elif wrong or fields is None:
-                example = f"`{label}: {{field: value}}`"
-                raise ValueError(f"axis {axis!r}: label {label!r} needs fields, as in {example}")
-            else:
-                fields = {axis: fields}
-            labels[str(label)] = {**own, "fields": flat_fields(fields)}
-    elif wrong:
-        raise ValueError(f"axis {axis!r} is not a field, and needs labels with fields ({wrong})")
+        pairs = [(str(label), value) for label, value in given.items()]
     else:
-        for value in given if isinstance(given, list) else [given]:
-            for each in _range(value):
-                if str(each) in labels:
-                    raise ValueError(f"axis {axis!r}: {str(each)!r} appears twice; remove one")
-                labels[str(each)] = {"fields": {field_of(axis): each}}
+        values = given if isinstance(given, list) else [given]
+        pairs = [(str(each), each) for value in values for each in _range(value)]
+    labels: dict[str, Any] = {}
+    for label, value in pairs:
+        if label in labels:
+            raise ValueError(f"axis {axis!r}: {label!r} appears twice; remove one")
+        fields = dict(value) if isinstance(value, Mapping) else {axis: value}
+        display = {key: fields.pop(key) for key in ("metric", "shown") if key in fields}
+        labels[label] = {**display, "fields": fields}
     if not labels:
         raise ValueError(f"axis {axis!r} is empty; give it at least one label, or remove it")
     return labels
@@ -208,12 +190,23 @@ class SweepFile(Section):
     def check_labels(self, selected: Labels, *path: str | int) -> None:
         """Raise an InputError unless the axes and labels of a selection exist."""
         for axis, labels in selected.items():
-            if axis not in self.labels:
-                self.fail(f"unknown axis {axis!r}; {hint(axis, self.labels)}", *path, axis)
+            self.check_axis(axis, *path)
             for label in labels:
                 if label not in self.labels[axis]:
                     near = hint(label, self.labels[axis])
                     self.fail(f"axis {axis!r} has no label {label!r}; {near}", *path, axis)
+
+    def check_axis(self, axis: str, *path: str | int) -> None:
+        """Raise an InputError unless an axis exists."""
+        if axis not in self.labels:
+            self.fail(f"unknown axis {axis!r}; {hint(axis, self.labels)}", *path)
+
+
+_KEYS = [
+    field.alias or name
+    for section in (SweepFile, TableLayout, FigureLayout, Search, Adjustment)
+    for name, field in section.model_fields.items()
+]
 
 
 def _place(file: str, path: Sequence[str | int]) -> str:
@@ -221,10 +214,10 @@ def _place(file: str, path: Sequence[str | int]) -> str:
 
 
 def make_file(content: Any, place: str, description: str = "") -> SweepFile:
-    """Validate the content of a sweep file, which messages name ``place``.
+    """Validate the content of a sweep file; messages name ``place``.
 
     Raises:
-        InputError: One line that names the place, the path in it, and the fault.
+        InputError: One line with the place, the path in it, and the fault.
     """
     try:
         made = SweepFile.model_validate(content)
@@ -237,14 +230,7 @@ def make_file(content: Any, place: str, description: str = "") -> SweepFile:
 
 def _describe(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
-        models: dict[str, type[Section]] = {
-            **{"tables": TableLayout, "figures": FigureLayout},
-            **{"search": Search, "adjust": Adjustment},
-        }
-        section = str(error["loc"][0]) if len(error["loc"]) > 1 else ""
-        fields = models.get(section, SweepFile).model_fields
-        known = [field.alias or name for name, field in fields.items()]
-        return f"unknown key; {hint(str(error['loc'][-1]), known)}"
+        return f"unknown key{did_you_mean(str(error['loc'][-1]), _KEYS)}"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     given = "" if error["type"] == "missing" else f", got {error['input']!r:.60}"
@@ -261,49 +247,33 @@ def read_file(path: Path, children: tuple[Path, ...] = ()) -> SweepFile:
     """Read a file over the files that it extends.
 
     Raises:
-        InputError: One line that names the file, the path in it, and the fault.
+        InputError: One line with the file, the path in it, and the fault.
     """
     place = os.path.relpath(path) if path.resolve().is_relative_to(Path.cwd()) else str(path)
     try:
         text = path.read_text(encoding="utf-8")
-        content = parse_yaml(text)
-    except FileNotFoundError:
-        raise InputError(f"sweep file {place} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"sweep file {place} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise InputError(f"{place}: not YAML: {one_line(error)}") from error
-    if not content:
+    if not (content := parse(text, place)):
         raise InputError(f"{place}: the sweep file is empty; add `base` or `axes`")
     comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
     lines = [line[1:].removeprefix(" ").rstrip() for line in comment]
-    own = make_file(content, place, "\n".join(lines))
+    file = make_file(content, place, "\n".join(lines))
     sections: dict[str, Any] = {}
     base: Fields = {}
     axes: dict[str, Any] = {}
-    for other in _extended(own, path, (*children, path.resolve())):
-        older = read_file(other, (*children, path.resolve()))
-        kept = older.model_fields_set - {"extends", "name", "profile"}
-        sections |= {name: getattr(older, name) for name in kept}
-        base |= older.base
-        axes |= older.axes
-    for name, labels in own.axes.items():
-        if labels is None and name not in axes:
-            own.fail("is null, but no extended file has this axis", "axes", name)
-        axes |= {name: labels}
-    own_sections = {name: getattr(own, name) for name in own.model_fields_set}
-    axes = {name: labels for name, labels in axes.items() if labels is not None}
-    merged = sections | own_sections | {"base": base | own.base, "axes": axes}
-    return own.model_copy(update=merged)
-
-
-def _extended(own: SweepFile, path: Path, children: tuple[Path, ...]) -> Iterator[Path]:
-    """Yield the files that ``path`` extends: next to it, or in a folder of sweeps."""
-    for name in own.extends:
+    for name in file.extends:
         candidates = [folder / name for folder in (path.parent, *folders())]
         found = next(filter(os.path.isfile, candidates), None)  # also for names that are too long
         if found is None:
-            own.fail(f"{name} does not exist; give its path from this file", "extends")
-        if found.resolve() in children:
-            own.fail(f"{name} also extends this file; remove one of the two", "extends")
-        yield found
+            file.fail(f"{name} does not exist; give its path from this file", "extends")
+        if found.resolve() in (*children, path.resolve()):
+            file.fail(f"{name} also extends this file; remove one of the two", "extends")
+        extended = read_file(found, (*children, path.resolve()))
+        set_fields = extended.model_fields_set - {"extends", "name", "profile"}
+        sections |= {section: getattr(extended, section) for section in set_fields}
+        base |= extended.base
+        axes |= extended.axes
+    sections |= {section: getattr(file, section) for section in file.model_fields_set}
+    axes = {name: labels for name, labels in (axes | file.axes).items() if labels is not None}
+    return file.model_copy(update=sections | {"base": base | file.base, "axes": axes})

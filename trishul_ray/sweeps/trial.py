@@ -8,12 +8,13 @@ last round; Tune saves nothing. A trial that makes no progress ends itself.
 import faulthandler
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias, get_args
 
 from ray import tune
 from ray.tune.result import DONE
+from rich.console import Console
 
 from trishul_ray.data.dataset import ScoredSplit, score_name
 from trishul_ray.errors import BusyError, FailsAgainError, InputError, RunError, one_line
@@ -38,25 +39,14 @@ TuneResult: TypeAlias = dict[str, Any]
 
 
 class _Notes(RunProgress):
-    """Collects the notes of a run while it trains, instead of displaying them."""
+    """Collects the notes of a run instead of displaying its progress."""
 
     def __init__(self) -> None:
-        super().__init__(1)
+        super().__init__(1, Console(quiet=True))
         self.notes: list[str] = []
-        self._training = False
-
-    def phase(self, text: str) -> None:
-        self._training = self._training or text.startswith("training")
-
-    def advance(self, round_: int, metrics: Mapping[str, float]) -> None:
-        pass
 
     def note(self, text: str) -> None:
-        if self._training:  # all cells of a sweep would report the earlier notes
-            self.notes.append(text)
-
-    def task_progress(self, label: str) -> Callable[[str, float], None]:
-        return lambda text, share: None
+        self.notes.append(text)
 
 
 class CellTrial(tune.Trainable):
@@ -130,7 +120,7 @@ class CellTrial(tune.Trainable):
         self._cell = self._find(config)
         self._waits = False
         self._seconds: list[float] = []
-        self._notes = _Notes()
+        self._progress = _Notes()
         self._metrics: dict[str, float] = {}
         self._steps = self._run(self._cell)
 
@@ -139,28 +129,30 @@ class CellTrial(tune.Trainable):
         home = RunFolder.of(run.experiment).home
         old = run.replaces is not None and run.replaces == attempt_of(home)
         options: dict[str, Any] = {"workers": self._workers, "extras": False, "tags": run.tags}
-        finished = yield from run_steps(run.experiment, self._notes, fresh=old, **options)
+        finished = yield from run_steps(run.experiment, self._progress, fresh=old, **options)
         if finished.repeated and finished.summary.damaged_files(home, NUMBERS):
             # Its last checkpoint is also lost.
-            finished = yield from run_steps(run.experiment, self._notes, fresh=True, **options)
+            finished = yield from run_steps(run.experiment, self._progress, fresh=True, **options)
         return finished
 
     def _advance(self) -> TuneResult:
         try:
             report = next(self._steps)
+            if not self._metrics:  # all cells of a sweep would report the notes of the start
+                self._progress.notes.clear()
             for record in report.records:
                 self._metrics |= {ROUND: record.round, **record.metrics()}
             if report.finished:
                 next(self._steps)  # write the results in the same step
         except StopIteration as end:
             finished: FinishedRun = end.value
-            self._notes.headline = finished.summary.headline
+            self._progress.headline = finished.summary.headline
             self._metrics |= finished.summary.final
-            return self._result(self._taken_notes(), **{FINISHED: True, DONE: True})
-        return self._result(self._taken_notes())
+            return self._result(self._progress.notes, **{FINISHED: True, DONE: True})
+        return self._result(self._progress.notes)
 
     def _result(self, notes: list[str], **fields: Any) -> TuneResult:
-        name = self._notes.headline
+        name, self._progress.notes = self._progress.headline, []
         headline = {
             score_name(HEADLINE, rows): self._metrics[score_name(name, rows)]
             for rows in get_args(ScoredSplit)
@@ -168,10 +160,6 @@ class CellTrial(tune.Trainable):
         }
         known = {NOTES: notes, DONE: False, HEADLINE_NAME: name}
         return {**self._metrics, **headline, **known, **fields}
-
-    def _taken_notes(self) -> list[str]:
-        notes, self._notes.notes = self._notes.notes, []
-        return notes
 
     def _close_run(self) -> None:
         with suppress(Exception):  # it has failed, or Tune has stopped it
