@@ -93,7 +93,7 @@ def test_downloads_are_what_the_broadcast_carries(executor, tmp_path, options):
 
 
 @given(st.integers(1, 400), st.integers(1, 1000), st.integers(1, 1000))
-def test_exact_share_is_exact(count, first, second):
+def test_exact_fraction_is_exact(count, first, second):
     """Compare with integer arithmetic on thousandths."""
     share = exact_fraction(count, first / 1000, second / 1000)
     assert share * 10**6 == count * first * second
