@@ -202,12 +202,16 @@ class Place:
         return found
 
     def files(self) -> list[str]:
-        """Return all files but MLflow's artifacts and locks, without hashes of timed content."""
+        """Return all files without hashes of timed content.
+
+        MLflow's artifacts, locks of runs, and temporary files are left out.
+        """
         names = []
         for path in sorted(self.root.rglob("*")):
             parts = path.relative_to(self.root).parts
             lock = parts[0] == "runs" and parts[-1].endswith(".lock")
-            if parts[0] in FOLDERS and "mlartifacts" not in parts and not lock:
+            temporary = any(part.endswith(".tmp") for part in parts)
+            if parts[0] in FOLDERS and not (lock or temporary or "mlartifacts" in parts):
                 if parts[:2] == ("cache", "weights") and len(parts) > 2:
                     # Named after the backbone's files, with the times at which they were linked.
                     kind = ".lock" if parts[2].endswith(".lock") else ""
