@@ -66,7 +66,7 @@ def sweep_from_axes(axes: Sequence[str], overrides: Sequence[str] = ()) -> Sweep
 def find_sweeps(
     names: Sequence[str], profile: str, overrides: Sequence[str] = ()
 ) -> tuple[Sweep, ...]:
-    """Load the sweeps of a profile, from ``./sweeps`` or those that come with the package.
+    """Load the sweeps of a profile, from ``./sweeps`` or the package.
 
     The name ``all`` means every sweep of the profile, in the paper's order, except files with
     ``in_all: false``.

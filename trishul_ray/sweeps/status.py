@@ -32,10 +32,10 @@ class CellState:
     """State of an experiment in the store.
 
     Attributes:
-        status: ``finished``: the result is valid; ``missing``: there is no result; ``failed``:
-            there is no result, and the last run failed; ``stale``: the result belongs to other
-            data, weights or numerics, or lacks a score, so that the next run deletes it first;
-            ``corrupt``: files are damaged, and the last checkpoint may restore them.
+        status: ``finished``: the result is valid; ``missing``: it does not exist; ``failed``: it
+            does not exist, and the last run failed; ``stale``: it belongs to other data, weights or
+            numerics, or lacks a score, so that the next run deletes it first; ``corrupt``: files
+            are damaged, and the last checkpoint may restore them.
         reason: One line on the fault; empty if finished.
         summary: Content of ``result.json`` if finished.
     """
