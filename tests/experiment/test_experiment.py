@@ -114,7 +114,7 @@ def test_credentials_of_stores_reach_another_process_and_no_file():
     assert Experiment.model_validate(experiment.to_dict()).id == experiment.id
 
 
-def test_noted_layers_spare_the_modules_and_decide_nothing(tmp_path, monkeypatch):
+def test_stored_layers_avoid_an_import(tmp_path, monkeypatch):
     words = [f"storage.cache={tmp_path}"]
     fits, wide = load_experiment(None, words), load_experiment(None, [*words, "budget=64"])
     assert check_layers(fits) == ""
@@ -128,5 +128,5 @@ def test_noted_layers_spare_the_modules_and_decide_nothing(tmp_path, monkeypatch
         assert check_layers(fits) == ""
         with pytest.raises(InputError, match="exceeds the width 64"):
             check_layers(wide)
-    note.write_bytes(whole.replace(b"64, 64", b"8, 8"))  # of another model
+    note.write_bytes(whole.replace(b'"d_out": 64', b'"d_out": 8'))  # of another model
     assert check_layers(fits) == ""

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from trishul_ray.adapters.base import LayerSpec
 from trishul_ray.adapters.quantized import check_library, squared_norm
-from trishul_ray.adapters.targets import block_of, find_layers, scored_layers
+from trishul_ray.adapters.targets import find_layers, scored_layers
 from trishul_ray.data.user.user_data import USER_DATA
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
@@ -86,10 +87,9 @@ def check_layers(experiment: Experiment) -> str:
     """
     note = _layers_note(experiment)
     with suppress(OSError, ValueError, TypeError, KeyError, InputError):
-        noted = json.loads(note.read_bytes())
+        stored = json.loads(note.read_bytes())
         layers, scored = (
-            tuple(LayerSpec(name, block_of(name), *shape) for name, *shape in noted[each])
-            for each in ("layers", "scored")
+            tuple(LayerSpec(**spec) for spec in stored[each]) for each in ("layers", "scored")
         )
         norms = dict.fromkeys((spec.name for spec in (*layers, *scored)), 0.0)
         site = Site(layers, norms, experiment.lora_rank, experiment.adapter, scored=scored)
@@ -101,10 +101,9 @@ def check_layers(experiment: Experiment) -> str:
         return str(error)
     site = build_site(shapes, experiment)
     _check_site(site, experiment)
-    found = {"layers": site.layers, "scored": site.scored}
-    new = {name: [(s.name, s.d_out, s.d_in) for s in specs] for name, specs in found.items()}
+    found = {"layers": [*map(asdict, site.layers)], "scored": [*map(asdict, site.scored)]}
     with suppress(OSError):
-        write_file(note, json.dumps(new).encode())
+        write_file(note, json.dumps(found).encode())
     return ""
 
 
