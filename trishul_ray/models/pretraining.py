@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForImageClassification
@@ -25,8 +24,8 @@ from trishul_ray.models.builtin import BUILTINS, Builtin, Recipe
 from trishul_ray.models.find_model import quiet_transformers
 from trishul_ray.models.weights import seeded
 from trishul_ray.runtime.random_streams import numpy_rng
-from trishul_ray.storage.durable import make_cache_folder, scratch_folder
-from trishul_ray.storage.integrity import sealed_folder
+from trishul_ray.storage.durable import scratch_folder
+from trishul_ray.storage.integrity import make_once
 
 #: A batch: its inputs and labels by name.
 Batch = dict[str, Tensor]
@@ -56,16 +55,16 @@ def ensure_pretrained(
     if not needs_pretraining(backbone):
         return
     builtin, places = BUILTINS[backbone.name], backbone.places
-    folder, recipe = builtin.folder(places.cache), recipe_of(builtin)
-    make_cache_folder(folder.parent)
-    with FileLock(folder.parent / f"{folder.name}.lock"):
-        if folder.is_dir():
-            return
+    recipe = recipe_of(builtin)
+
+    def make(new: Path) -> None:
         split = _training_split(recipe, places, progress)
         if progress is not None:
             progress(f"pretraining {builtin.name}", 0.0)
         train = _train_on_ray if on_ray else _train_here
-        save_backbone(train(builtin, places), builtin, split, folder)
+        save_backbone(train(builtin, places), builtin, split, new)
+
+    make_once(builtin.folder(places.cache), make)
 
 
 def recipe_of(builtin: Builtin) -> Recipe:
@@ -134,8 +133,7 @@ def image_statistics(
 def save_backbone(model: nn.Module, builtin: Builtin, split: Split, folder: Path) -> None:
     """Write a trained built-in with its preprocessor, which ``model=FOLDER`` can use.
 
-    The statistics of the split it was trained on normalize images. The folder appears when it
-    is complete.
+    The statistics of the training split normalize images.
     """
     (mean, std), size = image_statistics(builtin, split.info), builtin.architecture["image_size"]
     processor = {
@@ -144,11 +142,10 @@ def save_backbone(model: nn.Module, builtin: Builtin, split: Split, folder: Path
         "do_rescale": True, "rescale_factor": 1 / 255,
         "do_normalize": True, "image_mean": list(mean), "image_std": list(std),
     }  # fmt: skip
-    with sealed_folder(folder) as temporary:
-        with quiet_transformers():
-            model.save_pretrained(temporary)  # type: ignore[operator]  # a transformers model
-        text = json.dumps(processor, indent=2) + "\n"
-        (temporary / "preprocessor_config.json").write_text(text, encoding="utf-8")
+    with quiet_transformers():
+        model.save_pretrained(folder)  # type: ignore[operator]  # a transformers model
+    text = json.dumps(processor, indent=2) + "\n"
+    (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
 
 
 def _training_split(

@@ -110,8 +110,9 @@ def complete_file(file: Path) -> Iterator[Path]:
     try:
         yield new
         put_in_place(new, file)
-    finally:
+    except BaseException:
         new.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

@@ -9,8 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -115,14 +114,6 @@ def _files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())
 
 
-@contextmanager
-def sealed_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``folder`` with the checksums of its files."""
-    with complete_folder(folder) as new:
-        yield new
-        record_checksums(new)
-
-
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
     """Create a folder of the cache with checksums unless it exists undamaged; record its use.
 
@@ -138,8 +129,9 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
             shutil.rmtree(unfinished)  # of a killed process, which held this lock
         _remove_damaged(folder)
         if not folder.is_dir():
-            with sealed_folder(folder) as new:
+            with complete_folder(folder) as new:
                 make(new)
+                record_checksums(new)
         os.utime(folder)
 
 
