@@ -11,7 +11,6 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_layers
 from trishul_ray.experiment.loading import field_names, load_experiment
-from trishul_ray.models.backbone import Backbone
 from trishul_ray.stages import STAGES, stage_names
 
 
@@ -121,7 +120,7 @@ def test_stored_layers_avoid_an_import(tmp_path, monkeypatch):
     (note,) = tmp_path.glob("layers/*")
     whole = note.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(Backbone, "of", None)
+        patch.setattr("trishul_ray.models.choose_backbone.backbone_of", None)
         assert check_layers(fits) == ""
     for name in DAMAGE:
         note.write_bytes(DAMAGE[name](whole))

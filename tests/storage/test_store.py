@@ -145,7 +145,7 @@ def test_large_object_is_streamed(s3_bucket, monkeypatch):
 
 WRITER = """
     import sys, time
-    sys.path[:0] = [{tests!r}]
+    sys.path[:0] = [{tests!r}, {tests!r} + "/.."]
     from test_store import DATA, wrapped
     from trishul_ray.storage.store import Store
 
