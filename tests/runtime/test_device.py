@@ -25,9 +25,9 @@ def test_gpu_that_torch_does_not_find_is_reported(tmp_path, monkeypatch, caplog)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees the GPU")
 def test_an_actor_that_holds_a_gpu_does_not_train_on_the_cpu():
     actor = object.__new__(ClientActor.__ray_metadata__.modified_class)
-    actor._token, actor._gpu_share, actor.experiment = "a run", 0.5, Experiment()
+    actor._gpu_share, actor._backbones = 0.5, None
     with pytest.raises(InputError, match=r"^node \S+ has a GPU for this actor, but torch "):
-        actor._work_for(SimpleNamespace(token="a run"))
+        actor.open(SimpleNamespace(load=Experiment))
 
 
 def test_caps_leave_room_for_the_contexts_of_all_actors():

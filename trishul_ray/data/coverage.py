@@ -1,8 +1,9 @@
 """How many rows of a dataset are behind a score."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import ClassVar
+
+from pydantic import ConfigDict
 
 from trishul_ray.data.dataset import PreparedDataset
 from trishul_ray.data.prepare import official_rows
@@ -47,6 +48,9 @@ class Coverage:
     validation: int = 0
     cut: tuple[str, ...] = ()
 
+    #: Readers ignore the additional fields of :meth:`to_json`.
+    __pydantic_config__: ClassVar = ConfigDict(extra="ignore")
+
     @property
     def part(self) -> bool:
         """Whether training or scoring uses other than all official rows."""
@@ -69,14 +73,6 @@ class Coverage:
             if not fields[name]:
                 del fields[name]
         return fields
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Coverage":
-        """Return the coverage that :meth:`to_json` was called on."""
-        plain = {name: value for name, value in fields.items() if name not in ("part", "sentence")}
-        for name in ("skipped", "cut"):
-            plain[name] = tuple(plain.get(name, ()))
-        return cls(**plain | {name: RowCounts(**plain[name]) for name in ("train", "test")})
 
 
 def measure_coverage(

@@ -5,16 +5,17 @@
 
 import hashlib
 import io
-import json
 import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from trishul_ray.data.coverage import Coverage
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
@@ -148,37 +149,36 @@ class RunSummary:
     held: dict[str, float] = field(default_factory=dict)
     checksum: str = ""
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
     @classmethod
     def read(cls, home: Store) -> "RunSummary":
         """Return the content of a run's result.json.
 
         Raises:
             FileNotFoundError: The run has not finished.
-            CorruptFileError: The file does not match its checksum, has other fields, or belongs to
-                another run.
+            CorruptFileError: The file does not match its checksum, has other fields or types, or
+                belongs to another run.
         """
         place = home.place("result.json")
-        fields = from_checked_json(home.read("result.json"), place)
+        content = home.read("result.json")
+        fields = from_checked_json(content, place)
         if fields.get("id") != home.name:
             raise CorruptFileError(f"{place} belongs to run {fields.get('id')}")
         try:
-            return cls._from_json(fields)
-        except (TypeError, KeyError) as error:  # the error names the field
+            summary = _validator().validate_json(content, strict=True)
+            _row_of(summary)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise CorruptFileError(f"{place} has other fields ({name}: {first['msg']})") from error
+        except (TypeError, KeyError, AttributeError) as error:  # the error names the field
             raise CorruptFileError(f"{place} has other fields ({error})") from error
-
-    @classmethod
-    def _from_json(cls, fields: Json) -> "RunSummary":
-        peak = fields.get("peak_memory")
-        nested: Json = {
-            "data": Coverage.from_json(fields["data"]),
-            "hardware": Hardware(**fields["hardware"]),
-            "peak_memory": None if peak is None else PeakMemory(**peak),
-        }
-        return cls(**fields | nested)
+        return summary
 
     def written(self) -> "RunSummary":
         """Return the summary with its checksum and plain JSON values, as readers get it."""
-        return self._from_json(json.loads(self.to_json()))
+        return _validator().validate_json(self.to_json())
 
     def to_dict(self) -> Json:
         """Return all fields but the checksum as plain JSON values."""
@@ -234,6 +234,11 @@ class RunSummary:
         except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError):
             return False
         return same.items() <= self.config.items()
+
+
+@cache
+def _validator() -> TypeAdapter[RunSummary]:
+    return TypeAdapter(RunSummary)
 
 
 def read_metrics(home: Store) -> list[dict[str, float]]:
