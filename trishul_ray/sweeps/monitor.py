@@ -1,8 +1,9 @@
 """Callback of Ray Tune: progress, failures, and the samples of a search."""
 
+from pathlib import Path
 from typing import Any
 
-from ray import tune
+from ray import cloudpickle, tune
 from ray.tune.experiment import Trial
 
 from trishul_ray.federation.on_ray.pool import cause_of
@@ -50,7 +51,7 @@ class Monitor(tune.Callback):
         self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
     ) -> None:
         """Show why a cell is retried, or resumes elsewhere after a preemption."""
-        id, error = self._run(trial).experiment.id, trial.get_pickled_error()
+        id, error = self._run(trial).experiment.id, _error_of(trial)
         if getattr(error, "preempted", False):
             self.progress.move(id, _reason(error))
         else:
@@ -61,7 +62,7 @@ class Monitor(tune.Callback):
         self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
     ) -> None:
         """Store why a cell failed after all retries."""
-        self._fail(trial, _reason(trial.get_pickled_error()))
+        self._fail(trial, _reason(_error_of(trial)))
 
     def on_trial_complete(
         self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
@@ -86,6 +87,14 @@ class Monitor(tune.Callback):
             if "cell" not in trial.config:  # a sample of a search
                 self.progress.add(run.experiment.id, run.name, run.experiment.federation.rounds)
         return self._runs[trial.trial_id]
+
+
+def _error_of(trial: Trial) -> Exception | None:
+    # Not by Trial.get_pickled_error: Tune has not copied the file to the storage yet.
+    if trial.pickled_error_file is None:
+        return None
+    error: Exception = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())
+    return error
 
 
 def _reason(error: Exception | None) -> str:
