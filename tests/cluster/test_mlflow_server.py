@@ -67,7 +67,7 @@ def test_a_stopped_run_is_continued_on_the_server(server, tmp_path, capfd):
     (tmp_path / "out" / "figures").mkdir(parents=True)
     (tmp_path / "out" / "result.json").write_text("{}")
     (tmp_path / "out" / "figures" / "loss.png").write_bytes(b"png")
-    assert second.end("FINISHED", 1, folder=tmp_path / "out") == []
+    assert second.end("FINISHED", folder=tmp_path / "out") == []
     assert second.run_id == first.run_id
 
     client = second.client

@@ -138,6 +138,21 @@ def test_files_of_a_killed_writer_are_removed(store):
     assert store.newest().client_states[1]["step"] == 2.0
 
 
+def test_an_earlier_checkpoint_outlives_a_resume(store, tmp_path):
+    states = {1: some(1.0)}
+    for number in (1, 2):
+        name = store.save(keeping(number, states))
+    resumed = CheckpointStore(store.store, "abc")
+    assert resumed.newest().round == 2
+    resumed.tidy()
+    (tmp_path / "checkpoints" / name).write_bytes(b"damaged afterwards")
+    found = CheckpointStore(store.store, "abc").newest()
+    assert found.round == 1 and values(found.client_states) == values(states)
+    for number in (2, 3):
+        resumed.save(keeping(number, {}))
+    assert [file[:12] for file in store.store.names()] == ["round-000002", "round-000003"]
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
 def test_a_corrupt_checkpoint_is_reported_and_the_one_before_is_used(store, damage, tmp_path):
     store.save(make(1))

@@ -186,10 +186,16 @@ class CheckpointStore:
         return name
 
     def tidy(self) -> None:
-        """Remove all files except those of :meth:`newest` and of later checkpoints."""
+        """Remove all files except those of the newest ``keep`` checkpoints of this process.
+
+        The first is that of :meth:`newest`. Until there are ``keep``, earlier ones stay, too.
+        """
         needed = {*self._saved}.union(*self._saved.values())
+        complete = len(self._saved) >= self.keep
+        oldest = min((round_of(name) or 0 for name in self._saved), default=0)
         for name in self.store.names():
-            if _NAME.fullmatch(name) and name not in needed:
+            earlier = not complete and (round_of(name) or 0) < oldest
+            if _NAME.fullmatch(name) and name not in needed and not earlier:
                 self.store.remove(name)
 
     def _write_clients(self, checkpoint: Checkpoint) -> dict[int, str]:
