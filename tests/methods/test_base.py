@@ -65,31 +65,44 @@ def carried(server, context, broadcast, client):
         if name != "florist"
     ]
     + [["method=flexlora", "method.truncate=false", "federation.compute=uniform"]]
+    + [["method=fedex", "method.ship=factors"], ["method=frlora", "method.exact=true"]]
     + [["method=trishul", "method.allocation=gradient"]],
     ids=" ".join,
 )
 def test_downloads_are_what_the_broadcast_carries(executor, tmp_path, options):
-    """By client: the entries that reach it, and what the last round folded into frozen weights."""
-    inline = executor(*options, "federation.rounds=3", "federation.clients=6")
+    """Count by client the entries that reach it, and what the missed rounds folded into weights."""
+    inline = executor(*options, "federation.rounds=4", "federation.clients=6")
     server = server_of(inline, tmp_path)
-    folded = {"fedex": "dense", "flexlora": "dense", "flora": "stack", "frlora": None}
-    known, stack = set(), 0
-    for number in (1, 2, 3):
+    lora, head = (server.spec.parameters[part] for part in ("adapter", "head"))
+    name = server.method.config.name
+    # Numbers that a round adds to the frozen weights, as factors: none if the sum is sent dense.
+    folded = {
+        "flora": lambda uploaded, cohort: uploaded - cohort * head,
+        "fedex ship": lambda uploaded, cohort: (cohort + 1) * lora,
+        "frlora": lambda uploaded, cohort: lora,
+        "frlora exact": lambda uploaded, cohort: uploaded - cohort * head,
+    }.get(" ".join([name, *(o[7:].partition("=")[0] for o in options if o[:7] == "method.")]))
+    received, changes = {}, [0]
+    for number in (1, 2, 3, 4):
         broadcast, cohort = server.broadcast(), server.draw(number)
         base = sum(v.size for v in broadcast.base.values())
         frozen = sum(v.size for v in broadcast.survey.values())
         frozen += sum(v.size for found in broadcast.constants.values() for v in found.values())
         beside = sum(v.size for v in broadcast.extra.values())
         reach = [carried(server, inline.context, broadcast, c) for c in cohort]
-        expected = sum(reach) + len(cohort) * beside + len(set(cohort) - known) * frozen
-        if base:
-            what = folded[server.method.config.name]
-            expected += len(cohort) * {"dense": base, "stack": stack, None: 0}[what]
+        new = [client for client in cohort if client not in received]
+        expected = sum(reach) + len(cohort) * beside + len(new) * frozen
+        if name == "frlora":  # clients store the factors of round 1
+            expected += (len(new) - len(cohort)) * lora
+        for client in cohort:
+            missed = sum(changes[max(1, received.get(client, 1)) :])
+            expected += base if folded is None else min(missed, base)
         server.step()
-        known |= set(cohort)
+        received |= dict.fromkeys(cohort, number)
         record = server.checkpoint.records[-1]
         assert record.downloaded_parameters == expected >= 0
-        stack = record.uploaded_parameters - len(cohort) * server.spec.parameters["head"]
+        if folded is not None:
+            changes.append(folded(record.uploaded_parameters, len(cohort)))
 
 
 @given(st.integers(1, 400), st.integers(1, 1000), st.integers(1, 1000))

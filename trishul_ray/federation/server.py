@@ -323,9 +323,7 @@ class Server:
         reports = [report for report in outcome.reports if report.client in {*total.clients}]
         now.client_states |= {r.client: r.state for r in reports if r.state}
         now.kept |= {r.client: r.kept for r in reports if r.kept}
-        record, clients = self.transfers.record(
-            number, sent, cohort, outcome.reports, total, now.records[-1]
-        )
+        record, clients = self.transfers.record(number, sent, cohort, outcome.reports, total)
         record.stages = over_clients(outcome.reports, {n for s in self.stages for n in s.summed})
         record.stages |= mean.metrics
         record.stages |= self.stages.end(number, now.state, clients)

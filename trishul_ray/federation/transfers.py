@@ -24,17 +24,18 @@ class Transfers:
 
     def __init__(self, method: Method, spec: WorkerSpec, records: Sequence[RoundRecord]) -> None:
         self.method, self.spec = method, spec
-        # The clients that have been asked so far, and the round in which they were last.
-        self._asked: dict[int, int] = {}
+        self._uploads: list[list[int]] = []  # by round: numbers that each accepted client sent
+        self._received: dict[int, int] = {}  # by client: the last round whose broadcast it received
         for record in records:
             self.remember(record)
 
     def remember(self, record: RoundRecord) -> None:
-        """Note which clients have received the broadcast of a round."""
-        self._asked |= dict.fromkeys([*record.clients, *map(int, record.missing)], record.round)
+        """Store which clients have received the broadcast of a round, and what they sent."""
+        self._received |= dict.fromkeys([*record.clients, *map(int, record.missing)], record.round)
+        self._uploads.append(record.accepted_uploads)
 
-    def expected(self, sent: Sent, last: RoundRecord) -> Traffic:
-        """Return the bytes that a client of the next round is expected to transfer.
+    def expected(self, sent: Sent, last: RoundRecord, clients: Sequence[int]) -> Traffic:
+        """Return the bytes that clients of the next round are expected to transfer.
 
         The clock selects clients before they train: a client is expected to send the mean of the
         ``last`` round, and in round 1 four bytes for each number.
@@ -43,9 +44,13 @@ class Transfers:
         up = 4.0 * sum(self.spec.expected.lengths.values())
         if last.clients:
             up = last.metrics()["uploaded_bytes"] / len(last.clients)
-        down = 4 * self._download(tensors, 0, last) if sent.size is None else sent.size
-        first = self.method.setup_parameters(tensors, self.spec.layout, None)
-        return Traffic(down, 4 * first, up)
+        received = [self._received.get(client) for client in clients]
+        # Clients that received their last broadcast in the same round download the same.
+        sizes = {each: self._download(tensors, 0, each) for each in set(received)}
+        setup = self.method.setup_parameters(tensors, self.spec.layout)
+        down = [4 * sizes[each] if sent.size is None else sent.size for each in received]
+        first = [4 * setup if each is None else 0 for each in received]
+        return Traffic(np.array(down, float), np.array(first, float), up)
 
     def record(
         self,
@@ -54,9 +59,8 @@ class Transfers:
         cohort: Cohort,
         reports: Sequence[TrainReport],
         total: Partial,
-        last: RoundRecord,
     ) -> tuple[RoundRecord, list[ClientRound]]:
-        """Return the record of a round, after the ``last`` one, and each client's part in it.
+        """Return the record of a round, and each client's part in it.
 
         Args:
             number: The round.
@@ -64,21 +68,20 @@ class Transfers:
             cohort: Its clients.
             reports: Theirs, by ascending client.
             total: The sum of their uploads.
-            last: The record of the round before.
         """
         tensors, size = sent.read.map(as_tensor), sent.size
         uploaded = {report.client: report.uploaded for report in reports}
-        downs = [self._download(tensors, report.unsent, last) for report in reports]
-        setups = {each: self._setup(tensors, each) for each in [*uploaded, *cohort.missing]}
+        received = self._received.get
+        downs = [self._download(tensors, r.unsent, received(r.client)) for r in reports]
+        setup = self.method.setup_parameters(tensors, self.spec.layout)
+        new = {c for c in [*uploaded, *cohort.missing] if received(c) is None}
         clients = []
         for r, numbers in zip(reports, downs, strict=True):
-            once = 0 if r.client in cohort.repeated else setups[r.client]
+            once = setup if r.client in new - cohort.repeated else 0
             down = 4 * numbers if size is None else size
             up = 4 * r.uploaded if r.uploaded_bytes is None else r.uploaded_bytes
             clients.append(ClientRound(r.client, down + 4 * once, up, r.loss))
-        if cohort.wasted:
-            downs.append(cohort.wasted * self._download(tensors, 0, last))
-        setup, received = sum(setups.values()), len(reports) + cohort.wasted
+        downs += [self._download(tensors, 0, received(client)) for client in cohort.wasted]
         losses = [r.loss for r in reports if math.isfinite(r.loss)]
         coded = [r.uploaded_bytes for r in reports if r.uploaded_bytes is not None]
         record = RoundRecord(
@@ -90,21 +93,20 @@ class Transfers:
             train_loss=float(np.mean(losses)) if losses else None,
             uploaded_parameters=sum(uploaded.values()),
             uploaded_bytes=sum(coded) if coded else None,
-            downloaded_parameters=sum(downs) + setup,
-            downloaded_bytes=None if size is None else size * received + 4 * setup,
+            downloaded_parameters=sum(downs) + setup * len(new),
+            downloaded_bytes=None if size is None else size * len(downs) + 4 * setup * len(new),
             client_seconds=float(np.mean([r.seconds for r in reports])) if reports else None,
         )
         return record, clients
 
-    def _setup(self, broadcast: State, client: int) -> int:
-        """Return how many numbers a client downloads once in this round; see the method's."""
-        last = self._asked.get(client)
-        return self.method.setup_parameters(broadcast, self.spec.layout, last)
+    def _download(self, broadcast: State, unsent: int, received: int | None) -> int:
+        """Return how many numbers of a broadcast a client downloads.
 
-    def _download(self, broadcast: State, unsent: int, last: RoundRecord) -> int:
-        """Return how many numbers of a broadcast a client receives."""
-        layout, before = self.spec.layout, last.accepted_uploads
-        return self.method.download_parameters(broadcast, layout, unsent, before)
+        The broadcast of round r has the aggregates of the rounds before r, so that a client that
+        received it misses those of round r and later.
+        """
+        missed = self._uploads[max(1, received or 0) :]
+        return self.method.download_parameters(broadcast, self.spec.layout, unsent, missed)
 
 
 def over_clients(reports: Sequence[TrainReport], summed: AbstractSet[str]) -> dict[str, float]:

@@ -6,7 +6,8 @@ Foundation Models", ACL 2025, arXiv 2410.09432.
 After a round, ``A = mean A_c``, ``B = mean B_c`` and the residual ``R = mean(B_c A_c) - B A``, all
 three means with the same weights. ``W0 <- W0 + scale R`` is permanent, and the next round starts
 from A and B. The global model is therefore exactly the mean of the clients' models. R is sent dense
-or, since its rank is at most (m + 1) r, as factors (``method.ship``).
+or, since its rank is at most (m + 1) r, as factors (``method.ship``); a client that missed rounds
+needs the factors of all of them, or the dense sum if it is smaller.
 """
 
 from collections.abc import Sequence
@@ -49,10 +50,12 @@ class FedEx(FedIT):
         return State(mean.shared, base=self.fold(state, residuals))
 
     def download_parameters(
-        self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
+        self, broadcast: State, layout: Layout, unsent: int, missed: Sequence[Sequence[int]]
     ) -> int:
-        """Count the averaged factors and, after round 1, the residual of one round."""
-        factors = super().download_parameters(broadcast, layout, unsent, uploads)
-        if self.config.ship == "dense" or not uploads:
-            return factors + count_numbers(broadcast.base)
-        return factors + (len(uploads) + 1) * self.factor_parameters(layout)
+        """Count the averaged factors and the residuals of the missed rounds."""
+        factors = super().download_parameters(broadcast, layout, unsent, missed)
+        dense = count_numbers(broadcast.base)
+        if self.config.ship == "dense":
+            return factors + dense
+        pairs = sum(len(uploads) + 1 for uploads in missed)
+        return factors + min(pairs * self.factor_parameters(layout), dense)

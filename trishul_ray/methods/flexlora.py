@@ -70,8 +70,8 @@ class FlexLoRA(FedIT):
         return State(shared, base={} if self.config.truncate else self.fold(state, remainders))
 
     def download_parameters(
-        self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
+        self, broadcast: State, layout: Layout, unsent: int, missed: Sequence[Sequence[int]]
     ) -> int:
         """Count the components of the client's rank and, if it is sent, the dense remainder."""
-        components = super().download_parameters(broadcast, layout, unsent, uploads)
+        components = super().download_parameters(broadcast, layout, unsent, missed)
         return components + count_numbers(broadcast.base)

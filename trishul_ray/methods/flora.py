@@ -6,7 +6,8 @@ Adaptations", NeurIPS 2024, arXiv 2409.05976.
 Stacking ``A_s = [p_1 A_1; ...; p_m A_m]`` and ``B_s = [B_1, ..., B_m]`` makes ``B_s A_s`` the sum
 of ``p_c B_c A_c``, which is exact for any ranks. The stack is merged into W0, and clients start the
 next round with fresh adapters (A random, B = 0). Limited clients train a lower rank
-(``federation.compute``). The stack itself is sent down, so the downlink grows with the cohort.
+(``federation.compute``). The stack itself is sent down, so the downlink grows with the cohort,
+and a client that missed rounds needs the stacks of all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import register
 from trishul_ray.methods.base.adapters import lora_pairs
-from trishul_ray.methods.base.messages import LocalRun, Round, State
+from trishul_ray.methods.base.messages import LocalRun, Round, State, count_numbers
 from trishul_ray.methods.fedit import FedIT
 from trishul_ray.runtime.lazy import torch
 
@@ -32,7 +33,7 @@ class FLoRA(FedIT):
 
     summary = "LoRA of any ranks, stacked and merged into the frozen weight each round (exact)"
     reference = "Wang et al., NeurIPS 2024, arXiv 2409.05976"
-    communication = "r (d_in + d_out) per matrix up; the cohort's stack down"
+    communication = "r (d_in + d_out) per matrix up; the cohorts' stacks of missed rounds down"
     mean_is_enough = False
     takes_limits = True
     contribution = FedIT.with_products
@@ -57,11 +58,13 @@ class FLoRA(FedIT):
         return State(shared, base=self.fold(state, merged))
 
     def download_parameters(
-        self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
+        self, broadcast: State, layout: Layout, unsent: int, missed: Sequence[Sequence[int]]
     ) -> int:
-        """Count the classification head and the stack of the factors that were sent before.
+        """Count the classification head and the stacks of factors of the missed rounds.
 
-        The stack has the ranks of the clients that sent it, whatever this client's rank is.
+        A stack has the ranks of the clients that sent it, whatever this client's rank is. The sum
+        of all merged updates takes the place of stacks that are larger.
         """
         head = broadcast.shared.numel() - self.factor_parameters(layout)
-        return head + sum(sent - head for sent in uploads)
+        stacks = sum(sent - head for uploads in missed for sent in uploads)
+        return head + min(stacks, count_numbers(broadcast.base))

@@ -96,11 +96,15 @@ class StepFlops(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes that a client of a round is expected to transfer."""
+    """Bytes that k clients of a round are expected to transfer."""
 
-    down: float  # of the broadcast
-    first: float  # more of them at a client's first time
+    down: np.ndarray  # float64 [k], of the broadcast
+    first: np.ndarray  # float64 [k], further ones if it is the client's first round, otherwise 0
     up: float  # of an upload
+
+
+def _no_traffic(clients: Sequence[int]) -> Traffic:
+    return Traffic(np.zeros(len(clients)), np.zeros(len(clients)), 0.0)
 
 
 @dataclass(frozen=True)
@@ -110,18 +114,18 @@ class Cohort:
     Attributes:
         clients: The clients that train, ascending.
         missing: Why a client that was asked does not train, by client, ascending.
-        wasted: Broadcasts that clients receive without training.
+        wasted: Clients that receive a broadcast without training, each as often as it does.
         repeated: Clients that have received what is downloaded once in a failed attempt.
         fixed: Whether no other stage may choose: a guarantee rests on how these were drawn.
-        traffic: Return the traffic that is expected of each client.
+        traffic: Return the traffic that is expected of the given clients.
     """
 
     clients: list[int]
     missing: Mapping[int, str] = field(default_factory=dict)
-    wasted: int = 0
+    wasted: Sequence[int] = ()
     repeated: frozenset[int] = frozenset()
     fixed: bool = False
-    traffic: Callable[[], Traffic] = lambda: Traffic(0, 0, 0)
+    traffic: Callable[[Sequence[int]], Traffic] = _no_traffic
 
 
 class ClientRound(NamedTuple):

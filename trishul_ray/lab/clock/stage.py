@@ -1,7 +1,8 @@
 """The stage ``devices``: rounds on a simulated clock. The section ``cohort`` is a part of it."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -83,8 +84,8 @@ class CohortConfig(Section):
 class Clock(Stage):
     """Clients are selected, and finish in time or late, on a simulated clock.
 
-    Its memory: ``seconds``, the clock; ``asked`` [N] bool, the clients that were selected before;
-    ``loss`` float64 [N], the mean training loss of a client's last round, NaN before.
+    Its memory: ``seconds``, the clock, and ``loss`` float64 [N], the mean training loss of a
+    client's last round, NaN before.
     """
 
     Config: ClassVar[type[Section]] = DevicesConfig
@@ -162,8 +163,7 @@ class Clock(Stage):
             step = (flops.backbone + self.plan.capacities * flops.adapter) / devices.speed
             self.clock = ClientClock(devices, fed.local_steps * step, self.devices.latency)
         if self.needs and not self.memory:
-            asked, loss = np.zeros(fed.clients, dtype=bool), np.full(fed.clients, math.nan)
-            self.memory.update(seconds=0.0, asked=asked, loss=loss)
+            self.memory.update(seconds=0.0, loss=np.full(fed.clients, math.nan))
         return ()
 
     def cohort(self, number: int, cohort: Cohort) -> Cohort:
@@ -181,7 +181,7 @@ class Clock(Stage):
         while len(self._attempts) < MOST_ATTEMPTS:
             path = (number, len(self._attempts)) if self._attempts else (number,)
             clients = chosen if cohort.fixed else self._sample(path)
-            self._attempts.append(last := self._plan(path, clients, wanted, cohort.traffic()))
+            self._attempts.append(last := self._plan(path, clients, wanted, cohort.traffic))
             needed = max(math.ceil(exact_fraction(wanted, fed.quorum)), self.plan.quorum)
             if cohort.fixed or last.kept.sum() >= needed:
                 return self._selected(cohort)
@@ -195,17 +195,18 @@ class Clock(Stage):
 
     def _selected(self, cohort: Cohort) -> Cohort:
         """Return the clients of the last attempt that count, and what became of the others."""
-        pairs = [(a.clients.tolist(), a.fates) for a in self._attempts]
-        fates = {c: fate for asked, each in pairs for c, fate in zip(asked, each, strict=True)}
-        last = self._attempts[-1]
+        pairs = [
+            (c, f) for a in self._attempts for c, f in zip(a.clients.tolist(), a.fates, strict=True)
+        ]
+        fates, last = dict(pairs), self._attempts[-1]
         clients = last.clients[last.kept].tolist()
         missing = {c: fates[c] for c in sorted(fates.keys() - set(clients))}
         return replace(
             cohort,
             clients=clients,
             missing={c: "abandoned" if fate == "kept" else fate for c, fate in missing.items()},
-            wasted=sum(len(asked) for asked, _ in pairs) - len(clients),
-            repeated=frozenset(c for asked, _ in pairs[:-1] for c in asked),
+            wasted=list((Counter(c for c, _ in pairs) - Counter(clients)).elements()),
+            repeated=frozenset(c for a in self._attempts[:-1] for c in a.clients.tolist()),
         )
 
     def _sample(self, path: tuple[int, ...]) -> np.ndarray:
@@ -219,7 +220,11 @@ class Clock(Stage):
         return np.sort(members[power_of_choice(rows, loss, self.options.candidates, size, rng)])
 
     def _plan(
-        self, path: tuple[int, ...], clients: np.ndarray, wanted: int, traffic: Traffic
+        self,
+        path: tuple[int, ...],
+        clients: np.ndarray,
+        wanted: int,
+        traffic: Callable[[Sequence[int]], Traffic],
     ) -> Attempt:
         assert self.clock is not None
         number, *attempt = path
@@ -231,16 +236,15 @@ class Clock(Stage):
             )
             sampled, half = np.array([s.random() for s in streams]), self.options.dropout / 2
             lost = np.where(sampled < half, 1, np.where(sampled < 2 * half, 2, 0))
-        down = traffic.down + traffic.first * ~self.memory["asked"][clients]
-        moments = self.clock.moments(clients, down, traffic.up)
+        expected = traffic(clients.tolist())
+        repeated = np.isin(clients, [c for a in self._attempts for c in a.clients])
+        down = expected.down + np.where(repeated, 0.0, expected.first)
+        moments = self.clock.moments(clients, down, expected.up)
         return plan(clients, moments, wanted=wanted, deadline=self.options.deadline, lost=lost)
 
     def _advance(self, attempt: Attempt, finished: np.ndarray) -> None:
         """Move the clock to the end of an attempt whose clients took ``finished`` seconds."""
         self.memory["seconds"] += attempt.seconds(finished)
-        asked = self.memory["asked"].copy()
-        asked[attempt.clients] = True
-        self.memory["asked"] = asked
 
     def end(
         self, number: int, state: ArrayState, clients: Sequence[ClientRound]

@@ -91,10 +91,10 @@ class FedPLoRA(FedIT):
         return next(e.shape[0] for e in layout.entries if e.name.endswith(".lora_A"))
 
     def download_parameters(
-        self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
+        self, broadcast: State, layout: Layout, unsent: int, missed: Sequence[Sequence[int]]
     ) -> int:
         """Count both factors in full: the parts that a client does not train are in its model."""
-        return super().download_parameters(broadcast, layout, 0, uploads)
+        return super().download_parameters(broadcast, layout, 0, missed)
 
 
 def over_holders(mean: Tensor, old: Tensor, share: Tensor) -> Tensor:

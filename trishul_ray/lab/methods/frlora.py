@@ -24,7 +24,7 @@ from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import MethodConfig, register
 from trishul_ray.methods.base.adapters import attach_adapters, lora_pairs
-from trishul_ray.methods.base.messages import Round, Site, State, Tensors
+from trishul_ray.methods.base.messages import Round, Site, State, Tensors, count_numbers
 from trishul_ray.methods.fedit import FedIT
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class FRLoRA(FedIT):
     Config = FRLoRAConfig
     summary = "LoRA on the weight's principal components; their change folded into it each round"
     reference = "Yan et al., ICLR 2025"
-    communication = "r (d_in + d_out) per matrix up and down"
+    communication = "r (d_in + d_out) per matrix up, and down for each missed round"
     mean_is_enough = False
     #: As the row's, on 2026-11-25, of 1e-3 to 5e-3.
     rates: ClassVar = {"cifar100 trishul/vit-s14-photos": 2.0e-3}
@@ -82,14 +82,20 @@ class FRLoRA(FedIT):
         return State(shared, base=self.fold(state, moved))
 
     def download_parameters(
-        self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
+        self, broadcast: State, layout: Layout, unsent: int, missed: Sequence[Sequence[int]]
     ) -> int:
-        """Count the averaged factors, or in round 1 A0 and B0; if exact, all of the last round's.
+        """Count the head and, for each missed round, the averaged factors, or all if exact.
 
-        The simulation sends A0 and B0 in every round; clients would keep them.
+        The sum of all changes takes the place of factors that are larger.
         """
-        whole = broadcast.shared.numel()
-        if not (self.config.exact and uploads):
-            return whole
-        head = whole - self.factor_parameters(layout)
-        return head + sum(sent - head for sent in uploads)
+        pair = self.factor_parameters(layout)
+        head = broadcast.shared.numel() - pair
+        if self.config.exact:
+            factors = sum(sent - head for uploads in missed for sent in uploads)
+        else:
+            factors = len(missed) * pair
+        return head + min(factors, count_numbers(broadcast.base))
+
+    def setup_parameters(self, broadcast: State, layout: Layout) -> int:
+        """Count A0 and B0, which the simulation sends in every round and clients would store."""
+        return super().setup_parameters(broadcast, layout) + self.factor_parameters(layout)

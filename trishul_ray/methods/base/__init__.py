@@ -317,36 +317,36 @@ class Method:
         return state
 
     def download_parameters(
-        self, broadcast: State, layout: Layout, unsent: int, uploads: Sequence[int]
+        self, broadcast: State, layout: Layout, unsent: int, missed: Sequence[Sequence[int]]
     ) -> int:
         """Return how many numbers one client downloads for this broadcast in a real deployment.
 
         By default this leaves out ``base`` and ``constants``: the simulation sends them in
-        full to clients that keep nothing, a deployment only what is new in them.
-        :meth:`setup_parameters` counts frozen tensors that are sent once.
+        full to clients that store nothing, a deployment only their changes. A method that folds
+        changes into ``base`` counts the changes of all rounds that the client missed, or ``base``
+        itself if it is smaller. :meth:`setup_parameters` counts tensors that are sent once.
 
         Args:
             broadcast: Broadcast of the simulation.
             layout: Names of the trainables.
             unsent: :attr:`LocalRun.unsent` of the client.
-            uploads: Numbers that each accepted client of the round before sent; none in round 1.
+            missed: For each earlier round whose aggregate the client has not received, the numbers
+                that each accepted client sent in it. These are all earlier rounds for a client that
+                takes part for the first time, and never fewer than the last round.
         """
         return broadcast.shared.numel() + count_numbers(broadcast.extra) - unsent
 
-    def setup_parameters(self, broadcast: State, layout: Layout, last: int | None) -> int:
-        """Return how many numbers a client downloads once, because it does not have them yet.
+    def setup_parameters(self, broadcast: State, layout: Layout) -> int:
+        """Return how many numbers a client downloads once, in its first round.
 
-        By default these are, in its first round, ``constants``, frozen tensors computed by the
-        server, and the answers of a survey that decides the adapters. Tensors drawn from the seed
-        cost nothing, since every client draws the same.
+        By default these are ``constants``, frozen tensors computed by the server, and the answers
+        of a survey that decides the adapters. Tensors drawn from the seed cost nothing, since every
+        client draws the same.
 
         Args:
             broadcast: Broadcast of the simulation.
             layout: Names of the trainables.
-            last: The round that the client took part in last; None before its first.
         """
-        if last is not None:
-            return 0
         constants = sum(map(count_numbers, broadcast.constants.values()))
         return constants + count_numbers(broadcast.survey)
 
