@@ -37,6 +37,13 @@ KIND = (
     "{% if messages[0]['role'] != 'system' %}{{ '<cls>system\nbe kind<sep>\n' }}{% endif %}"
     + CHATML
 )
+#: Writes a blank before the end token, as LLaMA-2's does.
+BLANK = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + "
+    "' [/INST]' }}{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+#: Has no control token after an answer.
+ENDLESS = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
 DATED = "{{ strftime_now('%d %b %Y') }}" + CHATML
 ROWS = [
     Row.of("say hi", "", " hi there "),
@@ -130,6 +137,13 @@ def test_an_answer_follows_what_is_generated_from_and_ends(tokens, template):
         assert ids.count(begin) == (0 if template in (CHATML, FORGETS, KIND) else 1)
 
 
+@pytest.mark.parametrize(("template", "expected"), [(BLANK, "</s>"), (CHATML, "<sep></s>")])
+def test_only_control_tokens_end_answers(tokens, template, expected):
+    convert = tokens.tokenizer.convert_tokens_to_ids
+    ends = prompt_of(tokens, template).end_ids()
+    assert ends == {convert(token) for token in ("<sep>", "</s>") if token in expected}
+
+
 def test_all_answers_of_a_conversation_are_labels_or_the_last_one(tokens):
     def labels(template, every_turn=True):
         (found,) = prompt_of(tokens, template, every_turn=every_turn).encode([TALK], "rows")
@@ -194,6 +208,7 @@ def test_a_long_conversation_loses_its_first_turns_and_keeps_the_system_message(
         ("{question}", ROWS, "no field"),
         ("plain", [TALK], "set task.template=chat or turns"),
         ("{% for m in messages %}{{ m['content'] }}{% endfor %}", ROWS, "would never stop"),
+        (ENDLESS, ROWS, "would never stop"),
         ("{% for m in messages %}{{ raise_exception('no') }}{% endfor %}", ROWS, "cannot render"),
     ],
 )

@@ -81,7 +81,7 @@ class Prompt(ABC):
 
     @abstractmethod
     def end_ids(self) -> set[int]:
-        """Return the ids that end an answer: the end token, and the first one after a content."""
+        """Return the ids that end an answer: the end token, and a template's control token."""
 
     def check_ends(self) -> None:
         """Raise an InputError unless an answer ends with one of the ids at which generation stops.
@@ -266,12 +266,18 @@ class ChatPrompt(Prompt):
         return [list(ids) for ids in found["input_ids"]]
 
     def end_ids(self) -> set[int]:
-        """Return the end token, and the first token that the template writes after a content."""
+        """Return the end token, and the first control token after an answer's content.
+
+        Other tokens there, such as a blank, can occur in answers and end none.
+        """
         rows = [Row.of("x", "", answer) for answer in ("yes", "no")]
         first, second = self.ids([row.messages for row in rows], "the template")
-        after = _common(first[::-1], second[::-1])
-        eos = self.tokens.tokenizer.eos_token_id
-        return {*first[len(first) - after :][:1], *([] if eos is None else [int(eos)])}
+        after = first[len(first) - _common(first[::-1], second[::-1]) :]
+        tokenizer: Any = self.tokens.tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        control = {*tokenizer.all_special_ids, *(id for id, token in added if token.special)}
+        eos = tokenizer.eos_token_id
+        return {*[id for id in after if id in control][:1], *([] if eos is None else [int(eos)])}
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
