@@ -1,5 +1,6 @@
 """The device of a run, an actor's part of a GPU's memory, and threads that share cores."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +29,17 @@ def test_an_actor_that_holds_a_gpu_does_not_train_on_the_cpu():
     actor._gpu_share, actor._backbones = 0.5, None
     with pytest.raises(InputError, match=r"^node \S+ has a GPU for this actor, but torch "):
         actor.open(SimpleNamespace(load=Experiment))
+
+
+def test_new_threads_keep_their_number_of_threads():
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(1, "test", device.set_threads_of_thread, (1,)) as pool:
+        pool.submit(int).result()  # the thread is there, and has not used torch
+        try:
+            torch.set_num_threads(3)
+            assert pool.submit(torch.get_num_threads).result() == 1
+        finally:
+            torch.set_num_threads(before)
 
 
 def test_caps_leave_room_for_the_contexts_of_all_actors():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trishul_ray.errors import InputError
+from trishul_ray.runtime.device import set_threads_of_thread
 from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.spectral.diagnostics import (
     client_matrices,
@@ -85,7 +86,7 @@ def test_a_stack_that_threads_share_has_the_same_bits(r):
     z = uploads(3, PART + 3, r)
     grams = z.double() @ z.double().mT
     values, vectors = torch.linalg.eigh(grams)  # at once
-    with ThreadPoolExecutor(3, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(3, initializer=set_threads_of_thread, initargs=(1,)) as pool:
         for found in (left_spectrum(z), left_spectrum(z, pool)):
             assert torch.equal(found[0], vectors.flip(-1))
             assert torch.equal(found[1], values.clamp(min=0.0).sqrt().flip(-1))

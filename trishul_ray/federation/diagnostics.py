@@ -28,7 +28,7 @@ from trishul_ray.federation.reduce import (
     round_units,
 )
 from trishul_ray.methods.base.adapters import lora_pairs, lora_scale
-from trishul_ray.runtime.device import usable_cores
+from trishul_ray.runtime.device import set_threads_of_thread, usable_cores
 from trishul_ray.spectral.diagnostics import client_matrices, diagnose, left_spectrum, stack_spectra
 from trishul_ray.spectral.svt import singular_values
 from trishul_ray.stages import ArrayState
@@ -88,7 +88,7 @@ class Comparison:
         threads = experiment.resources.threads
         # One of the threads runs the comparison, and the others share its work.
         spare = max(1, min(MOST_THREADS, usable_cores() // threads - 1))
-        self._pool = ThreadPoolExecutor(1 + spare, "comparison", torch.set_num_threads, (threads,))
+        self._pool = ThreadPoolExecutor(1 + spare, "comparison", set_threads_of_thread, (threads,))
         self._future: Future[Diagnostics] | None = None
 
     def __enter__(self) -> Self:

@@ -22,6 +22,16 @@ def usable_cores() -> int:
     return cores
 
 
+def set_threads_of_thread(count: int) -> None:
+    """Set the number of threads that torch uses in the calling thread.
+
+    The first operation in a new thread otherwise replaces the number by the one that any thread of
+    the process set last, so that last bits would depend on timing.
+    """
+    torch.get_num_threads()  # marks this thread as initialized
+    torch.set_num_threads(count)
+
+
 def oversubscription_warning(processes: int, threads: int, cores: float) -> str | None:
     """Return a one-line warning if processes of ``threads`` each share fewer cores, else None."""
     if processes * threads <= cores:

@@ -32,6 +32,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from trishul_ray.runtime.cuda_graphs import replayed
+from trishul_ray.runtime.device import set_threads_of_thread
 from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ def eigen_of_grams(grams: Tensor) -> tuple[Tensor, Tensor]:
 @functools.cache
 def _threads(count: int, process: int) -> ThreadPoolExecutor:
     """Return threads, in each of which PyTorch and LAPACK use one. A forked process has its own."""
-    return ThreadPoolExecutor(count, "svt", torch.set_num_threads, (1,))
+    return ThreadPoolExecutor(count, "svt", set_threads_of_thread, (1,))
 
 
 def _newton_schulz_scalings(resolution: float) -> list[float]:
