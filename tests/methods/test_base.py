@@ -65,7 +65,8 @@ def carried(server, context, broadcast, client):
         if name != "florist"
     ]
     + [["method=flexlora", "method.truncate=false", "federation.compute=uniform"]]
-    + [["method=fedex", "method.ship=factors"], ["method=frlora", "method.exact=true"]]
+    + [["method=fedex", "method.ship=factors"]]
+    + [["method=frlora", "method.exact=true"] for name in SINGLE if name == "frlora"]
     + [["method=trishul", "method.allocation=gradient"]],
     ids=" ".join,
 )
