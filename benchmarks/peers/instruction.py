@@ -1,10 +1,10 @@
-"""A local step of instruction tuning here and in TRL, by turns, on the same rows and weights.
+"""A local step of instruction tuning here and in TRL, alternately, on the same rows and weights.
 
     python benchmarks/peers/instruction.py --model FOLDER [options]
 
 LoRA on q and v of a decoder, plain SGD, the loss of the answers' tokens. TRL's ``SFTTrainer``
 starts from our exported adapter and reads our rows in our order; after the steps both adapters are
-compared. TRL runs in an environment of its own, which the first call installs.
+compared. TRL runs in a separate environment, which the first call installs.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def peak() -> float:
 
 
 def compare(words: dict[str, Any], python: str) -> Section:
-    """Go on by turns, and compare the adapters after the last step."""
+    """Alternate the steps, and compare the adapters after the last step."""
     seconds: dict[str, list[float]] = {"trishul-ray": [], "TRL": []}
     with Stepped([str(Path(__file__)), "ours", json.dumps(words)]) as here:
         start = here.ask("start")
