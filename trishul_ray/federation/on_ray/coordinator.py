@@ -38,9 +38,10 @@ class Coordinator:
 
     def check_fits(self, experiment: Json) -> None:
         """Raise an InputError if the parts of an experiment do not fit together."""
+        from trishul_ray.experiment.experiment import received
         from trishul_ray.experiment.fit import check_fits
 
-        check_fits(RunRequest(experiment, "", []).load())
+        check_fits(received(experiment))
 
     def begin(self, run: RunRequest) -> "RoundReport":
         """Start a run or resume its newest checkpoint, and return the records so far."""
