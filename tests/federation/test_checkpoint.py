@@ -11,7 +11,12 @@ import pytest
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, arrays_digest
+from trishul_ray.federation.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    arrays_digest,
+    round_of,
+)
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.methods.base.messages import State
 from trishul_ray.storage.store import Store
@@ -151,6 +156,20 @@ def test_an_earlier_checkpoint_outlives_a_resume(store, tmp_path):
     for number in (2, 3):
         resumed.save(keeping(number, {}))
     assert [file[:12] for file in store.store.names()] == ["round-000002", "round-000003"]
+
+
+def test_a_resume_leaves_as_many_checkpoints_as_are_kept(store):
+    first = store.save(make(1))
+    data = store.store.read(first)
+    for number in (2, 3):
+        store.save(make(number))
+    store.store.write(first, data)  # a process that was killed before it removed this file
+    resumed = CheckpointStore(store.store, "abc", keep=2)
+    assert resumed.newest().round == 3
+    resumed.tidy()
+    assert [round_of(name) for name in store.store.names() if round_of(name)] == [2, 3]
+    resumed.save(make(3, fill=2.0))
+    assert [round_of(name) for name in store.store.names() if round_of(name)] == [2, 3]
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])

@@ -159,6 +159,12 @@ def arrays_digest(state: Arrays) -> str:
     return digest.hexdigest()
 
 
+def _parts_of(checkpoint: Checkpoint) -> dict[int, _Parts]:
+    """Return the arrays of each client."""
+    states, kept = checkpoint.client_states, checkpoint.kept
+    return {client: (states.get(client), kept.get(client)) for client in sorted({*states, *kept})}
+
+
 def _same(one: _Parts | None, other: _Parts) -> bool:
     return one is not None and one[0] is other[0] and one[1] is other[1]
 
@@ -186,22 +192,25 @@ class CheckpointStore:
         return name
 
     def tidy(self) -> None:
-        """Remove all files except those of the newest ``keep`` checkpoints of this process.
+        """Remove all files except those of the newest ``keep`` checkpoints.
 
-        The first is that of :meth:`newest`. Until there are ``keep``, earlier ones stay, too.
+        Those before the one of :meth:`newest` count by their names. While one of them stays, so do
+        all files of clients, since it may need them.
         """
+        names = [name for name in self.store.names() if _NAME.fullmatch(name)]
         needed = {*self._saved}.union(*self._saved.values())
-        complete = len(self._saved) >= self.keep
-        oldest = min((round_of(name) or 0 for name in self._saved), default=0)
-        for name in self.store.names():
-            earlier = not complete and (round_of(name) or 0) < oldest
-            if _NAME.fullmatch(name) and name not in needed and not earlier:
+        oldest = min(round_of(name) or 0 for name in self._saved)
+        earlier = [n for n in names if (number := round_of(n)) is not None and number < oldest]
+        missing = self.keep - len(self._saved)
+        if missing and earlier:
+            needed |= {*earlier[-missing:], *(name for name in names if round_of(name) is None)}
+        for name in names:
+            if name not in needed:
                 self.store.remove(name)
 
     def _write_clients(self, checkpoint: Checkpoint) -> dict[int, str]:
         """Write the changed states of clients, and return the file of each client."""
-        states, kept = checkpoint.client_states, checkpoint.kept
-        parts = {c: (states.get(c), kept.get(c)) for c in sorted({*states, *kept})}
+        parts = _parts_of(checkpoint)
         files = {c: held for c, held in self._files.items() if _same(parts.get(c), held[1])}
         changed = {client: own for client, own in parts.items() if client not in files}
         if changed:
@@ -252,8 +261,7 @@ class CheckpointStore:
             found = self._read(name)
             if found is not None and (best is None or found[0].records[-1].scored):
                 best, files = found
-                states, kept = best.client_states, best.kept
-                self._files = {c: (f, (states.get(c), kept.get(c))) for c, f in files.items()}
+                self._files = {c: (files[c], own) for c, own in _parts_of(best).items()}
                 self._saved = {name: {*files.values()}}
         return best
 
