@@ -202,9 +202,9 @@ class Place:
         return found
 
     def files(self) -> list[str]:
-        """Return all files.
+        """Return all files, without hashes of timed content.
 
-        MLflow's artifacts, locks of runs, checkpoints and temporary files are left out.
+        MLflow's artifacts, locks of runs and temporary files are left out.
         """
         names = []
         for path in sorted(self.root.rglob("*")):
@@ -216,9 +216,8 @@ class Place:
                     # Named after the backbone's files, with the times at which they were linked.
                     kind = ".lock" if parts[2].endswith(".lock") else ""
                     parts = (*parts[:2], f"key{kind}", *parts[3:])
-                # A run that resumes keeps only the checkpoint from which it continues.
-                if not parts[-1].startswith(("round-", "clients-")):
-                    names.append("/".join(parts))
+                timed = parts[-1].startswith(("round-", "clients-"))
+                names.append("/".join((*parts[:-1], parts[-1][:12] if timed else parts[-1])))
         return sorted(names)
 
 
