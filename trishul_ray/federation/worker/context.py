@@ -368,11 +368,23 @@ def rows_of(context: WorkerContext, name: RowSet, client: int | None) -> tuple[S
 
 
 def new_run(
-    context: ModelContext, broadcast: ArrayState, round_number: int, client: int | None
+    context: ModelContext,
+    broadcast: ArrayState,
+    round_number: int,
+    client: int | None,
+    vector: Tensor | None = None,
+    grad: Tensor | None = None,
 ) -> LocalRun:
-    """Return the local run of a client before its start; None is the global model, to evaluate."""
+    """Return the local run of a client before its start; None is the global model, to evaluate.
+
+    By default its vector and gradient are new tensors.
+    """
     settings, fed = context.settings, context.settings.federation
-    seed, vector = settings.seed, torch.empty_like(context.initial)
+    seed = settings.seed
+    if vector is None:
+        vector = torch.empty_like(context.initial)
+    if grad is None:
+        grad = torch.empty(0) if client is None else torch.zeros_like(vector)
     share: float = 1.0
     rates: tuple[float, ...] = ()
     active = None
@@ -384,7 +396,7 @@ def new_run(
     return LocalRun(
         layout=context.model.layout,
         vector=vector,
-        grad=torch.empty(0) if client is None else torch.zeros_like(vector),
+        grad=grad,
         broadcast=broadcast.map(lambda array: to_tensor(array).to(context.device)),
         client_state={},
         client=client,

@@ -216,9 +216,9 @@ class LocalClient:
     ) -> None:
         settings, method, fed = context.settings, context.method, context.settings.federation
         self._context = context
-        self.run = run = new_run(context, broadcast, job.round, job.client)
+        self.run = run = new_run(context, broadcast, job.round, job.client, vector, grad)
         run.client_state = {k: to_tensor(v).to(context.device) for k, v in job.state.items()}
-        run.vector, run.grad, run.gradient = vector, grad, self._gradient
+        run.gradient = self._gradient
         rng = numpy_rng(settings.seed, "batches", job.round, job.client)
         shard = context.shards.shard(job.client)
         self.order = batch_order(shard, fed.local_steps, fed.batch_size, rng)
