@@ -75,7 +75,8 @@ Job = TrainJob | EvalJob
 def units_of_work(jobs: Sequence[TrainJob], stacked: int) -> list[list[int]]:
     """Group the positions of jobs: up to ``stacked`` clients train together, but not in round 0."""
     size = stacked if jobs and jobs[0].round > 0 else 1
-    return [list(range(len(jobs)))[i : i + size] for i in range(0, len(jobs), size)]
+    positions = list(range(len(jobs)))
+    return [positions[i : i + size] for i in range(0, len(positions), size)]
 
 
 #: Uploads of a round that are compared: as many as clients in the paper's covariance matrices.
