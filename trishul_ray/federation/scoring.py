@@ -22,7 +22,7 @@ class Scoring:
 
     Args:
         experiment: The experiment.
-        spec: The spec of the workers' benches.
+        spec: The spec of the workers.
         participants: Clients that may take part, ascending int64.
         personal: Whether clients keep a part of their models.
     """

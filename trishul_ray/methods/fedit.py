@@ -45,7 +45,7 @@ class FedIT(Method):
     def with_products(self, upload: State, layout: Layout) -> State:
         """Return the upload with the products [d_out, d_in] of its factors, in float64.
 
-        A subclass whose server averages them, too, makes this its :meth:`contribution`.
+        A subclass whose server also averages them makes this its :meth:`contribution`.
         """
         pairs = lora_pairs(self.named_tensors(layout, upload.shared))
         return replace(upload, base={layer: b.double() @ a.double() for layer, a, b in pairs})

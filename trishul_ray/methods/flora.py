@@ -48,7 +48,7 @@ class FLoRA(FedIT):
         self.limit_rank(run)
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
-        """Merge the mean product; of the shared vector keep the classification head alone."""
+        """Merge the mean product; of the shared vector keep only the classification head."""
         shared = mean.shared.clone()
         merged = {}
         for layer, a, b, update in self.mean_updates(mean, shared, layout):

@@ -17,7 +17,7 @@ model can only fall.
 
 Ranks follow ``federation.compute``. Self-pruning (a penalty on the tail of the rank, and a lower
 rank permanently once the tail has shrunk) is off by default, since the TRISHUL paper compares
-with truncation alone.
+with only truncation.
 """
 
 from __future__ import annotations

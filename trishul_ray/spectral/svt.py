@@ -161,7 +161,7 @@ def svt_by_iteration(cores: Tensor, threshold: float, dtype: torch.dtype | None 
     iterations (Chen and Chow, 2014), whose number is fixed, so the host never waits for the GPU.
     Removed singular values come back as rounding noise, not as exact zeros.
 
-    Arguments, return value and errors are those of :func:`svt`. The products are computed in
+    Arguments, return value and errors are the same as for :func:`svt`. The products are computed in
     ``dtype``, by default and for float64 cores in float64; in float32 errors are a few 1e-6
     of the largest singular value.
     """

@@ -16,7 +16,7 @@ from trishul_ray.adapters.layout import Unit
 from trishul_ray.methods.base.messages import State
 from trishul_ray.runtime.random_streams import numpy_rng
 
-#: A state as it is sent and stored.
+#: A state in messages and files.
 ArrayState: TypeAlias = State[np.ndarray]
 #: What a stage keeps between rounds, a part of the checkpoint: arrays, and values of JSON, by name.
 Memory: TypeAlias = dict[str, Any]
@@ -24,12 +24,12 @@ Memory: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Change:
-    """A client's upload, as it is after the stages so far.
+    """A client's upload after the stages so far.
 
     Attributes:
         shared: [W], the trained minus the broadcast value of the shared part, float32; zero in
             units that the client did not train.
-        extra: What the method adds, by name.
+        extra: Tensors that the method adds, by name.
         uploaded_bytes: Bytes of the encoding; None while they are four for each number.
         kept: What stages leave with the client for its next round, by name.
         metrics: Numbers for the round's record, by name; see :attr:`Stage.summed`.
@@ -73,8 +73,8 @@ class Sent:
     """The broadcast of a round.
 
     Attributes:
-        state: What the server has, which is scored.
-        read: What clients read of it, and train from.
+        state: The state of the server, which is scored.
+        read: The state that clients read and train from.
         size: Bytes of its encoding; None: four for each number.
     """
 
@@ -84,12 +84,12 @@ class Sent:
 
     @property
     def is_exact(self) -> bool:
-        """Whether clients read what the server has."""
+        """Whether clients read the exact state of the server."""
         return self.read is self.state
 
 
 class StepFlops(NamedTuple):
-    """FLOPs of one local step: of the frozen model, and of all that is trained."""
+    """FLOPs of one local step: of the frozen model, and of all trained parameters."""
 
     backbone: float
     adapter: float
@@ -115,7 +115,7 @@ class Cohort:
         clients: The clients that train, ascending.
         missing: Why a client that was asked does not train, by client, ascending.
         wasted: Clients that receive a broadcast without training, each as often as it does.
-        repeated: Clients that have received what is downloaded once in a failed attempt.
+        repeated: Clients that have received the one-time download in a failed attempt.
         fixed: Whether no other stage may choose: a guarantee rests on how these were drawn.
         traffic: Return the traffic that is expected of the given clients.
     """
@@ -147,7 +147,7 @@ class Partial:
         unit_weight: [U] float64, sum of w_c m_cu.
         unit_clients: [U] int64, sum of m_cu.
         clients: The clients whose uploads are in it.
-        refused: Why an upload was left out, by client.
+        refused: Reason why an upload was rejected, by client.
     """
 
     sums: ArrayState | None
@@ -160,7 +160,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class MeanChange:
-    """The mean of a round's changes, as it is after the stages so far.
+    """The mean of a round's changes after the stages so far.
 
     Attributes:
         state: The mean; ``shared`` [W] is a change, and zero where ``trained`` is not.

@@ -57,7 +57,7 @@ class Stages:
 
     @property
     def hide_clients(self) -> bool:
-        """Whether no client may be told apart."""
+        """Whether clients must be indistinguishable."""
         return any(stage.hides_clients for stage in self)
 
     @property
@@ -74,7 +74,7 @@ class Stages:
         """Prepare for the rounds of a run, on the server; return lines for its reader.
 
         Args:
-            plan: What is known of the run.
+            plan: Facts of the run.
             memories: What each stage keeps, by name; the stages change it in place.
         """
         for stage in self:
@@ -89,7 +89,7 @@ class Stages:
         return sent
 
     def cohort(self, number: int, cohort: Cohort) -> Cohort:
-        """Return the clients of a round, given those that were drawn uniformly."""
+        """Return the clients of a round, given the uniformly sampled clients."""
         for stage in reversed(self._stages):
             cohort = stage.cohort(number, cohort)
         return cohort
@@ -145,7 +145,7 @@ class Stages:
         return {name: value for found in each for name, value in found.items()}
 
     def reports(self, memories: Mapping[str, Memory], last: Mapping[str, float]) -> dict[str, Json]:
-        """Return what the summary of a run says of its stages, by the stage's name.
+        """Return the entries of stages in the summary of a run, by the stage's name.
 
         Args:
             memories: What each stage keeps at the end of the run, by name.

@@ -41,7 +41,7 @@ class Task(ABC):
     reads: ClassVar[Kind]
     #: The families of backbones that it runs on.
     families: ClassVar[tuple[ModelKind, ...]]
-    #: The fields of the section ``task`` that it reads, besides ``kind``.
+    #: The fields of the section ``task`` that it reads, in addition to ``kind``.
     fields_read: ClassVar[frozenset[str]] = frozenset(
         {"max_length", "target_length", "template", "verbalizers"}
     )
@@ -112,7 +112,7 @@ class Task(ABC):
         """Return the mean loss of the rows of each client, [clients], for a step of training.
 
         Args:
-            model: The model, with what the clients train bound.
+            model: The model, with the clients' parameters bound.
             batch: Prepared mini-batches of all clients, one after the other, of equal size.
             clients: How many.
         """
@@ -293,7 +293,7 @@ def score_classes(logits: Tensor, labels: Tensor, class_columns: Tensor | None =
     A row whose logits are not finite counts as wrong, because argmax would predict class 0 for
     NaN. The loss is computed in float32, from logits of any float dtype. If K is a vocabulary,
     ``class_columns`` int64 [classes] holds the column of each class: the loss is over all K
-    columns, the prediction among these alone. Without it, column k is class k.
+    columns, the prediction only among these. Without it, column k is class k.
     """
     logits = logits.float()
     choices = logits if class_columns is None else logits[:, class_columns]

@@ -41,8 +41,8 @@ def build_task(config: "TaskConfig", info: DatasetInfo, backbone: "Backbone") ->
 
     Raises:
         InputError: The backbone's family does not support the dataset or the kind of task, the
-            labels are no classes, or the settings do not fit the dataset. The message says what is
-            supported.
+            labels are not classes, or the settings do not fit the dataset. The message names the
+            supported ones.
     """
     task = _choose_task(config.kind, info, backbone)
     if info.doubt and not task.any_labels:
@@ -59,7 +59,7 @@ def unread_fields(config: "TaskConfig", info: DatasetInfo, backbone: "Backbone")
 
 
 def _choose_task(kind: str, info: DatasetInfo, backbone: "Backbone") -> type[Task]:
-    """Return the class of the task, or raise an InputError that says what is supported."""
+    """Return the class of the task, or raise an InputError that names supported ones."""
     family = backbone.family
     described = f"model.name={backbone.name!r} ({backbone.architecture.model_type}) is "
     described += _FAMILY_NAMES[family]

@@ -125,7 +125,7 @@ class ImageClassification(Classification):
 
 
 def _per_channel(values: tuple[float, ...], images: Tensor) -> Tensor:
-    """Return a number for each channel as [1, C, 1, 1], beside the images."""
+    """Return a number for each channel as [1, C, 1, 1], on the device of the images."""
     return constant(values, images.dtype, images.device).view(1, -1, 1, 1)
 
 

@@ -1,8 +1,8 @@
 """Prompts of instructions and their answers, as token ids with the ranges that carry loss.
 
 A prompt is a text with ``{instruction}`` and ``{input}``, after which the answer and the end token
-follow; or a chat template, which renders whole conversations. Nothing else makes prompts: what is
-generated from follows the same ids as in training.
+follow; or a chat template, which renders whole conversations. Nothing else makes prompts:
+generation starts from the same ids as in training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROMPTS, CHATS = ("alpaca", "plain"), ("turns",)
 FIELDS = ("instruction", "input")
 #: Kinds of cuts of a row, as bits.
 PROMPT_CUT, ANSWER_CUT, TURNS_DROPPED, LAST_TURN_ALONE = 1, 2, 4, 8
-#: Tokens of a generation prompt that an answer may replace, such as those of an empty thought.
+#: Tokens of a generation prompt that an answer may replace, such as an empty thought.
 REPLACED = 8
 #: The date that chat templates see instead of today's: LLaMA-3's own default.
 DATE = "26 Jul 2024"
@@ -152,7 +152,7 @@ class ChatPrompt(Prompt):
     """A chat template.
 
     Attributes:
-        every_turn: Whether the answers of all turns are labels, not the last one alone.
+        every_turn: Whether the answers of all turns are labels, not only the last one.
     """
 
     every_turn: bool
@@ -196,7 +196,7 @@ class ChatPrompt(Prompt):
         kept = shorten_longest([len(part) for part in parts], excess)
         texts = [shortened(*each) for each in zip(texts, parts, kept, strict=True)]
         if texts == [message["content"] for message in row[:-1]]:
-            texts = [""] * len(texts)  # white space that has no token alone
+            texts = [""] * len(texts)  # white space without a separate token
         new = [{**message, "content": text} for message, text in zip(row, texts, strict=False)]
         return [*new, row[-1]], cut | PROMPT_CUT
 

@@ -1,7 +1,7 @@
 """The contract of a federated method, and the registry of methods.
 
-A method defines five things: which adapters it attaches, what a client trains and how a local step
-ends, what the client uploads, how uploads become the next global state, and what is broadcast.
+A method defines five things: the adapters that it attaches, the parameters that a client trains and
+the end of a local step, the client's upload, how uploads become the next state, and the broadcast.
 Sampling, data, optimizers, evaluation, tracking and faults belong to the platform.
 
 Legend: P trainables of a client, W entries of the shared part on the wire, U units of
@@ -51,12 +51,12 @@ class MethodConfig(Section):
 
     @property
     def in_short(self) -> str:
-        """A remark beside the method's name in one line on a run; may be empty."""
+        """A remark next to the method's name in one line on a run; may be empty."""
         return ""
 
 
 class Settings(Protocol):
-    """The part of an experiment that a method may read to refuse it."""
+    """The part of an experiment that a method may read to reject it."""
 
     @property
     def adapter(self) -> AdapterConfig:
@@ -80,7 +80,7 @@ class Method:
     Instances hold only their configuration: one object serves every client.
     """
 
-    #: Its hyper-parameters, if it has any beside those that it inherits.
+    #: Its hyper-parameters, if it has any in addition to inherited ones.
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     #: One line for ``trishul list methods``.
     summary: ClassVar[str]
@@ -89,7 +89,7 @@ class Method:
     #: Parameters a client sends each round, as a formula.
     communication: ClassVar[str]
 
-    #: Caveat beside its rows in a table, in a sentence.
+    #: Caveat next to its rows in a table, in a sentence.
     caveat: ClassVar[str] = ""
     #: Train every parameter of the backbone itself (full fine-tuning).
     train_all: ClassVar[bool] = False
@@ -106,8 +106,8 @@ class Method:
     personal: bool = False
     #: Whether the next state is a function of the mean of what clients upload, with weights by
     #: ``federation.weighting`` alone, and the broadcast's ``shared`` is the state's. Stages that
-    #: act on changes need it, and refuse other methods; ``trishul check`` tries it. A subclass that
-    #: changes what is averaged or broadcast, or needs all uploads, does not inherit it. An instance
+    #: act on changes need it, and reject other methods; ``trishul check`` tries it. A subclass that
+    #: changes the average or the broadcast, or needs all uploads, does not inherit it. An instance
     #: may override its class, depending on its configuration; so it may ``needs_uploads``.
     mean_is_enough: bool = False
     #: Whether :meth:`aggregate` reads each upload, not only their mean: a median, a clustering. The
@@ -119,16 +119,16 @@ class Method:
     plain_mean: ClassVar[frozenset[str]] = frozenset()
     #: Names in ``extra`` of an upload that are the change of what the client keeps under the same
     #: name (zero at first), so that the server can add up what all clients keep. If a stage alters
-    #: the change, the client keeps what it had, plus what the server reads.
+    #: the change, the client keeps its earlier tensors, plus the change that the server reads.
     mirrored: ClassVar[frozenset[str]] = frozenset()
     #: Whether :meth:`weight` also applies to the classification head. If not, the classification
     #: head is averaged by ``federation.weighting`` alone.
     weighs_classifier: ClassVar[bool] = True
 
-    #: Its default learning rates by row of ``learning_rates.yaml``, where that has none. They were
-    #: chosen as those of the row; not inherited.
+    #: Its default learning rates by row of ``learning_rates.yaml``, if the row has none. They were
+    #: chosen as the rates of the row; not inherited.
     rates: ClassVar[Mapping[str, float]] = {}
-    #: The method whose default learning rates this one uses if it has none of its own; inherited by
+    #: The method whose default learning rates this one uses if it has none; inherited by
     #: subclasses. None: the general default, with a warning.
     rates_like: ClassVar[str | None] = None
 
@@ -153,17 +153,17 @@ class Method:
         )
 
     def check(self, settings: Settings) -> None:
-        """Refuse an experiment that the method cannot run (default: accept all).
+        """Reject an experiment that the method cannot run (default: accept all).
 
         Raises:
-            ValueError: Names the field, its value, and what is allowed.
+            ValueError: Names the field, its value, and the allowed values.
         """
 
     @property
     def fields_read(self) -> frozenset[str] | None:
         """The shared fields that it reads: ``budget``, and fields of the section ``adapter``.
 
-        Others cannot change a number of its runs and are no part of their ids. Where ``rank`` is
+        Others cannot change a number of its runs and are not part of their ids. Where ``rank`` is
         set, it takes the place of ``budget`` and ``matching``. None (the default): all, at any
         rank.
         """
@@ -242,7 +242,7 @@ class Method:
         round do not count.
 
         Args:
-            layout: Names of the trainables; the units are those of :meth:`wire`.
+            layout: Names of the trainables; the units are the units of :meth:`wire`.
             capacities: :attr:`LocalRun.capacity` of every client.
         """
         return np.ones(sum(1 for _ in layout.units(self.wire(layout))))
@@ -261,7 +261,7 @@ class Method:
         return self.wire(layout)
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
-        """Return what the client sends after ``steps`` steps, and what it keeps."""
+        """Return a client's upload after ``steps`` steps, and its new state."""
         memory: Tensors = {}
         if self.personal:
             sent, views = self.wire(run.layout), run.layout.views(run.vector)
@@ -271,7 +271,7 @@ class Method:
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
         """Return the length of ``shared`` and, by name, of each tensor in an upload's ``extra``.
 
-        The server refuses any other upload.
+        The server rejects any other upload.
         """
         return {"shared": sum(layout.entry(name).numel for name in self.wire(layout))}
 
@@ -295,7 +295,7 @@ class Method:
         return weight
 
     def contribution(self, upload: State, layout: Layout) -> State:
-        """Return what is averaged: the upload itself (default), or functions of it besides."""
+        """Return the averaged tensors: the upload (default), or also functions of it."""
         return upload
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
@@ -363,7 +363,7 @@ class Method:
             views[name].copy_(value)
 
     def named_tensors(self, layout: Layout, shared: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of a wire vector [W] by name, as views of their own shapes."""
+        """Return the tensors of a wire vector [W] by name, as views in their shapes."""
         tensors, start = {}, 0
         for entry in map(layout.entry, self.wire(layout)):
             tensors[entry.name] = shared[start : start + entry.numel].view(entry.shape)
@@ -408,7 +408,7 @@ def read_method(value: Any) -> MethodConfig:
     if isinstance(value, MethodConfig):
         return value
     if not isinstance(value, str | Mapping):
-        # Only scalars are shown as they are: other objects may have addresses in their texts.
+        # Only scalars are shown unchanged: other objects may have addresses in their texts.
         shown = repr(value) if isinstance(value, bool | int | float) else type(value).__name__
         raise ValueError(
             f"{shown}: it must be a method's name, or a section such as {{name: trishul}}"
