@@ -5,11 +5,11 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from trishul_ray.experiment.loading import set_field
 from trishul_ray.report.formats import (
@@ -116,7 +116,7 @@ class SweepPart:
         text: str = yaml.safe_dump(common, sort_keys=False, allow_unicode=True, width=90)
         return text
 
-    @property
+    @cached_property
     def traffic(self) -> list[tuple[str, ...]]:
         """Label, bytes that all clients send and receive, median round and number of runs.
 
@@ -195,7 +195,7 @@ class Page:
         """The results of all finished runs."""
         return [run.result for run in self.runs if run.status == "finished"]
 
-    @property
+    @cached_property
     def choices(self) -> list[Choice]:
         """The choices that the publication of the sweeps leaves open."""
         if all(part.sweep.profile == "custom" for part in self.parts):
@@ -240,8 +240,8 @@ def write_report(
     tables = build_tables(outcomes) if tables is None else tables
     page = Page(tuple(_parts(outcomes, tables, figures)))
     files: dict[str, str | bytes] = {
-        "report.html": _render("report.html", page=page, statuses=STATUSES),
-        "report.md": _render("report.md", page=page, statuses=STATUSES),
+        "report.html": _render("report.html", page=page),
+        "report.md": _render("report.md", page=page),
     }
     for part in page.parts:
         for slug, table in part.tables:
@@ -258,9 +258,14 @@ def write_report(
 
 def _render(name: str, **content: object) -> str:
     """Return the text of a template; only texts in HTML are escaped automatically."""
+    return _templates().get_template(name).render(**content)
+
+
+@cache
+def _templates() -> Environment:
     templates = Environment(
         loader=PackageLoader("trishul_ray.report"),
-        autoescape=name.endswith(".html"),
+        autoescape=select_autoescape(),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -268,9 +273,9 @@ def _render(name: str, **content: object) -> str:
     )
     filters = number_text, paper_text, escape_markdown, escape_latex, format_duration
     templates.filters |= {each.__name__: each for each in filters}
-    names = {"alpha": f"{100 * ALPHA:g}%", "verdict": VERDICT}
-    versions = {"version": __version__, "numerics": NUMERICS}
-    return templates.get_template(name).render(**names, **versions, **content)
+    templates.globals |= {"alpha": f"{100 * ALPHA:g}%", "verdict": VERDICT, "statuses": STATUSES}
+    templates.globals |= {"version": __version__, "numerics": NUMERICS}
+    return templates
 
 
 def _parts(

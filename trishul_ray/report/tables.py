@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from scipy import stats
@@ -51,17 +52,17 @@ class Number:
     paper: float | None = None
     compared: bool = False
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of seeds that have a value."""
         return int(self.values.count())
 
-    @property
+    @cached_property
     def mean(self) -> float:
         """Mean over seeds; NaN without a value."""
         return float(self.values.mean())
 
-    @property
+    @cached_property
     def deviation(self) -> float | None:
         """Standard deviation over seeds; None for fewer than two."""
         if self.count < 2:
