@@ -62,6 +62,10 @@ def test_steps_are_rounds_and_return_the_result(tiny):
     whole = run_experiment(twin, quiet())
     assert finished.summary.state_sha256 == whole.summary.state_sha256
     assert set(finished.summary.files) == set(whole.summary.files)
+    # Numbers of rounds stay integers in the file and its readers.
+    assert RunSummary.read(finished.home) == finished.summary
+    assert finished.home.read("result.json") == finished.summary.to_json()
+    assert str(finished.summary.final["round"]) == "2"
     # A finished run has no steps.
     reports, again = drain(run_steps(experiment, quiet()))
     assert reports == [] and again.repeated

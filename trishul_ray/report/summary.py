@@ -111,7 +111,7 @@ class RunSummary:
     headline: str
     data: Coverage
     scored_rounds: list[int]
-    final: dict[str, float]
+    final: dict[str, int | float]
     best: Json
     untouched: dict[str, float]
     recall: dict[str, float | None]
@@ -125,7 +125,7 @@ class RunSummary:
     refused_uploads: int
     round_seconds: list[float]
     wall_seconds: float
-    diagnostics: dict[str, float]
+    diagnostics: dict[str, int | float]
     heads: dict[str, int]
     block_squared_norms: dict[str, float]
     state_sha256: str
