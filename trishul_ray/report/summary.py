@@ -214,13 +214,14 @@ class RunSummary:
         The files are read completely. With ``among``, only these files are read.
         """
         damaged: dict[str, str] = {}
-        for name in self.sha256 if among is None else self.sha256.keys() & among:
+        for name, expected in self.sha256.items():
+            if among is not None and name not in among:
+                continue
             try:
                 content = home.read(name)
             except FileNotFoundError:
                 damaged[name] = "missing"
             else:
-                expected = self.sha256[name]
                 same = expected == hashlib.sha256(content).hexdigest()
                 if not (same or (expected is None and self._is_configuration(content))):
                     damaged[name] = "corrupt"
