@@ -75,8 +75,13 @@ def to_csv(table: SweepTable) -> str:
 
 def without_formula(value: object) -> object:
     """Return a value with an apostrophe in front if a spreadsheet would run it as a formula."""
-    is_formula = isinstance(value, str) and re.match(r"[=@\t\r]|[-+](?![\d.]|inf)", value)
-    return f"'{value}" if is_formula else value
+    if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
 
 
 def to_rich(table: SweepTable, width: int) -> Group:
