@@ -176,10 +176,6 @@ class RunSummary:
             raise CorruptFileError(f"{place} has other fields ({error})") from error
         return summary
 
-    def written(self) -> "RunSummary":
-        """Return the summary with its checksum and plain JSON values, as readers get it."""
-        return _validator().validate_json(self.to_json())
-
     def to_dict(self) -> Json:
         """Return all fields but the checksum as plain JSON values."""
         fields = vars(self) | {"data": self.data.to_json(), "hardware": asdict(self.hardware)}
@@ -299,9 +295,12 @@ def write_attempt(home: Store, attempt: str) -> None:
     home.write("attempt.json", to_checked_json({"attempt": attempt}))
 
 
-def write_result(home: Store, summary: RunSummary) -> None:
-    """Write result.json, with which a run has finished."""
-    home.write("result.json", summary.to_json())
+def write_result(home: Store, summary: RunSummary) -> RunSummary:
+    """Write result.json, with which a run has finished; return its content, as readers get it."""
+    content = summary.to_json()
+    written = _validator().validate_json(content)
+    home.write("result.json", content)
+    return written
 
 
 def run_ids(store: Store) -> list[str]:

@@ -32,11 +32,11 @@ def write_results(
         write_tables(experiment, last, Path(scratch))
         hashes = summary.sha256 | file_hashes(Path(scratch))
         home.upload_folder(Path(scratch))
-    summary = replace(
-        summary, files=sorted(hashes), sha256=hashes, logged=summary.logged_to is None
-    ).written()
+    logged = summary.logged_to is None
     # Its presence marks the run as finished, even if the model cannot be exported.
-    write_result(home, summary)
+    summary = write_result(
+        home, replace(summary, files=sorted(hashes), sha256=hashes, logged=logged)
+    )
     return _add_model(experiment, summary, home) if model else summary
 
 
@@ -64,12 +64,11 @@ def _add_model(experiment: Experiment, summary: RunSummary, home: Store) -> RunS
             files=sorted({*summary.files, *hashes}),
             sha256=summary.sha256 | hashes,
             logged=summary.logged_to is None,
-        ).written()
-        write_result(home, added)
+        )
+        return write_result(home, added)
     except Exception as error:  # of a plug-in, a disk or a bug: the scores are kept
         raise ArtifactsError(
             f"the model of run {experiment.id} could not be exported: {fault_of(error)}. The run "
             f"has finished: its scores are kept in {home.place('result.json')}, and repeating the "
             "run only exports the model"
         ) from error
-    return added

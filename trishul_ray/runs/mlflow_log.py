@@ -139,6 +139,8 @@ def _grouped(name: str) -> str:
 
 def close_run(run: Tracker, summary: RunSummary, home: Store) -> list[str]:
     """End the MLflow run of a finished run with its totals and files; return the rejected parts."""
+    if not isinstance(run, MlflowRun):
+        return []
     headline, hardware = summary.headline, summary.hardware
     chosen = f"best_on_{summary.best['chosen_on']}"
     metrics = {
@@ -158,25 +160,18 @@ def close_run(run: Tracker, summary: RunSummary, home: Store) -> list[str]:
         **{f"source.{name}": source for name, source in summary.sources.items()},
         **{f"trishul.{k}": r["sentence"] for k, r in summary.reports.items() if "sentence" in r},
     }
-    if not isinstance(run, MlflowRun):
-        return []
     with scratch_folder("results") as scratch:
         for name in filter(home.exists, summary.files):
             file = Path(scratch, name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(home.read(name))
-        Path(scratch, "result.json").write_bytes(_as_logged(summary).to_json())
+        Path(scratch, "result.json").write_bytes(replace(summary, logged=True).to_json())
         return run.end("FINISHED", metrics=metrics, tags=tags, folder=Path(scratch))
 
 
 def mark_logged(summary: RunSummary, home: Store) -> RunSummary:
     """Record in result.json that the run is completely logged; return its content."""
-    write_result(home, logged := _as_logged(summary))
-    return logged
-
-
-def _as_logged(summary: RunSummary) -> RunSummary:
-    return replace(summary, logged=True).written()
+    return write_result(home, replace(summary, logged=True))
 
 
 def log_finished(
