@@ -90,13 +90,13 @@ class RunSummary:
         heads: Number of heads of each adapted block, if the method has heads.
         ranks: The rank of the heads of each block, of its matrix of largest rank.
         block_squared_norms: Scores by which heads were allocated.
-        attempt: Identifies the start of the experiment, among all that started over.
+        attempt: Name of this start of the experiment; a run that starts over gets another name.
         identity: The text whose hash is the id.
         sources: Content behind names of public data and weights; see ``WorkerSpec``.
         export: The exported model, as ``Export``; None if it was skipped.
         files: The files of the run. ``sha256`` has their SHA-256; None for config.yaml, in which
-            the sections of storage may be edited.
-        logged_to: See ``Tracker.place``.
+            some sections may be edited.
+        logged_to: The MLflow store, without credentials, and the MLflow experiment.
         unread_fields: Fields of the experiment that nothing has read.
         logged: Whether everything has been logged; False while the process of the run ends.
         reports: Reports of stages, by their names; see ``Stage.report``.
@@ -167,7 +167,7 @@ class RunSummary:
             raise CorruptFileError(f"{place} belongs to run {fields.get('id')}")
         try:
             summary = _validator().validate_json(content, strict=True)
-            _row_of(summary)
+            _row_of(summary)  # all its fields are there
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))

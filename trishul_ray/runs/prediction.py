@@ -75,30 +75,30 @@ def _predict(
     """Return what ``read`` makes of every prepared batch, with the run's model bound."""
     if batch_size < 1:
         raise InputError(f"batch_size={batch_size}: must be at least 1")
-    bench, trained = run.context, run.trained
-    task = bench.task
-    columns = _encoded(run, input_columns(bench.info, bench.settings.data.columns, rows))
+    context, trained = run.context, run.trained
+    task = context.task
+    columns = _encoded(run, input_columns(context.info, context.settings.data.columns, rows))
     count = len(next(iter(columns.values())))
     found: list[_Read] = []
-    with computing(bench, trained):
+    with computing(context, trained):
         for start in range(0, count, batch_size):
             stored = {
                 k: torch.from_numpy(v[start : start + batch_size]) for k, v in columns.items()
             }
-            batch = task.prepare_batch(stored, bench.device, bench.dtype)
+            batch = task.prepare_batch(stored, context.device, context.dtype)
             found.append(read(batch))
     return found
 
 
 @contextmanager
-def computing(bench: ModelContext, trained: Trained) -> Iterator[None]:
+def computing(context: ModelContext, trained: Trained) -> Iterator[None]:
     """Let a model compute as in its run inside, without gradients."""
-    with deterministic(bench.settings), torch.inference_mode():
-        bench.model.bind(trained)
+    with deterministic(context.settings), torch.inference_mode():
+        context.model.bind(trained)
         try:
             yield
         finally:
-            bench.model.unbind()
+            context.model.unbind()
 
 
 def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dict[str, Column]:
