@@ -160,9 +160,7 @@ def _kind(experiment: Experiment) -> str:
 
 def _is_running(experiment: Experiment) -> bool:
     """Return whether a run without a result has written a file a short time ago."""
-    home = RunFolder.of(experiment).home
-    times = [*home.modified().values(), *home.child("checkpoints").modified().values()]
-    return time.time() - max(times, default=0.0) < QUIET_SECONDS
+    return time.time() - RunFolder.of(experiment).home.last_write() < QUIET_SECONDS
 
 
 def default_device(sweeps: Sequence[Sweep]) -> str:
