@@ -6,18 +6,10 @@ import itertools
 import re
 
 import pytest
-from invented_outcomes import (
-    half_missing,
-    initialization,
-    invent_sweep,
-    sensitivity,
-    square,
-    vision,
-)
+from invented_outcomes import half_missing, initialization, invent_sweep, sensitivity, vision
 from rich.console import Console
 
 from trishul_ray.report.formats import to_csv, to_rich, without_formula
-from trishul_ray.report.page import write_report
 from trishul_ray.report.tables import build_tables
 
 HOSTILE = r"a|b & 50% of $x_1$ #{<script>alert(1)</script>} \n ~^ [red]λ±≤"
@@ -28,29 +20,26 @@ def build(sweep):
 
 
 @pytest.fixture
-def latex(tmp_path_factory):
+def latex(written):
     """``latex(sweep)`` returns the LaTeX of the only table of a sweep."""
 
-    def write(sweep):
-        folder = tmp_path_factory.mktemp("report")
-        write_report([sweep], folder, figures=square)
-        (file,) = (folder / "tables").glob("*.tex")
+    def read(sweep):
+        (file,) = (written(sweep) / "tables").glob("*.tex")
         return file.read_text(encoding="utf-8")
 
-    return write
+    return read
 
 
 @pytest.fixture
-def markdown(tmp_path):
+def markdown(written):
     """``markdown(sweep)`` returns the lines of the table of a sweep in report.md."""
 
-    def write(sweep):
-        write_report([sweep], tmp_path, figures=square)
-        text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    def read(sweep):
+        text = (written(sweep) / "report.md").read_text(encoding="utf-8")
         lines = itertools.takewhile(str.strip, text[text.index("\n| ") + 1 :].splitlines())
         return "".join(f"{line}\n" for line in lines)
 
-    return write
+    return read
 
 
 def hostile():

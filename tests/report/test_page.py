@@ -63,11 +63,11 @@ def report(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("report")
+def full(written):
     other = FIGURE.model_copy(update={"name": "other", "paper": "fig:lambda"})
     sweeps = [vision(figures=[FIGURE, other]), sensitivity(), initialization()]
-    return parse(write_report(sweeps, folder, figures=square)), folder
+    folder = written(*sweeps)
+    return parse(folder / "report.html"), folder
 
 
 def test_the_page_is_self_contained_and_valid(full):
@@ -259,13 +259,10 @@ def test_hostile_texts_are_escaped(report, tmp_path):
     assert "<script" not in (tmp_path / "out/report.md").read_text().replace(r"\<script", "")
 
 
-def test_the_same_outcomes_give_the_same_bytes(tmp_path):
-    for name in ("a", "b"):
-        sweeps = [vision(figures=[FIGURE], status=half_missing)]
-        write_report(sweeps, tmp_path / name, figures=square)
+def test_the_same_outcomes_give_the_same_bytes(written):
+    homes = [written(vision(figures=[FIGURE], status=half_missing)) for _ in range(2)]
     first, second = (
-        {str(p.relative_to(home)): p.read_bytes() for p in home.rglob("*.*")}
-        for home in (tmp_path / "a", tmp_path / "b")
+        {str(p.relative_to(home)): p.read_bytes() for p in home.rglob("*.*")} for home in homes
     )
     assert first == second
     figures = [f"figures/figure-paper-vision-curve.{suffix}" for suffix in ("csv", "pdf", "svg")]
@@ -292,7 +289,7 @@ def test_runs_that_sweeps_share_are_counted_once(report):
     assert names == ["paper-initialization", "paper-initialization-2"]
 
 
-def test_a_page_shows_later_evaluations(tmp_path):
+def test_a_page_shows_later_evaluations(report, tmp_path):
     def kept(cell):
         return dataclasses.replace(cell, home=Store.open(str(tmp_path)).child(cell.id))
 
@@ -300,11 +297,9 @@ def test_a_page_shows_later_evaluations(tmp_path):
     score = Evaluated(score="rouge_l")
     invented = invent_sweep("eval", axes, ("method",), (), profile="custom", eval=score)
     sweep = dataclasses.replace(invented, cells=tuple(map(kept, invented.cells)))
-    page = write_report([sweep], tmp_path / "out", figures=square)
-    assert "not measured" in parse(page).words
+    assert "not measured" in report(sweep).words
     for cell in sweep.cells:
         scores = {"state_sha256": cell.result.state_sha256, "tuned": {"rouge_l": 0.5}}
         cell.home.write(EVALUATION, to_checked_json(scores))
-    page = write_report([sweep], tmp_path / "out", figures=square)
-    (number,) = parse(page).find("span", **{"class": "value"})
+    (number,) = report(sweep).find("span", **{"class": "value"})
     assert number.words == "50.00 ± 0.00"
