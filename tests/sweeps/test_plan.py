@@ -97,6 +97,34 @@ def test_adaptive_search_counts_all_its_samples(tmp_path):
     assert (row["cells"], row["missing"]) == ("14", "14")
 
 
+def test_hours_are_of_all_evaluations_of_a_run(tmp_path):
+    little = ["federation.local_steps=1", "federation.batch_size=1", "federation.rounds=1000"]
+
+    def sweep(every):
+        words = [*BASE, *little, f"storage.runs={tmp_path}", f"evaluation.every={every}"]
+        return sweep_from_axes(["seed=0..99"], words)
+
+    def hours(*sweeps):
+        return [float(row["hours on cpu"]) for row in planned(sweeps, "cpu")[0]]
+
+    (seldom,), (often,) = hours(sweep(500)), hours(sweep(1))
+    assert seldom < often
+    assert hours(sweep(500), sweep(1)) == [often, 0.0, often]
+
+
+def test_hours_of_runs_that_differ_in_their_evaluations_are_of_each(tmp_path):
+    words = [*BASE, f"storage.runs={tmp_path}", "federation.rounds=1000"]
+    limits = "evaluation.limit=1", "evaluation.limit=360"
+
+    def hours(*axes):
+        (row,), _ = planned([sweep_from_axes(["seed=0..99", *axes], words)], "cpu")
+        return float(row["hours on cpu"])
+
+    few, all_rows = (hours(limit) for limit in limits)
+    assert few < all_rows
+    assert hours("evaluation.limit=1,360") == pytest.approx(few + all_rows, abs=0.015)
+
+
 def test_runs_of_unknown_models_are_named(tmp_path):
     words = [*BASE, "model=nobody/nothing", f"storage.hub={tmp_path}"]
     (row,), notes = planned([sweep_from_axes(["seed=0..1"], words)])

@@ -98,12 +98,14 @@ def plan_table(
     """
     if device not in DEVICES:
         raise InputError(f"--device {device!r} is unknown; known: {', '.join(DEVICES)}")
-    seconds = _measured((state.summary for state in states.values()), device)
+    measured = _measured((state.summary for state in states.values()), device)
+    estimated: dict[str, float] = {}
+    merged = distinct(sweeps)
     rows: list[tuple[str, Counter[str], float]] = []
     unknown: Counter[str] = Counter()
     seen = set[str]()
     for sweep in sweeps:
-        runs = {id: each for id, each in distinct([sweep]).items() if id not in seen}
+        runs = {id: merged[id] for id in distinct([sweep]) if id not in seen}
         seen |= runs.keys()
         samples = sweep.search.samples if sweep.search else 1
         count, hours = Counter(cells=len(sweep.cells) * samples), 0.0
@@ -114,10 +116,15 @@ def plan_table(
             count[status] += samples
             if status != "finished":
                 kind, rounds = _kind(experiment), experiment.federation.rounds
+                scored = f"{kind} {rounds} {experiment.evaluation}"
                 try:
-                    if kind not in seconds:
-                        seconds[kind] = seconds_of(experiment, device) / rounds
-                    hours += samples * rounds * seconds[kind] / 3600
+                    if kind in measured:
+                        seconds = rounds * measured[kind]
+                    else:
+                        if scored not in estimated:
+                            estimated[scored] = seconds_of(experiment, device)
+                        seconds = estimated[scored]
+                    hours += samples * seconds / 3600
                 except InputError as error:
                     unknown[str(error)] += samples
         rows.append((sweep.name, count, hours))
