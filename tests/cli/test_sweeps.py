@@ -58,6 +58,15 @@ def test_adapters_that_do_not_fit_are_named_with_their_cell(called, tmp_path, pl
     assert code == 2 and "cell 'ranks: adapter.rank=65': adapter.rank=65 gives fedit" in error
 
 
+def test_a_plan_needs_neither_the_models_nor_a_gpu(called, tmp_path):
+    (tmp_path / "hub").mkdir()
+    places = [f"storage.runs={tmp_path}/runs", f"storage.hub={tmp_path}/hub"]
+    words = ["model=nobody/nothing", "resources.device=cuda", *places]
+    code, out, error = called("sweep", "--plan", "--axis", "seed=0,1", *words)
+    assert code == 0, error
+    assert "2 runs of unknown time: model.name='nobody/nothing' not found" in out
+
+
 def test_own_data_that_are_refused_are_named_with_a_cell(called, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.csv").write_text("text,label\n" + 9 * "a,yes\n")

@@ -106,6 +106,7 @@ def sweep(
 
 
 def _show_plan(sweeps: "Sequence[Sweep]", device: str | None) -> None:
+    from trishul_ray.experiment.fit import check_layers
     from trishul_ray.sweeps.cells import distinct
     from trishul_ray.sweeps.plan import default_device, plan_table
     from trishul_ray.sweeps.run import cell_names, check_cells
@@ -115,7 +116,7 @@ def _show_plan(sweeps: "Sequence[Sweep]", device: str | None) -> None:
     with show_progress() as progress:
         states = examine(experiments, progress.task_progress("reading results"))
     missing = {id: each for id, each in experiments.items() if states[id].summary is None}
-    check_cells(missing, cell_names(sweeps))
+    check_cells(missing, cell_names(sweeps), check_layers)
     table, notes = plan_table(sweeps, states, device or default_device(sweeps))
     print_table(table)
     for note in notes:

@@ -61,7 +61,10 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
             raise InputError(f"{sweep.file or sweep.name}: search: kind optuna needs {install}")
     states: dict[str, CellState] = {}
     missing, names = _examine(sweeps, states, progress), cell_names(sweeps)
-    check_cells(missing, names)
+    if missing:
+        from trishul_ray.experiment.fit import check_fits  # imports torch
+
+        check_cells(missing, names, check_fits)
     for id in missing:
         if (state := states[id]).status in ("stale", "corrupt"):
             stale = state.status == "stale"
@@ -200,19 +203,19 @@ def _close_parent(
         progress.note(f"MLflow rejected {line}")
 
 
-def check_cells(experiments: Mapping[str, Experiment], names: Mapping[str, str]) -> None:
+def check_cells(
+    experiments: Mapping[str, Experiment],
+    names: Mapping[str, str],
+    check_adapters: Callable[[Experiment], object],
+) -> None:
     """Check user data and their partition, and that the adapters of all cells fit their backbones.
 
     Raises:
         InputError: Something does not fit; the message names the cell.
     """
-    if not experiments:
-        return
-    from trishul_ray.experiment.fit import check_fits  # imports torch
-
     checks: list[tuple[Callable[[Experiment], object], set[str]]] = [
         (check_rows, {"data", "partition", "federation", "seed"}),
-        (check_fits, {"model", "adapter", "budget", "method", "resources"}),
+        (check_adapters, {"model", "adapter", "budget", "method", "resources"}),
     ]
     checked: set[str] = set()
     for id, experiment in experiments.items():
