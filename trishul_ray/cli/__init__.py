@@ -106,12 +106,14 @@ def main() -> None:
 
 def _usage(error: Any) -> str:
     """Return the fault of a command line; an option with the name of a field gets a hint."""
-    from trishul_ray.experiment.loading import is_field
-
     message: str = error.format_message()
-    option = getattr(error, "option_name", None) or ""
-    name = option.lstrip("-").replace("-", "_")
-    return f"{message}; a field is written {name}=VALUE" if is_field(name) else message
+    if option := getattr(error, "option_name", None):
+        from trishul_ray.experiment.loading import is_field  # imports all methods
+
+        name = option.lstrip("-").replace("-", "_")
+        if is_field(name):
+            return f"{message}; a field is written {name}=VALUE"
+    return message
 
 
 def _fail(message: str, code: int) -> NoReturn:
