@@ -135,23 +135,19 @@ def _read_state(home: Store, experiment: Experiment) -> CellState:
     """Return the state of an experiment according to the files of its run."""
     try:
         summary = RunSummary.read(home)
-        if (damaged := summary.damaged_files(home, NUMBERS)) and _belongs(summary, experiment):
-            faults = (f"{home.place(name)} is {fault}" for name, fault in damaged.items())
-            return CellState("corrupt", ", ".join(faults))
     except FileNotFoundError:
         return _without_result(home)
     except CorruptFileError as error:
         return CellState("corrupt", str(error))
-    if not _belongs(summary, experiment):
+    same_numerics = summary.versions["numerics"] == str(NUMERICS)
+    if not same_numerics or id_of(summary.identity) != experiment.id:
         return CellState("stale", f"{home.place('result.json')} belongs to another experiment")
+    if damaged := summary.damaged_files(home, NUMBERS):
+        faults = (f"{home.place(name)} is {fault}" for name, fault in damaged.items())
+        return CellState("corrupt", ", ".join(faults))
     if why := unscored(experiment, summary.scored_rounds):
         return CellState("stale", why)
     return CellState("finished", "", summary)
-
-
-def _belongs(summary: RunSummary, experiment: Experiment) -> bool:
-    same_numerics = summary.versions["numerics"] == str(NUMERICS)
-    return same_numerics and id_of(summary.identity) == experiment.id
 
 
 def _without_result(home: Store) -> CellState:
