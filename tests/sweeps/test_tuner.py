@@ -1,8 +1,13 @@
 """Resources that trials request."""
 
+import logging
+import os
+import signal
+
 import pytest
 
 from trishul_ray.errors import InputError
+from trishul_ray.sweeps import tuner
 from trishul_ray.sweeps.tuner import request
 
 TWO_CORES = [{"CPU": 2.0}]
@@ -44,3 +49,15 @@ def test_request_waits_for_nodes_that_an_autoscaler_adds(small):
     assert request(gpu, none, 4, may_grow=True)[1] == ({}, {"CPU": 1.0, "GPU": 1.0})
     with pytest.raises(InputError, match="exceed the cluster's 0 CPU"):
         request(small(), none, 4)
+
+
+def test_settings_for_tune_end_with_an_error():
+    def settings():
+        level = logging.getLogger("ray.tune").level
+        return level, signal.getsignal(signal.SIGUSR1), dict(os.environ)
+
+    before = settings()
+    with pytest.raises(RuntimeError), tuner._quiet_tune():
+        signal.signal(signal.SIGUSR1, lambda *_: None)  # as Tune does
+        raise RuntimeError
+    assert settings() == before

@@ -5,8 +5,9 @@ The results in the store decide which cells run. Nothing that Tune saves is read
 
 import logging
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -247,7 +248,12 @@ def _quiet_tune() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
-    with patch.dict(os.environ, _ENVIRONMENT):
-        yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
+    handler = signal.getsignal(signal.SIGUSR1)
+    try:
+        with patch.dict(os.environ, _ENVIRONMENT):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        with suppress(ValueError):  # Tune sets its handler only in the main thread
+            signal.signal(signal.SIGUSR1, handler)
