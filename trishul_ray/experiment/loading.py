@@ -8,7 +8,6 @@ learning rate that is not set comes from ``learning_rates.yaml``; a rate from th
 ``optimizer.rates`` replaces a set one.
 """
 
-import copy
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -267,7 +266,7 @@ def set_field(fields: RawFields, dotted: str, value: Any) -> None:
 
 def _over_preset(preset: RawFields, user: RawFields) -> RawFields:
     """Return the user's fields over a preset's, without fields for its method or backbone only."""
-    preset = copy.deepcopy(preset)
+    preset = {name: dict(f) if isinstance(f, dict) else f for name, f in preset.items()}
 
     def names(fields: RawFields, section: str) -> Any:
         return fields[section].get("name") if isinstance(fields.get(section), dict) else None
