@@ -84,16 +84,15 @@ def _lenders(method: str) -> list[str]:
 def _differences(settings: Mapping[str, Any], experiment: Experiment) -> list[str]:
     """Return every setting of a rate that differs from the experiment's, as a phrase."""
     partition = experiment.partition
+    both_dirichlet = partition.kind == settings.get("partition") == "dirichlet"
     ours = {
         "method": experiment.method.name,
         "rank": experiment.lora_rank,
         "partition": partition.kind,
-        "α =": partition.alpha if settings.get("partition") == "dirichlet" else None,
+        "α =": partition.alpha if both_dirichlet else None,
         "model": experiment.model.name,
         "optimizer": experiment.optimizer.name,
     }
-    if partition.kind != "dirichlet":
-        ours["α ="] = None
     return [
         f"{name} {settings[name]}, for {value}"
         for name, value in ours.items()
