@@ -1,8 +1,7 @@
 """The stage ``devices``: rounds on a simulated clock. The section ``cohort`` is a part of it."""
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
 
@@ -13,7 +12,7 @@ from trishul_ray.config.section import Section
 from trishul_ray.data.sampling import participants
 from trishul_ray.errors import FailsAgainError
 from trishul_ray.lab.clock.attempt import Attempt, plan
-from trishul_ray.lab.clock.devices import ClientClock, Devices, DevicesConfig
+from trishul_ray.lab.clock.devices import ClientClock, Devices, DevicesConfig, Moments
 from trishul_ray.methods.base import Method
 from trishul_ray.runtime.proportions import exact_fraction
 from trishul_ray.runtime.random_streams import numpy_rng
@@ -23,7 +22,6 @@ from trishul_ray.stages import (
     Cohort,
     Stage,
     StageSettings,
-    Traffic,
     register_stage,
 )
 
@@ -178,14 +176,19 @@ class Clock(Stage):
             return replace(cohort, clients=self._sample((number,)).tolist())
         chosen = np.array(cohort.clients, dtype=np.int64)
         fed, wanted, self._attempts = self.settings.federation, len(chosen), []
+        repeated: list[int] = []  # the clients of failed attempts
         while len(self._attempts) < MOST_ATTEMPTS:
             path = (number, len(self._attempts)) if self._attempts else (number,)
             clients = chosen if cohort.fixed else self._sample(path)
-            self._attempts.append(last := self._plan(path, clients, wanted, cohort.traffic))
+            traffic = cohort.traffic(clients.tolist())
+            down = traffic.down + np.where(np.isin(clients, repeated), 0.0, traffic.first)
+            moments = self.clock.moments(clients, down, traffic.up)
+            self._attempts.append(last := self._plan(path, clients, wanted, moments))
             needed = max(math.ceil(exact_fraction(wanted, fed.quorum)), self.plan.quorum)
             if cohort.fixed or last.kept.sum() >= needed:
-                return self._selected(cohort)
+                return self._selected(cohort, repeated)
             self._advance(last, last.moments.uploaded[last.kept])
+            repeated += clients.tolist()
         raise FailsAgainError(
             f"round {number}: in {MOST_ATTEMPTS} attempts fewer than {needed} of {wanted} clients "
             f"finished in time (federation.quorum={fed.quorum}, "
@@ -193,20 +196,23 @@ class Clock(Stage):
             f"{last.moments.uploaded.min():.3g} s): set a longer deadline or a lower quorum"
         )
 
-    def _selected(self, cohort: Cohort) -> Cohort:
-        """Return the clients of the last attempt that count, and what became of the others."""
-        pairs = [
-            (c, f) for a in self._attempts for c, f in zip(a.clients.tolist(), a.fates, strict=True)
-        ]
-        fates, last = dict(pairs), self._attempts[-1]
+    def _selected(self, cohort: Cohort, repeated: Sequence[int]) -> Cohort:
+        """Return the clients of the last attempt that count, and what became of the others.
+
+        ``repeated`` are the clients of the earlier attempts, each as often as it was selected.
+        """
+        fates = {
+            c: f for a in self._attempts for c, f in zip(a.clients.tolist(), a.fates, strict=True)
+        }
+        last = self._attempts[-1]
         clients = last.clients[last.kept].tolist()
         missing = {c: fates[c] for c in sorted(fates.keys() - set(clients))}
         return replace(
             cohort,
             clients=clients,
             missing={c: "abandoned" if fate == "kept" else fate for c, fate in missing.items()},
-            wasted=list((Counter(c for c, _ in pairs) - Counter(clients)).elements()),
-            repeated=frozenset(c for a in self._attempts[:-1] for c in a.clients.tolist()),
+            wasted=[*repeated, *last.clients[~last.kept].tolist()],
+            repeated=frozenset(repeated),
         )
 
     def _sample(self, path: tuple[int, ...]) -> np.ndarray:
@@ -220,13 +226,8 @@ class Clock(Stage):
         return np.sort(members[power_of_choice(rows, loss, self.options.candidates, size, rng)])
 
     def _plan(
-        self,
-        path: tuple[int, ...],
-        clients: np.ndarray,
-        wanted: int,
-        traffic: Callable[[Sequence[int]], Traffic],
+        self, path: tuple[int, ...], clients: np.ndarray, wanted: int, moments: Moments
     ) -> Attempt:
-        assert self.clock is not None
         number, *attempt = path
         lost = None
         if self.options.dropout:
@@ -236,10 +237,6 @@ class Clock(Stage):
             )
             sampled, half = np.array([s.random() for s in streams]), self.options.dropout / 2
             lost = np.where(sampled < half, 1, np.where(sampled < 2 * half, 2, 0))
-        expected = traffic(clients.tolist())
-        repeated = np.isin(clients, [c for a in self._attempts for c in a.clients])
-        down = expected.down + np.where(repeated, 0.0, expected.first)
-        moments = self.clock.moments(clients, down, expected.up)
         return plan(clients, moments, wanted=wanted, deadline=self.options.deadline, lost=lost)
 
     def _advance(self, attempt: Attempt, finished: np.ndarray) -> None:
