@@ -97,8 +97,9 @@ def absent_columns(table: pa.Table) -> set[tuple[str, str]]:
     """Return pairs of split and optional column, for columns that are null in the whole split."""
     absent = set()
     names = [name for name in _OPTIONAL if name in table.column_names]
-    for split in pc.unique(table.column("split")).to_pylist():
-        part = table.filter(pc.equal(table.column("split"), split))
+    optional = table.select(["split", *names])  # images would be copied, too
+    for split in pc.unique(optional["split"]).to_pylist():
+        part = optional.filter(pc.equal(optional["split"], split))
         absent |= {(split, name) for name in names if part[name].null_count == len(part)}
     return absent
 
@@ -107,6 +108,7 @@ def clean(
     table: pa.Table,
     names: Mapping[str, str],
     classes: Sequence[str] | None,
+    absent: set[tuple[str, str]],
     where: str,
     *,
     skip_broken: bool,
@@ -117,6 +119,7 @@ def clean(
         table: Rows with the platform's column names, ``split``, and ``name`` for messages.
         names: The data's columns by the platform's names, for messages.
         classes: Class names by which labels are numbered; -1 is not a label then.
+        absent: The :func:`absent_columns`, whose nulls are not missing values.
         where: Where the rows come from, for messages.
         skip_broken: Whether to skip incomplete rows instead of rejecting them.
 
@@ -126,7 +129,7 @@ def clean(
     Raises:
         CorruptFileError: Rows are incomplete; the message names the columns and the first rows.
     """
-    notes, absent = [], absent_columns(table)
+    notes = []
     lacking: dict[str, np.ndarray] = {}
     for name in filter(table.column_names.__contains__, _NAMES):
         spelled, changed = _spell(table.column(name), f"{where}: column {names[name]!r}")

@@ -96,7 +96,7 @@ def to_dataset(
         absent = absent_columns(table)
         if kind == "instruction":
             table = _with_conversations(table, where)
-        table, skipped, notes = clean(table, names, classes, where, skip_broken=skip_broken)
+        table, skipped, notes = clean(table, names, classes, absent, where, skip_broken=skip_broken)
         read, fields = _read_columns(kind, table, where, classes)
     except pa.ArrowException as error:
         raise CorruptFileError(f"{where}: {first_line(error)}") from error
