@@ -88,11 +88,12 @@ def to_dataset(
             classes = common_class_names(chain(*tables.values()), names["label"])
         table = table.select(list(names.values())).rename_columns(list(names))
         sizes = {split: sum(map(len, parts)) for split, parts in tables.items()}
-        rows = [(split, f"{split} row {row}") for split, n in sizes.items() for row in range(n)]
-        for column, values in zip(("split", "name"), zip(*rows, strict=True), strict=False):
-            table = table.append_column(column, pa.array(values, pa.string()))
         if not sizes["train"]:
             raise InputError(f"{where}: the train split has no rows")
+        splits_of_rows = [split for split, n in sizes.items() for _ in range(n)]
+        names_of_rows = [f"{split} row {row}" for split, n in sizes.items() for row in range(n)]
+        table = table.append_column("split", pa.array(splits_of_rows, pa.string()))
+        table = table.append_column("name", pa.array(names_of_rows, pa.string()))
         absent = absent_columns(table)
         if kind == "instruction":
             table = _with_conversations(table, where)
