@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -189,9 +190,10 @@ def _subfolders(root: Path) -> list[Path]:
 
 
 class TableFiles(UserData):
-    """A CSV, TSV, JSON or Parquet file, or a folder with ``train.*`` and, optionally, ``test.*``.
+    """A CSV, TSV, JSON or Parquet file, or a folder with ``train.*`` and, optionally, test rows.
 
-    The dataset is prepared again when a file changes, or an image whose path a file holds.
+    The test rows are in ``test.*`` or, if it is missing or has no labels, in ``validation.*``. The
+    dataset is prepared again when a file changes, or an image whose path a file holds.
     """
 
     name = "table"
@@ -201,8 +203,11 @@ class TableFiles(UserData):
         """Return a hash of splits, formats, files and images."""
         files = self._find_files()
         tables = [(s, file.suffix.lower(), digest(file)) for s in files for file in files[s]]
-        parts = [tables, [digest(image) for image in self._listed_images(files)]]
-        return _hash_of([*parts, PREPARATION_VERSION] if self._tables_of_images(files) else parts)
+        column, folder = self.columns.get("image", "image"), files["train"][0].parent
+        of_images = [file for file in chain(*files.values()) if column in column_names(file)]
+        images = [image for file in of_images for image in _listed_images(file, column, folder)]
+        parts = [tables, [digest(image) for image in images]]
+        return _hash_of([*parts, PREPARATION_VERSION] if of_images else parts)
 
     def _read_tables(self, hub: Path | None) -> tuple[Origin, Mapping[str, Sequence[pa.Table]]]:
         files = self._find_files()
@@ -213,7 +218,7 @@ class TableFiles(UserData):
         return self._find_files()["train"][0].parent
 
     def _find_files(self) -> dict[str, list[Path]]:
-        """Return the files of ``train`` and, if there are any, of ``test``."""
+        """Return the files of ``train`` and, if there are any, of the other splits."""
         suffixes = ", ".join(SUFFIXES)
         path = self._existing_path(f"a file ({suffixes}), or a folder with train.* and test.*")
         if path.is_file():
@@ -236,18 +241,12 @@ class TableFiles(UserData):
             raise InputError(f"data.path={self.path!r} has no train.* file ({suffixes})")
         return found
 
-    def _listed_images(self, files: Mapping[str, list[Path]]) -> list[Path]:
-        """Return the image files whose paths the tables hold, as far as they exist."""
-        name, folder, images = self.columns.get("image", "image"), files["train"][0].parent, []
-        for file in self._tables_of_images(files):
-            values = read_table(file).column(name)
-            if is_text(values.type):
-                images += [folder / path for path in values.to_pylist() if path]
-        return [image for image in images if image.is_file()]
 
-    def _tables_of_images(self, files: Mapping[str, list[Path]]) -> list[Path]:
-        name = self.columns.get("image", "image")
-        return [file for file in _all(files) if name in column_names(file)]
+def _listed_images(file: Path, column: str, folder: Path) -> list[Path]:
+    """Return the image files whose paths are in a column of a table, as far as they exist."""
+    values = read_table(file).column(column)
+    paths = values.to_pylist() if is_text(values.type) else []
+    return [folder / path for path in paths if path and (folder / path).is_file()]
 
 
 class PythonRows(TableFiles):
@@ -304,10 +303,6 @@ class HubData(UserData):
                 f"data.path={self.path!r} has several configurations: use one of {names}"
             )
         return found
-
-
-def _all(files: Mapping[str, list[Path]]) -> list[Path]:
-    return [file for of in files.values() for file in of]
 
 
 def _hash_of(parts: Any) -> str:
