@@ -32,6 +32,18 @@ def test_class_folders_become_classes(tmp_path):
     assert find_source(config).content() != content
 
 
+def test_any_name_of_a_folder_is_a_class(tmp_path):
+    """Also one that marks a missing value in a table; names are not sorted as numbers."""
+    names = ["1", "1.0", "10", "2", "NA", "null"]
+    for value, name in enumerate(names):
+        for number in range(4):
+            paint(tmp_path / "photos" / name / f"{number}.png", (value,) * 3)
+    data = prepare_user("images", tmp_path / "photos", tmp_path)
+    assert data.info.classes == tuple(names)
+    for split in (data.train, data.test):
+        np.testing.assert_array_equal(split.column("pixels")[:, 0, 0, 0], split.labels)
+
+
 @pytest.mark.parametrize(
     ("others", "read"), [(["val"], "val"), (["validation", "test"], "test"), ([], None)]
 )

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from trishul_ray.data.columns import is_text
+from trishul_ray.data.columns import is_text, nfc
 from trishul_ray.data.dataset import DatasetInfo, Origin, ProgressCallback, Splits
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.images import PREPARATION_VERSION
@@ -122,10 +122,17 @@ class ImageFolder(UserData):
         return _hash_of([self._hashes(), PREPARATION_VERSION])
 
     def _read_tables(self, hub: Path | None) -> tuple[Origin, Mapping[str, Sequence[pa.Table]]]:
+        found = self._find_files()
+        names = sorted({nfc(name) for files in found.values() for _, name in files})
+        numbers = {name: number for number, name in enumerate(names)}
+        # Labels are numbers, as on the hub, because any name of a folder is a class, also "null".
+        features = {"label": {"names": names, "_type": "ClassLabel"}}
+        metadata = {"huggingface": json.dumps({"info": {"features": features}})}
         tables = {}
-        for split, files in self._find_files().items():
-            columns = {"image": [str(file) for file, _ in files], "label": [c for _, c in files]}
-            tables[split] = [pa.table(columns)]
+        for split, files in found.items():
+            labels = [numbers[nfc(name)] for _, name in files]
+            columns = {"image": [str(file) for file, _ in files], "label": labels}
+            tables[split] = [pa.table(columns, metadata=metadata)]
         return Origin("file", str(self.path)), tables
 
     def _image_folder(self) -> Path:
