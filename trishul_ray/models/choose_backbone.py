@@ -7,7 +7,7 @@ from trishul_ray.config.fields import ModelConfig
 from trishul_ray.config.places import Places
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.models.find_model import PASSED, find_model, source_files
+from trishul_ray.models.find_model import PASSED, source_files
 from trishul_ray.models.python_model import PythonBackbone
 from trishul_ray.storage.integrity import stamp
 
@@ -20,12 +20,13 @@ def backbone_of(config: ModelConfig, places: Places) -> Backbone:
     """
     if config.name.startswith(f"{PASSED}:"):
         return PythonBackbone(config, places)
+    backbone = Backbone(config, places)
     try:
-        location = find_model(config.name, places).location
-    except InputError:  # raised again when the model is used
-        return Backbone(config, places)
+        location = backbone.location
+    except InputError:
+        return backbone  # raised again when the model is used
     if isinstance(location, str):  # on the hub
-        return Backbone(config, places)
+        return backbone
     files = source_files(location) if location.is_dir() else []
     return _recent(config, places, tuple((file, stamp(file)) for file in files))
 
