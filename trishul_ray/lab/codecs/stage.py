@@ -65,6 +65,7 @@ class Uploads(Stage):
         if not all(np.isfinite(vector).all() for vector in vectors.values()):
             return replace(change, uploaded_bytes=4 * sum(map(len, vectors.values())))
         sizes, left = unit_sizes(sender.units), {}
+        trained = None if sender.active is None else np.repeat(sender.active, sizes)
         if self.config.error_feedback:
             exact = method_class(self.settings.method.name).mirrored
             left = {
@@ -73,15 +74,14 @@ class Uploads(Stage):
                 if len(vector) == sizes.sum() and name not in exact
             }
         targets = {n: v + left[n] if n in left else v for n, v in vectors.items()}
-        if sender.active is not None:
-            targets["shared"] = targets["shared"] * np.repeat(sender.active, sizes)
+        if trained is not None:
+            targets["shared"] = targets["shared"] * trained
         read, size = coded(build_codec(self.config), targets, sizes, sender.rng("codec"))
         errors = {name: target - read[name] for name, target in targets.items()}
         ratio = norm_of([errors["shared"]]) / (norm_of([targets["shared"]]) or 1.0)
-        if sender.active is not None:
+        if trained is not None:
             size += -(-len(sizes) // 8)  # one bit for each unit: whether it was trained
             if "shared" in left:
-                trained = np.repeat(sender.active, sizes)
                 errors["shared"] = np.where(trained, errors["shared"], left["shared"])
         return replace(
             change,
