@@ -63,7 +63,7 @@ def checks_of(name: str) -> list[Check]:
     beyond = "it moves_beyond_mean" if method.moves_beyond_mean else ""
     single = "" if method.mean_is_enough else "its mean_is_enough is False"
 
-    executor = cache(small_executor)  # of this content of a plug-in alone
+    executor = cache(small_executor)  # only of this content of a plug-in
 
     def on(check: Callable[..., None]) -> Callable[[Path], None]:
         return partial(check, name=name, executor=executor)
@@ -104,7 +104,7 @@ def starts_pretrained(folder: Path, name: str, executor: Executors) -> None:
 
 
 def uploads_as_declared(folder: Path, name: str, executor: Executors) -> None:
-    """Uploads have the declared tensors, all finite; what is not trained stays as it was."""
+    """Uploads have the declared tensors, all finite; parts that are not trained are unchanged."""
     inline = executor(f"method={name}")
     server = server_of(inline, folder)
     broadcast, expected = server.broadcast(), server.spec.expected
@@ -219,7 +219,7 @@ def mean_decides(folder: Path, name: str, executor: Executors) -> None:
 
 
 def stacks(folder: Path, name: str, executor: Executors) -> None:
-    """Clients that train in one forward give what they give alone, up to rounding."""
+    """Clients that train in one forward have the results of separate training, up to rounding."""
     options = [f"method={name}", "federation.rounds=1", "optimizer.name=sgd"]
     alone, together = (
         driven(executor(*options, f"federation.stacked={k}"), folder / str(k)).checkpoint.state
@@ -347,7 +347,7 @@ class Shuffled(InlineExecutor):
         reducer: Reducer | None = None,
         trained: Callable[[Sequence[Any]], None] | None = None,
     ) -> Outcome:
-        """Run each job alone; return what the executor would."""
+        """Run each job separately; return what the executor would."""
         order = np.random.default_rng(self.seed).permutation(len(jobs))
         done = {int(i): self.inner.run(broadcast, [jobs[i]]) for i in order}
         each = [done[i] for i in range(len(jobs))]

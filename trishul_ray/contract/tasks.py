@@ -34,7 +34,7 @@ MODELS = {
 
 def checks_of(name: str) -> list[Check]:
     """Return the checks of a task."""
-    found, context = [], cache(context_of)  # of this content of a plug-in alone
+    found, context = [], cache(context_of)  # only of this content of a plug-in
     for (kind, reads), task in sorted(task_classes().items()):
         if kind == name:
             for family in task.families:
@@ -99,7 +99,7 @@ def loss_is_reported(context: WorkerContext) -> None:
 
 
 def padding_is_free(context: WorkerContext) -> None:
-    """A row has the same loss alone as among longer ones."""
+    """A row has the same loss in a batch without others as among longer ones."""
     batch, outputs = outputs_of(context, range(6))
     together = context.task.score(outputs, batch).loss
     each = [outputs_of(context, [row]) for row in range(6)]

@@ -129,9 +129,8 @@ def _assign(model: Any, tensors: Mapping[str, Tensor]) -> None:
     """Replace the tensors of a model of transformers on the meta device."""
     model.load_state_dict(tensors, assign=True, strict=False)
     model.tie_weights()
-    for name in (
-        dict(model.named_buffers()).keys() & tensors.keys()
-    ):  # also buffers that are not saved
+    # Also buffers that are not saved.
+    for name in dict(model.named_buffers()).keys() & tensors.keys():
         module, _, last = name.rpartition(".")
         model.get_submodule(module)._buffers[last] = tensors[name]
     if left := [name for name, tensor in _tensors(model).items() if tensor.is_meta]:

@@ -199,7 +199,7 @@ class Clock(Stage):
     def _selected(self, cohort: Cohort, repeated: Sequence[int]) -> Cohort:
         """Return the clients of the last attempt that count, and what became of the others.
 
-        ``repeated`` are the clients of the earlier attempts, each as often as it was selected.
+        ``repeated`` are the clients of the earlier attempts, once for each attempt.
         """
         fates = {
             c: f for a in self._attempts for c, f in zip(a.clients.tolist(), a.fates, strict=True)
