@@ -116,8 +116,10 @@ class HubRepo:
 
         files = {s: self.fetch.format(split=s) for s in splits} if self.fetch else None
         name = None if self.fetch else self.config
-        for logger in ("huggingface_hub", "datasets"):  # they log each retry
-            logging.getLogger(logger).setLevel(logging.CRITICAL)
+        loggers = [logging.getLogger(each) for each in ("huggingface_hub", "datasets")]
+        levels = [logger.level for logger in loggers]
+        for logger in loggers:  # they log each retry
+            logger.setLevel(logging.CRITICAL)
         try:
             if others:
                 existing = datasets.get_dataset_split_names(self.repo, name, revision=self.revision)
@@ -135,6 +137,9 @@ class HubRepo:
                 f"({one_line(error)[:300]}); repeat the command with internet access, or set "
                 f"TRISHUL_HUB or storage.hub to a folder with {self._example}"
             ) from error
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
         return {split: [table_of(rows)] for split, rows in loaded.items()}
 
 
