@@ -208,3 +208,10 @@ def test_images_in_a_table_are_paths_or_bytes(tmp_path):
     rejected(r"img/none.png: not a readable image", "table", file, tmp_path)
     skipped = prepare_user("table", file, tmp_path, skip_broken=True)
     assert len(skipped.train) + len(skipped.test) == 5 and len(skipped.info.skipped) == 1
+
+
+def test_table_without_any_image_is_rejected(tmp_path):
+    rows = [{"image": "", "label": label} for label in "abab"]
+    file = encoded(tmp_path / "none.csv", rows)
+    message = r"the 0 rows of .*none\.csv cannot be split"
+    rejected(message, "table", file, tmp_path, skip_broken=True)

@@ -106,7 +106,7 @@ def to_dataset(
         resized = decode_and_resize(
             images, lambda done: progress(f"{name} images", done), skip_broken=skip_broken
         )
-        readable = np.array([image not in resized.broken for _, image in images])
+        readable = np.array([image not in resized.broken for _, image in images], dtype=bool)
         table = table.filter(pa.array(readable))
         read = take_rows(read, np.flatnonzero(readable)) | {"pixels": resized.pixels}
         skipped, notes = (*skipped, *resized.broken), (*notes, *resized.notes)
