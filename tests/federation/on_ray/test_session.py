@@ -1,7 +1,6 @@
 """A local Ray serves this machine and this process only, and leaves nothing behind for long."""
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -94,17 +93,17 @@ def test_local_ray_folder_is_private_and_removed(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = set(Path("/tmp").glob(".trishul-ray.*"))
-    with ray_session(1):
-        (folder,) = set(Path("/tmp").glob(".trishul-ray.*")) - before
-        assert folder.stat().st_mode & 0o777 == 0o700
-        assert list(folder.glob("r/session_*/sockets/*"))
-    assert not folder.exists()
-    with pytest.raises(RunError), ray_session(1):
-        raise RunError("its logs are kept")
-    (folder,) = set(Path("/tmp").glob(".trishul-ray.*")) - before
-    assert list(folder.glob("r/session_*/logs/raylet.*"))
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as short:
+        monkeypatch.setattr(files, "_SHORT", (short,))
+        with ray_session(1):
+            (folder,) = Path(short).iterdir()
+            assert folder.stat().st_mode & 0o777 == 0o700
+            assert list(folder.glob("r/session_*/sockets/*"))
+        assert not folder.exists()
+        with pytest.raises(RunError), ray_session(1):
+            raise RunError("its logs are kept")
+        (folder,) = Path(short).iterdir()
+        assert list(folder.glob("r/session_*/logs/raylet.*"))
 
 
 def test_without_a_short_temporary_folder_the_variable_is_named(monkeypatch, tmp_path):
