@@ -12,10 +12,15 @@ from trishul_ray.tasks.sums import (
     Metrics,
     RowScores,
     client_metrics,
+    group_metrics,
     score_by_mix,
     summarize_clients,
 )
 
+ODD_NAMES = (
+    *("物理", "化学", "Größe", "Grüße", "größe", "हिन्दी", "मराठी", "a/b", "a_b", "a\\b", "a_b-2"),
+    *(".", "..", "!", "", 300 * "x", 300 * "x" + "y"),
+)
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=60)
 FIVE = Metrics(("accuracy",), classes=5)
 
@@ -27,7 +32,7 @@ def summed(predicted, labels, metrics=FIVE):
 
 
 @given(rows=ROWS, cut=st.integers(0, 60))
-def test_f1_and_recall_are_those_of_scikit_learn_however_rows_are_batched(rows, cut):
+def test_f1_and_recall_equal_scikit_learn_in_any_batches(rows, cut):
     labels, predicted = torch.tensor(rows).T
     parts = [(predicted[:cut], labels[:cut]), (predicted[cut:], labels[cut:])]
     sums = [summed(*part) for part in parts]
@@ -40,7 +45,7 @@ def test_f1_and_recall_are_those_of_scikit_learn_however_rows_are_batched(rows, 
     np.testing.assert_allclose([recall[k] for k in present], want)
 
 
-def test_a_row_without_a_prediction_is_a_miss_of_its_class_alone():
+def test_row_without_prediction_misses_only_its_class():
     one = Metrics(("accuracy",), classes=1)
     sums = [summed(torch.tensor([-1, 0]), torch.tensor([0, 0]), one)]
     assert one.recall(sums) == [0.5]
@@ -83,7 +88,7 @@ def test_the_total_is_the_same_in_any_order(values, cuts, order):
 
 def test_a_class_mix_weighs_the_recall_of_each_class():
     mix = np.array([[10, 0, 0], [1, 3, 0], [0, 2, 6], [0, 0, 5]])
-    # The third class has no test rows: nothing is known of the client that holds it alone.
+    # The third class has no test rows: the client with only this class has no score.
     assert score_by_mix([0.5, 1.0, None], mix) == {0: 0.5, 1: 0.875, 2: 1.0}
 
 
@@ -95,11 +100,26 @@ def test_the_worst_decile(clients, worst):
     assert found["per_client_worst_decile"] == pytest.approx((worst - 1) / 200)
 
 
+def test_metrics_of_groups_are_distinct():
+    metrics = Metrics(("accuracy",), groups := ODD_NAMES)
+    assert len({*metrics.names}) == 2 + len(groups)
+    scores = torch.arange(len(groups)) / len(groups)
+    rows = RowScores(scores, {"accuracy": scores})
+    found = metrics.merge([EvalSums.of(rows, metrics, {"group": torch.arange(len(groups))})])
+    assert [found[name] for name in metrics.names[2:]] == pytest.approx(scores.tolist())
+
+
+def test_groups_keep_their_usual_names():
+    groups = ("SQuAD", "Natural Questions", "mis-matched", "物理")
+    names = [f"f1_{name}" for name in ("squad", "natural_questions", "mis_matched", "物理")]
+    assert list(group_metrics("f1", groups)) == names
+
+
 SCORES = st.lists(st.integers(0, 100), min_size=1, max_size=40)
 
 
 @given(SCORES)
-def test_the_spread_over_clients_is_that_of_all_pairs(found):
+def test_spread_over_clients_follows_from_all_pairs(found):
     values = np.array(found) / 100
     spread = summarize_clients("own", dict(enumerate(values.tolist())))
     assert spread["own_sd"] == pytest.approx(values.std(), abs=1e-12)
@@ -110,7 +130,7 @@ def test_the_spread_over_clients_is_that_of_all_pairs(found):
     assert spread["own_gini"] == pytest.approx(gini, abs=1e-12)
 
 
-def test_what_clients_say_together():
+def test_metrics_over_clients():
     of_global = {"ann": 0.5, "bob": 0.7, "cy": 0.6, "dan": 0.4}
     own = of_global | {"ann": 0.9, "bob": 0.6}
     found = client_metrics(of_global, own, {"ann": 3, "bob": 1, "cy": 0})
@@ -124,11 +144,11 @@ def test_what_clients_say_together():
     assert found["participation_gap"] == pytest.approx(0.6 - 0.4)
 
 
-def test_without_own_models_the_personal_score_is_the_global_one():
+def test_personal_score_without_personal_models_is_global():
     found = client_metrics({0: 0.2, 1: 0.6}, {}, {0: 1, 1: 1})
     names = ("mean", "worst_decile", "best_decile", "min", "sd", "gini")
     assert {n: found[f"personal_{n}"] for n in names} == {
         n: found[f"per_client_{n}"] for n in names
     }
-    # All have taken part as often, nobody is held out, and nobody has a model of its own.
+    # All clients have taken part equally often, none is held out or has a personal model.
     assert len(found) == 2 * len(names)

@@ -15,6 +15,7 @@ from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 from mlflow.tracking import MlflowClient
 
 from trishul_ray.errors import InputError
+from trishul_ray.tasks.sums import group_metrics
 from trishul_ray.tracking.mlflow import MlflowRun, dataset_input, find_runs, is_outage
 from trishul_ray.tracking.store import open_client, opened, sqlite_file, tracking_uri, ui_command
 from trishul_ray.tracking.sweep import SweepRun
@@ -234,13 +235,24 @@ def test_run_of_an_attempt_is_deleted(uri):
 def test_secrets_are_omitted_and_long_values_truncated(uri):
     params = {f"p{i:03d}": i for i in range(250)}
     params |= {"long": "x" * 7000, "hub.token": "t0ps3cret", "odd[key]": 1}
+    params |= {"odd{key}": 2, "axis.a//..": 3, 300 * "k": 4, 300 * "k" + "l": 5}
     params |= {"tracking.uri": "postgresql://me:t0ps3cret@db/x"}
     run = open_run(uri, params=params, tags={"password": "t0ps3cret", "note": "y" * 9000})
     stored = MlflowClient(uri).get_run(run.run_id).data
-    assert len(stored.params) == 253 and len(stored.params["long"]) == 5000
-    assert stored.params["odd_key_"] == "1"
+    assert len(stored.params) == 257 and len(stored.params["long"]) == 5000
+    assert [stored.params[key] for key in ("odd_key_", "odd_key_-2", "axis.a__..")] == [*"123"]
     assert stored.params["tracking.uri"] == "postgresql://***@db/x"
     assert "t0ps3cret" not in json.dumps(stored.params | stored.tags)
+
+
+def test_odd_names_of_groups_lose_no_totals(uri):
+    groups = ("物理", "化学", "हिन्दी", "a/b", "a\\b", ".", "..", "", 300 * "x")
+    scores = {f"Score/validation_{name}": 0.5 for name in group_metrics("accuracy", groups)}
+    run = open_run(uri)
+    run.round(1, scores)
+    assert run.end("FINISHED", metrics={"total/uploaded_bytes": 8.0}) == []
+    stored = MlflowClient(uri).get_run(run.run_id).data.metrics
+    assert stored == scores | {"round": 1.0, "total/uploaded_bytes": 8.0}
 
 
 def test_lost_store_does_not_stop_the_run(uri, tmp_path):

@@ -33,6 +33,7 @@ from trishul_ray.report.references import Choice, reference_of, references
 from trishul_ray.report.statistics import ALPHA
 from trishul_ray.report.summary import Hardware, RunSummary, flatten
 from trishul_ray.report.tables import SweepTable, build_tables, make_slug
+from trishul_ray.runtime.names import free_name
 from trishul_ray.stages import STAGES, stage_names
 from trishul_ray.storage.durable import Json, write_file
 from trishul_ray.tracking.progress import format_bytes, format_duration
@@ -281,12 +282,11 @@ def _templates() -> Environment:
 def _parts(
     outcomes: Sequence[SweepOutcome], tables: Sequence[SweepTable], draw: DrawFigure
 ) -> Iterable[SweepPart]:
-    taken: Counter[str] = Counter()
+    taken = set[str]()
 
     def unique(*names: str) -> str:
-        slug = make_slug(*names)
-        taken[slug] += 1
-        return f"{slug}-{taken[slug]}" if taken[slug] > 1 else slug
+        taken.add(slug := free_name(make_slug(*names), taken))
+        return slug
 
     for sweep in outcomes:
         drawings = []

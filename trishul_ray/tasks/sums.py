@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from trishul_ray.runtime.lazy import torch
+from trishul_ray.runtime.names import free_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _C = TypeVar("_C", int, str)
+
+#: Longest name of a metric of a group, without a number; MLflow accepts 250 characters in total.
+MAX_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class EvalSums:
         by_group: [G, 2], sum of the headline's scores and number of rows of each group.
         clients: Numbers of the clients that the rows belong to, int64 [n], ascending.
         by_client: [n, 2], the same for each of them.
-        by_class: [K, 3], rows labelled, predicted and correctly predicted as each class.
+        by_class: [K, 3], rows labeled, predicted and correctly predicted as each class.
     """
 
     loss: float
@@ -103,7 +107,7 @@ class EvalSums:
         """Return the exactly rounded sums of all parts, which are the same in any order.
 
         Raises:
-            ValueError: There are no rows.
+            ValueError: No rows were evaluated.
         """
         count = math.fsum(part.count for part in parts)
         if count == 0:
@@ -174,23 +178,24 @@ class Metrics:
     def names(self) -> tuple[str, ...]:
         """Names of all metrics, the headline first; :meth:`merge` omits a group without rows."""
         of_classes = () if self.classes is None else ("macro_f1",)
-        by_group = (group_metric(self.headline, group) for group in self.groups)
+        by_group = group_metrics(self.headline, self.groups)
         return (self.headline, "loss", *of_classes, *self.scores[1:], *by_group)
 
     def merge(self, parts: Sequence[EvalSums]) -> dict[str, float]:
         """Return the metrics from the sums of all batches, for every name with at least one row.
 
         Raises:
-            ValueError: There are no rows.
+            ValueError: No rows were evaluated.
         """
         total = EvalSums.total(parts)
         found = {"loss": total.loss / total.terms}
         found |= {name: total.scores[name] / total.count for name in self.scores}
         if self.classes is not None:
             found["macro_f1"] = macro_f1(total)
-        for group, (score, count) in zip(self.groups, total.by_group.tolist(), strict=True):
+        by_group = group_metrics(self.headline, self.groups)
+        for name, (score, count) in zip(by_group, total.by_group.tolist(), strict=True):
             if count:
-                found[group_metric(self.headline, group)] = score / count
+                found[name] = score / count
         return found
 
     def recall(self, parts: Sequence[EvalSums]) -> list[float | None]:
@@ -199,29 +204,36 @@ class Metrics:
         None for a class without rows; empty for a task without classes.
         """
         cells = EvalSums.total(parts).by_class.tolist()
-        return [correct / labelled if labelled else None for labelled, _, correct in cells]
+        return [correct / labeled if labeled else None for labeled, _, correct in cells]
 
     def by_client(self, parts: Sequence[EvalSums]) -> dict[int, float]:
-        """Return the headline of every client that has rows of its own."""
+        """Return the headline of every client with rows."""
         total = EvalSums.total(parts)
         cells = zip(total.clients.tolist(), total.by_client.tolist(), strict=True)
         return {client: score / count for client, (score, count) in cells}
 
 
-def group_metric(headline: str, group: str) -> str:
-    """Return the name of the headline for one group: ``f1`` and ``SQuAD`` give ``f1_squad``."""
-    return f"{headline}_{re.sub(r'[^0-9a-z]+', '_', group.lower())}"
+def group_metrics(headline: str, groups: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the headline for groups: ``f1`` and ``SQuAD`` give ``f1_squad``.
+
+    They have letters of any script and digits, as MLflow accepts; equal names are numbered.
+    """
+    found: dict[str, None] = {}
+    for group in groups:
+        letters = re.sub(r"[\W_]+", "_", group.lower())
+        found[free_name(f"{headline}_{letters}"[:MAX_NAME], found)] = None
+    return tuple(found)
 
 
 def macro_f1(sums: EvalSums) -> float:
-    """Return the mean F1 of the classes that are labelled or predicted in the rows."""
+    """Return the mean F1 of the classes that are labeled or predicted in the rows."""
     cells = [cell for cell in sums.by_class.tolist() if cell[0] or cell[1]]
-    scores = [2 * correct / (labelled + predicted) for labelled, predicted, correct in cells]
+    scores = [2 * correct / (labeled + predicted) for labeled, predicted, correct in cells]
     return math.fsum(scores) / len(scores)
 
 
 def score_by_mix(recall: Sequence[float | None], mix: np.ndarray) -> dict[int, float]:
-    """Return the accuracy that every client has on test rows of its own class mix.
+    """Return the accuracy that every client has on test rows with the class mix of the client.
 
     Args:
         recall: See :meth:`Metrics.recall`; classes without test rows are left out of the mix.

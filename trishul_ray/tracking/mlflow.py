@@ -17,6 +17,7 @@ import tenacity
 
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.runtime.lazy import mlflow
+from trishul_ray.runtime.names import free_name
 from trishul_ray.storage.redaction import is_secret_name, redact
 from trishul_ray.tracking.store import is_server, opened
 
@@ -170,12 +171,12 @@ def find_runs(uri: str, experiment: str, attempt: str, *, delete: bool = False) 
 
 
 def public(fields: Mapping[str, Scalar]) -> dict[str, str]:
-    """Return fields as MLflow accepts them: without secrets, long values truncated."""
-    found = {}
+    """Return fields as MLflow accepts them: without secrets, long names and values truncated."""
+    found: dict[str, str] = {}
     for key, value in fields.items():
         if not is_secret_name(key):
-            name = "".join(c if c.isalnum() or c in "_-. /:" else "_" for c in key)[:250]
-            found[name] = redact(str(value))[:5000]
+            name = "".join(c if c.isalnum() or c in "_-. :" else "_" for c in key)[:240]
+            found[free_name(name, found)] = redact(str(value))[:5000]
     return found
 
 
