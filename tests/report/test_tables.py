@@ -281,6 +281,15 @@ def test_unevenness_has_four_decimals_and_a_correlation_no_best():
     assert [number.format(number.mean) for number in shown[1:]] == ["0.0210", "0.0200"]
 
 
+@pytest.mark.parametrize("group", ["weight_loss", "very_sd", "participation_gap"])
+def test_group_of_rows_is_not_another_kind_of_metric(group):
+    made = {row: {("c", seed): v + 0.1 * int(seed) for seed in "012"} for row, v in
+            (("A", 90.0), ("B", 80.0))}  # fmt: skip
+    table = single_table(made, metric=f"accuracy_{group}")
+    assert best(table) == [True, False]
+    assert numbers(table, "A")[0].mean == pytest.approx(90.1)
+
+
 @pytest.mark.parametrize(
     ("why", "verdicts"),
     [

@@ -22,9 +22,11 @@ SEED = "seed"
 CellStatus = Literal["finished", "missing", "failed", "stale", "corrupt"]
 STATUSES: tuple[CellStatus, ...] = get_args(CellStatus)
 
-#: Ends of metrics over clients that are fractions and better if lower; see ``client_metrics``.
-_UNEVEN = ("_sd", "_gini", "_hurt")
-#: Ends of metrics that are best at 0, so that no value is better than another.
+#: Metrics that are not percentages and better if lower, by full name: groups of rows have any name.
+_LOSSES = ("loss", "validation_loss", "train_loss")
+#: Metrics over clients that are fractions and better if lower; see ``client_metrics``.
+_UNEVEN = ("per_client_sd", "per_client_gini", "personal_sd", "personal_gini", "personal_hurt")
+#: Metrics that are best at 0, so that no value is better than another.
 _UNORDERED = ("participation_gap", "participation_correlation")
 
 
@@ -179,16 +181,16 @@ class SweepOutcome(SweepHead):
 
 def is_loss(metric: str) -> bool:
     """Return whether a metric is a loss: not a percentage, and better if lower."""
-    return metric.endswith("loss")
+    return metric in _LOSSES
 
 
 def unit_of(metric: str) -> str:
     """Return the unit of a metric in a table: ``%``, ``loss`` or ``fraction``."""
     if is_loss(metric):
         return "loss"
-    return "fraction" if metric.endswith((*_UNEVEN, *_UNORDERED)) else "%"
+    return "fraction" if metric in (*_UNEVEN, *_UNORDERED) else "%"
 
 
 def has_order(metric: str) -> bool:
     """Return whether one value of a metric can be better than another."""
-    return not metric.endswith(_UNORDERED)
+    return metric not in _UNORDERED
