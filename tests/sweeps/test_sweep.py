@@ -99,8 +99,8 @@ def test_a_cell_is_the_run_of_the_same_fields(write):
     assert cell.experiment == load_experiment(None, [*same.split(), *fed.split()])
 
 
-def test_an_override_reaches_every_cell_or_is_refused(write):
-    path = write("base: {dataset: digits, seed: 5}\naxes: {budget: {a: 4, b: {seed: 9}}}\n")
+def test_override_reaches_every_cell_or_is_rejected(write):
+    path = write("base: {dataset: digits, seed: 5}\naxes: {budget: {a: 8, b: {seed: 9}}}\n")
     cells = load_sweep(path, ["federation.rounds=7"]).cells
     assert [c.experiment.federation.rounds for c in cells] == [7, 7]
     reject(path, "override seed=7", "sets seed in 1 of 2 cells", overrides=["seed=7"])
@@ -112,7 +112,7 @@ def test_an_override_reaches_every_cell_or_is_refused(write):
     reject(path, "an override also sets this field", overrides=["federation.rounds=7"])
 
 
-def test_the_last_part_of_a_name_is_enough_where_it_is_unique(write):
+def test_unique_last_part_of_a_name_suffices(write):
     write("base: {rounds: 2}\naxes: {lam: [0, 0.1], x: {a: {lr: 0.5}}}\n")
     sweep = load_sweep(Path("s.yaml"), ["local_steps=3"])
     for cell in sweep.cells:
@@ -121,7 +121,7 @@ def test_the_last_part_of_a_name_is_enough_where_it_is_unique(write):
     assert [cell.experiment.method.lam for cell in sweep.cells] == [0, 0.1]
 
 
-def test_a_range_of_seeds_takes_the_place_of_the_axis(write):
+def test_range_of_seeds_replaces_the_axis(write):
     path = write("axes: {method: [trishul, ravan], seed: 0..2}\n")
     three, five = load_sweep(path), load_sweep(path, ["seed=0..4"])
     assert five.axes["seed"] == ("0", "1", "2", "3", "4")
@@ -133,7 +133,7 @@ def test_a_range_of_seeds_takes_the_place_of_the_axis(write):
     reject(path, "'1' appears twice", overrides=["seed=[1, 1]"])
 
 
-def test_a_sweep_knows_the_overrides_that_can_change_a_number(write):
+def test_overrides_that_can_change_a_number_are_known(write):
     words = ["federation.rounds=7", "optimizer.lr=0.1", "storage.runs=here"]
     words += ["resources.backend=inline", "evaluation.every=1"]
     sweep = load_sweep(write("axes: {seed: 0..1}\n"), words)
@@ -344,6 +344,10 @@ def test_axes_of_the_command_line():
         (["sede=1"], "unknown field 'sede'; did you mean 'seed'?"),
         (["seed=1]"], "--axis 'seed=1]': not YAML"),
         (["seed=-1"], "--axis: -1: seed=-1: input should be greater"),
+        (["resources.actors=1,2"], "resources.actors -> 2: these are the runs of '1'"),
+        (["seed=0,1", "storage.runs=x,y"], "storage.runs -> y: these are the runs of 'x'"),
+        (["evaluation.every=0,1"], "evaluation.every -> 1: these are the runs of '0'"),
+        (["method.lam=0.001,1e-3"], "method.lam -> 1e-3: these are the runs of '0.001'"),
     ],
 )
 def test_a_mistake_in_an_axis_of_the_command_line(axes, part):
@@ -427,7 +431,7 @@ def test_sweeps_are_found_by_name(write, monkeypatch, tmp_path):
     (vision,) = find_sweeps(["vision"], "smoke")
     assert (vision.title, vision.cells[0].experiment.seed) == ("mine", 4)  # not the package's
     assert [sweep.title for sweep in find_sweeps(["all"], "custom")] == ["installed"]
-    # A user's file may extend what comes with the package.
+    # A user's file may extend a file of the package.
     extended = write("extends: paper/overhead.yaml\naxes: {seed: [0]}\n", "mine.yaml")
     assert load_sweep(extended).axes["method"] == ("RAVAN", "TRISHUL")
     with pytest.raises(InputError, match="has no sweep 'visoin'; did you mean 'vision'"):
@@ -471,9 +475,13 @@ def test_cells_are_all_combinations_but_the_exceptions(tmp_path_factory, axes, d
     labels = {axis: st.sampled_from(labels) for axis, labels in axes.items()}
     some = st.fixed_dictionaries({}, optional=labels).filter(bool)
     excluded = data.draw(st.lists(some, max_size=3) if axes else st.just([]))
+    fields = zip(axes.items(), ("seed", "budget", "federation.rounds"), strict=False)
     content = {
         "base": {"dataset": "digits"},
-        "axes": {axis: {label: {} for label in labels} for axis, labels in axes.items()},
+        "axes": {
+            axis: {label: {field: value} for value, label in enumerate(labels, 1)}
+            for (axis, labels), field in fields
+        },
         "except": excluded,
     }
     cells = [dict(zip(axes, labels, strict=True)) for labels in product(*axes.values())]
@@ -488,7 +496,7 @@ def test_cells_are_all_combinations_but_the_exceptions(tmp_path_factory, axes, d
 
 
 @given(st.text(max_size=60) | st.text("ab:-[]{}&*'\"#,.0123 \n", max_size=60))
-def test_any_text_is_a_sweep_or_one_line_of_error(tmp_path_factory, text):
+def test_any_text_is_a_sweep_or_one_line(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
     try:
@@ -497,7 +505,7 @@ def test_any_text_is_a_sweep_or_one_line_of_error(tmp_path_factory, text):
         assert "any.yaml" in str(error) and "\n" not in str(error)
 
 
-def test_a_run_that_sweeps_share_is_scored_where_one_of_them_asks_for_it():
+def test_shared_run_has_the_scores_of_all_sweeps():
     def asking(*every):
         return [sweep_from_axes(["seed=0..1"], [f"evaluation.every={n}"]) for n in every]
 

@@ -119,6 +119,7 @@ def _build(
         overrides = {field: value for field, value in overrides.items() if field != "seed"}
     title, search = file.title or name, file.search
     cells = expand(file, overrides)
+    _check_axes(file, cells)
     _check_metrics(file)
     if search is not None:
         _check_search(file, search, cells, overrides)
@@ -165,6 +166,24 @@ def _tables(file: SweepFile, name: str, title: str) -> tuple[TableLayout, ...]:
     if len(tables) == 1 and "title" not in tables[0].model_fields_set:
         return (tables[0].model_copy(update={"title": title}),)
     return tables
+
+
+def _check_axes(file: SweepFile, cells: Sequence[Cell]) -> None:
+    """Check that no two labels of an axis show the same metric of the same runs."""
+    for axis in file.labels:
+        found: dict[str, list[object]] = {}
+        for cell in cells:
+            others = tuple(label for name, label in cell.labels.items() if name != axis)
+            shown = others, cell.experiment.id, cell.metric
+            found.setdefault(cell.labels[axis], []).append(shown)
+        first: dict[tuple[object, ...], str] = {}
+        for label, runs in found.items():
+            if (same := first.setdefault(tuple(runs), label)) != label:
+                file.fail(
+                    f"these are the runs of {same!r}: no field that can change a result differs; "
+                    "remove one",
+                    *("axes", axis, label),
+                )
 
 
 def _check_metrics(file: SweepFile) -> None:
