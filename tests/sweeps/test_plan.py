@@ -74,7 +74,7 @@ def test_run_with_new_files_is_running(sweeps, tmp_path):
     assert (one["running"], one["missing"]) == ("1", "5")
 
 
-def test_estimate_grows_with_the_work_and_falls_with_the_device():
+def test_estimate_follows_work_and_device():
     def hours(*words, device="h100"):
         model = ["dataset=cifar100", "model.init=random", "method=fedit"]
         return seconds_of(load_experiment(None, [*model, *words]), device) / 3600
@@ -85,6 +85,15 @@ def test_estimate_grows_with_the_work_and_falls_with_the_device():
     assert hours("method=fullft") > 1.2 * base
     assert hours("model.precision=bf16") < base < hours(device="a100") < hours(device="t4")
     assert hours("method=trishul", device="l4") > 1.5 * hours(device="l4")  # float64
+
+
+@pytest.mark.parametrize(("graphs", "steps"), [(False, 50 * 3 * 0.0722), (True, 1.88)])
+def test_estimate_is_near_measured_steps_and_evaluations(graphs, steps):
+    """The seconds of a round come from benchmarks/results/gpu_h200_2026-11-26.md."""
+    measured = 50 * (steps + 1.22)
+    words = ["dataset=cifar100", "model.init=random", "model.precision=bf16", "evaluation.every=1"]
+    experiment = load_experiment(None, [*words, f"resources.cuda_graphs={graphs}"])
+    assert measured / 2 < seconds_of(experiment, "h200") < 2 * measured
 
 
 def test_adaptive_search_counts_all_its_samples(tmp_path):
@@ -112,7 +121,7 @@ def test_hours_are_of_all_evaluations_of_a_run(tmp_path):
     assert hours(sweep(500), sweep(1)) == [often, 0.0, often]
 
 
-def test_hours_of_runs_that_differ_in_their_evaluations_are_of_each(tmp_path):
+def test_hours_depend_on_the_limit_of_evaluations(tmp_path):
     words = [*BASE, f"storage.runs={tmp_path}", "federation.rounds=1000"]
     limits = "evaluation.limit=1", "evaluation.limit=360"
 
