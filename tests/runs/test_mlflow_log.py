@@ -7,7 +7,7 @@ import pytest
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.models.choose_backbone import backbone_of
-from trishul_ray.runs.mlflow_log import grouped_metrics, run_name
+from trishul_ray.runs.mlflow_log import describe, grouped_metrics, run_name
 from trishul_ray.tasks.build import unread_fields
 
 
@@ -33,6 +33,13 @@ def test_names_distinguish_runs():
     assert run_name(data.model_copy(update={"name": "mine"})).endswith("seed=0 mine")
     full = run_name(load_experiment(None, ["method=fullft"]))
     assert full == "fullft α=0.3 seed=0 quickstart"  # which has no budget
+
+
+def test_description_names_codec_and_stages():
+    words = ["uploads.codec=int4", "uploads.error_feedback=true", "server.optimizer=adam"]
+    stages = ", server.optimizer=adam, uploads.codec=int4, uploads.error_feedback=True, id "
+    assert stages in describe(load_experiment(None, words))
+    assert "uploads" not in describe(load_experiment(None, []))
 
 
 def test_metrics_are_in_groups():

@@ -29,15 +29,20 @@ REUSED_TAG = "trishul.reused"
 
 
 def describe(experiment: Experiment) -> str:
-    """Return method, dataset, backbone, cohort, rounds and id of a run in one line."""
+    """Return method, dataset, backbone, cohort, rounds, stages and id of a run in one line."""
     fed = experiment.federation
     strength = experiment.method.in_short
     method = experiment.method.name + (f" ({strength})" if strength else "")
-    return (
-        f"{method} on {experiment.data.name}, {experiment.model.name}, "
-        f"{fed.clients_per_round} of {fed.clients} clients a round, {fed.rounds} rounds, "
-        f"id {experiment.id}"
-    )
+    stages = {name: section.identity() for name, section in experiment.stages.items()}
+    parts = [
+        f"{method} on {experiment.data.name}",
+        experiment.model.name,
+        f"{fed.clients_per_round} of {fed.clients} clients per round",
+        f"{fed.rounds} rounds",
+        *(f"{field}={value}" for field, value in flatten(stages).items()),
+        f"id {experiment.id}",
+    ]
+    return ", ".join(parts)
 
 
 def mlflow_command(experiment: Experiment) -> str | None:
