@@ -45,6 +45,9 @@ def test_a_table_may_show_the_cost_until_a_score(tmp_path, cost, a_round):
     sweep = dataclasses.replace(by_method(tmp_path), tables=(layout,), profile="small")
     (table,) = build_tables([sweep])
     assert table.unit.endswith("until 95% of what RAVAN ends with")
+    losses = [dataclasses.replace(cell, metric="loss") for cell in sweep.cells]
+    (loss,) = build_tables([dataclasses.replace(sweep, cells=tuple(losses))])
+    assert loss.unit.endswith("until a loss within 5.26% of what RAVAN ends with")
     for row in table.rows:
         spent = []
         for seed in SEEDS:

@@ -137,6 +137,7 @@ def test_a_loss_is_better_if_lower():
     runs = [dataclasses.replace(cell, metric=cell.labels["measure"]) for cell in mixed.cells]
     (table,) = build(dataclasses.replace(mixed, cells=tuple(runs)))
     assert set(kinds(table)) == {"none"} and numbers(table, "a")[-1] is None
+    assert table.unit == "accuracy (%) and loss"
 
 
 def test_several_measures_of_the_same_runs_are_not_judged():
@@ -148,6 +149,7 @@ def test_several_measures_of_the_same_runs_are_not_judged():
     ]
     (judged,), (table,) = build(made), build(dataclasses.replace(made, cells=tuple(runs)))
     assert judged.judged and set(kinds(judged)) != {"none"}
+    assert table.unit == "accuracy and f1, %"
     assert not table.judged and set(kinds(table)) == {"none"}
 
 

@@ -82,14 +82,22 @@ def cells_frame(
     found = pd.DataFrame(rows, _index(sweep, cells), columns).astype({"value": float})
     found["unit"] = [unit_of(metric) for metric in found["metric"]]
     found["gap"] = found["status"].where(found["status"] != "finished", "not measured")
-    label = " and ".join(metric.replace("_", " ") for metric in dict.fromkeys(found["metric"]))
+    units = dict(zip(found["metric"], found["unit"], strict=True))
+    mixed = len({unit == "%" for unit in units.values()}) > 1
+    label = " and ".join(
+        metric.replace("_", " ") + " (%)" * (mixed and unit == "%")
+        for metric, unit in units.items()
+    )
     if (target := layout.target) is not None:
         found["value"] = spent_until(sweep, cells, target)
         found.loc[np.isinf(found["value"]), "gap"] = "not reached"
         found["value"] = found["value"].replace(math.inf, math.nan)
         found["metric"] = found["unit"] = target.cost
+        near = f"{target.share:.0%} of"
+        if any(map(is_loss, units)):
+            near = f"a loss within {1 / target.share - 1:.2%} of"
         reference = sweep.shown_label(target.axis, target.reference)
-        label = f"{COSTS[target.cost].label} until {target.share:.0%} of what {reference} ends with"
+        label = f"{COSTS[target.cost].label} until {near} what {reference} ends with"
     if (score := layout.eval) is not None:
         evaluations = [_evaluation(cell) for cell in cells]
         scores = [each.get(score.model, {}).get(score.score, math.nan) for each in evaluations]
@@ -102,7 +110,7 @@ def cells_frame(
     is_percent = found["unit"] == "%"
     found["shown"] = found["value"] * np.where(is_percent, 100.0, 1.0)
     found["gap"] = found["gap"].where(found["value"].isna(), "")
-    return found, f"{label}, %" if is_percent.any() else label
+    return found, f"{label}, %" if is_percent.all() else label
 
 
 def spent_until(sweep: SweepHead, cells: Sequence[CellOutcome], target: Target) -> list[float]:
