@@ -50,6 +50,15 @@ def test_same_results_give_same_bytes(tmp_path):
     assert first == second
 
 
+@pytest.mark.filterwarnings("error")
+def test_letters_without_glyph_are_noted_once(tmp_path):
+    sweep = by_method(tmp_path)
+    shown = {**sweep.shown, "method": {"RAVAN": "物理 😀"}}
+    drawn = draw(figure_of("convergence", {}), replace(sweep, shown=shown))
+    assert "物理 😀".encode() in drawn.svg
+    assert drawn.note.endswith("The font of the PDF has no letters 物理; the SVG shows them.")
+
+
 def test_convergence_has_means_and_deviations_by_round(tmp_path):
     found = numbers(drawn_of("convergence", tmp_path))
     assert [*found["panel"].unique()] == ["digits (for CIFAR-100)", "20newsgroups"]

@@ -2,12 +2,14 @@
 
 import io
 import textwrap
+import warnings
 from typing import Any
 
 import pandas as pd
 from matplotlib import rc_context, rcdefaults, rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
 
 from trishul_ray.report.figures.kinds import KINDS, Panel
 from trishul_ray.report.figures.plots import GREY, INK, SMALL, looks_of
@@ -63,7 +65,10 @@ def draw(layout: FigureLayout, sweep: SweepOutcome) -> DrawnFigure | None:
     )
     has_paper = "paper" in points and bool(points["paper"].notna().any())
     note = runs.note([*kind.note, *["hollow: the paper's numbers"] * has_paper])
-    with rc_context():
+    if missing := _missing_letters([*runs.names, *(panel.title for panel in panels)]):
+        note.append(f"The font of the PDF has no letters {missing}; the SVG shows them.")
+    with rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         rcdefaults()  # settings of a user's matplotlibrc do not count
         rcParams.update(_SETTINGS)
         figure = _figure(panels, runs.names, kind.columns, note)
@@ -72,6 +77,11 @@ def draw(layout: FigureLayout, sweep: SweepOutcome) -> DrawnFigure | None:
         figure.savefig(svg, format="svg", metadata={"Date": None})
     csv = str(points.to_csv(index=False, columns=[c for c in _COLUMNS if c in points]))
     return DrawnFigure(svg.getvalue(), pdf.getvalue(), csv, " ".join(note))
+
+
+def _missing_letters(texts: list[str]) -> str:
+    font = get_font(findfont("DejaVu Sans"))
+    return "".join(c for c in sorted({*"".join(texts)}) if not font.get_char_index(ord(c)))
 
 
 def _figure(panels: list[Panel], names: tuple[str, ...], columns: int, note: list[str]) -> Figure:
