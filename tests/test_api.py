@@ -109,7 +109,7 @@ def test_scores_of_rows_compare_two_runs(tiny):
     assert found.difference == pytest.approx(difference)
     with pytest.raises(trishul_ray.InputError, match="scored other test rows"):
         first.compare(tiny("digits", evaluation={"limit": 16}))
-    # One more round: the scores are those of the last one.
+    # One more round: the scores of rows belong to the last round.
     more = tiny("digits", rounds=3)
     assert more.row_scores.mean() == pytest.approx(more.final["accuracy"])
 
@@ -390,6 +390,7 @@ def test_runs_are_listed_and_loaded_by_prefix(tiny, tmp_path):
     assert set(table.index) == {result.id for result in results}
     assert table.loc[results[1].id, "seed"] == 1
     assert table.loc[results[1].id, "final"] == results[1].final["accuracy"]
+    assert (table["uploaded_bytes"] > 0).all() and " kB up, " in results[0]._repr_html_()
     assert trishul_ray.load(results[0].id[:7], runs=store).id == results[0].id
     assert trishul_ray.load(results[0].id, runs=Path(store)).id == results[0].id
     assert trishul_ray.list_runs(Path(store)).equals(table)

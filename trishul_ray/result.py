@@ -17,6 +17,7 @@ from trishul_ray.report.summary import RunSummary, read_metrics, read_test_rows
 from trishul_ray.runs import prediction
 from trishul_ray.runs.export import TrainedRun, configure_answers, load_trained
 from trishul_ray.storage.store import Store
+from trishul_ray.tracking.progress import format_bytes
 
 
 class Result:
@@ -75,6 +76,8 @@ class Result:
             f"best {self.best[headline]:.2%} in round {self.best['round']})",
             "loss": f"{final['loss']:.4g}",
             "trained parameters": f"{sum(self.summary['parameters'].values()):,}",
+            "traffic of all clients": f"{format_bytes(self.summary['uploaded_bytes'])} up, "
+            f"{format_bytes(self.summary['downloaded_bytes'])} down",
             "seconds": f"{sum(self.summary['round_seconds']):.1f}",
             "folder": self.path,
         }

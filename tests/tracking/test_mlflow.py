@@ -172,8 +172,9 @@ def test_experiment_is_shown_as_training_runs_with_scores(uri):
         tags = experiment.tags
     assert tags["mlflow.experimentKind"] == "custom_model_development"
     view = json.loads(tags["mlflow.sharedViewState.trishul"])
-    columns = json.loads(view["state"])["selectedColumns"]
-    assert "metrics.`Score/accuracy`" in columns and "params.`method.name`" in columns
+    columns = {*json.loads(view["state"])["selectedColumns"]}
+    assert {"metrics.`Score/accuracy`", "metrics.`total/uploaded_bytes`"} <= columns
+    assert "params.`method.name`" in columns
 
 
 def test_resumed_run_has_every_logged_value(uri, tmp_path):

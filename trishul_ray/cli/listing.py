@@ -122,6 +122,7 @@ def _runs(place: str) -> list[Row]:
     """Return the runs of a folder, with the scores of finished runs."""
     from trishul_ray.report.summary import list_runs, run_ids
     from trishul_ray.storage.store import Store
+    from trishul_ray.tracking.progress import format_bytes
 
     finished = list_runs(place).to_dict("index")
     rows = []
@@ -129,7 +130,15 @@ def _runs(place: str) -> list[Row]:
         run = finished.get(id, {})
         columns = ("method", "dataset", "model", "alpha", "seed", "rounds")
         score = f"{run['headline']} {run['final']:.2%}" if run else "not finished"
-        rows.append({"id": id, **{name: run.get(name) for name in columns}, "result": score})
+        traffic = [format_bytes(run[f"{way}_bytes"]) for way in ("uploaded", "downloaded") if run]
+        rows.append(
+            {
+                "id": id,
+                **{name: run.get(name) for name in columns},
+                "result": score,
+                "up / down": " / ".join(traffic),
+            }
+        )
     return rows
 
 

@@ -312,8 +312,9 @@ def run_ids(store: Store) -> list[str]:
 def list_runs(store: str | Path = "runs") -> "DataFrame":
     """Return the finished runs of a folder or URI: one row per run, by id.
 
-    The columns are the fields by which runs usually differ, the name of the headline metric, and
-    its value after the last round and in the best round. Results that cannot be read are skipped.
+    The columns are the fields by which runs usually differ, the name of the headline metric, its
+    value after the last round and in the best round, and the bytes that all clients sent and
+    received. Results that cannot be read are skipped.
 
     Raises:
         InputError: The storage cannot be opened.
@@ -337,4 +338,6 @@ def _row_of(summary: RunSummary) -> Json:
         "headline": headline,
         "final": summary.final[headline],
         "best": summary.best[headline],
+        "uploaded_bytes": summary.uploaded_bytes,
+        "downloaded_bytes": summary.downloaded_bytes,
     }

@@ -31,6 +31,7 @@ SCORES = "Score/"
 VIEW = "trishul"
 _COLUMNS = (
     *(f"metrics.`{SCORES}{name}`" for name in ("accuracy", "f1", "loss")),
+    "metrics.`total/uploaded_bytes`",
     *(f"params.`{name}`" for name in ("method.name", "method.lam", "partition.alpha", "seed")),
     "attributes.`Duration`",
 )
