@@ -14,7 +14,7 @@ from damage import DAMAGE
 from PIL import Image
 
 from trishul_ray.config.fields import DataConfig
-from trishul_ray.data.choose_rows import hold_out
+from trishul_ray.data.choose_rows import choose_rows, encode, hold_out
 from trishul_ray.data.datasets.cifar import CIFAR100
 from trishul_ray.data.prepare import dataset_names, describe_datasets, prepare
 from trishul_ray.data.public import DATASETS
@@ -260,6 +260,39 @@ def test_held_out_rows_are_disjoint_by_content(name, cache):
     assert len(held) == pytest.approx(0.2 * len(whole.train), abs=len(whole.train) / 20)
     assert data.test.fingerprint == whole.test.fingerprint and data.info == whole.info
     assert hold_out(whole, 0.0, cache=cache) is whole
+
+
+class Lengths:
+    """An encoder of texts as their lengths."""
+
+    key = "lengths"
+
+    def encode(self, split, progress):
+        return {"length": np.array([len(text.as_py()) for text in split.texts("text")])}
+
+
+def test_derived_rows_have_their_own_names(tmp_path):
+    """The same texts and numbers, with other names of classes, groups and clients."""
+    for names in (("a", "b"), ("b", "c")):
+        rows = [{"text": f"t{n:02}", "label": names[n % 2]} for n in range(40)]
+        rows = [
+            row | {k: names[n // 20] for k in ("group", "client")} for n, row in enumerate(rows)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{names[0]}.parquet")
+        config = DataConfig(name="table", path=str(tmp_path / f"{names[0]}.parquet"))
+        raw = prepare(config, cache=tmp_path, hub=None)
+        config = config.model_copy(update={"test_groups": ("b",)})
+        chosen = choose_rows(raw, config, cache=tmp_path)
+        derived = [
+            chosen,
+            hold_out(raw, 0.5, cache=tmp_path),
+            encode(raw, Lengths(), cache=tmp_path),
+        ]
+        for data in derived:
+            assert data.info.classes == data.info.groups == data.info.clients == names
+            assert data.info.origin.name == config.path
+        kept = {data.info.groups[number] for number in chosen.train.column("group")}
+        assert kept == {*names} - {"b"}
 
 
 def test_too_few_rows_to_hold_out_are_rejected(tmp_path):

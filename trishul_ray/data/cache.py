@@ -1,8 +1,8 @@
 """Prepared folders: memory-mapped files that a process makes once and that others share.
 
 A prepared folder is ``<cache>/data/<step>/<name>-<key>/``. The key is a hash of everything that
-determines the rows: the format version, the source's files or the parent's rows, and the settings
-of the step.
+determines the rows and their description: the format version, the source's files or the parent's
+rows and description, and the settings of the step.
 """
 
 import hashlib
@@ -47,6 +47,23 @@ def prepared(
 
     make_once(folder, write)
     return PreparedDataset(folder, splits)
+
+
+def derived(
+    cache: Path,
+    step: Step,
+    dataset: PreparedDataset,
+    key: str,
+    make: Callable[[], Contents],
+    added: tuple[str, ...] = (),
+) -> PreparedDataset:
+    """Return a folder made of the rows of ``dataset``, with its splits and the ``added`` ones.
+
+    Datasets with the same rows may number other classes, groups and clients, so the description is
+    part of the key.
+    """
+    parent = f"{dataset.fingerprint}\n{dataset.info!r}\n{key}"
+    return prepared(cache, step, dataset.info.name, parent, (*dataset.split_names, *added), make)
 
 
 def remove_unused_data(cache: Path) -> list[Path]:

@@ -2,14 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from trishul_ray.data.cache import Contents, prepared
+from trishul_ray.data.cache import Contents, derived
 from trishul_ray.data.dataset import (
     Column,
     PreparedDataset,
@@ -67,21 +67,21 @@ def choose_rows(dataset: PreparedDataset, config: "DataConfig", *, cache: Path) 
         return replace(info, origin=replace(info.origin, notes=tuple(notes))), columns
 
     if groups or config.drop_repeated:
-        key = f"{dataset.fingerprint}\n{json.dumps([sorted(groups), config.drop_repeated])}"
-        dataset = prepared(cache, "chosen", info.name, key, dataset.split_names, divide)
+        key = json.dumps([sorted(groups), config.drop_repeated])
+        dataset = derived(cache, "chosen", dataset, key, divide)
     return hold_out(dataset, config.validation_share, cache=cache)
 
 
 def find_repeated(train: Mapping[str, Column], test: Mapping[str, Column]) -> np.ndarray:
     """Return which training rows have the texts or token ids of a test row, bool [N]."""
 
-    def keys(rows: Mapping[str, Column]) -> list[Any]:
-        if "input_ids" in rows:
+    def keys(rows: Mapping[str, Column]) -> Iterator[Any]:
+        if {"input_ids", "length"} <= {*rows}:
             pairs = zip(rows["input_ids"], rows["length"].tolist(), strict=True)
-            return [ids[:length].tobytes() for ids, length in pairs]
+            return (ids[:length].tobytes() for ids, length in pairs)
         columns = [rows[name] for name in sorted(rows) if name not in SCORED]
         texts = [column.to_pylist() for column in columns if not isinstance(column, np.ndarray)]
-        return list(zip(*texts, strict=True))
+        return zip(*texts, strict=True)
 
     tested = set(keys(test))
     return np.array([key in tested for key in keys(train)])
@@ -113,9 +113,7 @@ def hold_out(dataset: PreparedDataset, share: float, *, cache: Path) -> Prepared
             columns[name] = take_rows(train.read(), np.flatnonzero(rows))
         return info, columns
 
-    key = f"{dataset.fingerprint}\n{share!r}"
-    splits = (*dataset.split_names, "validation")
-    return prepared(cache, "validation", info.name, key, splits, divide)
+    return derived(cache, "validation", dataset, repr(share), divide, ("validation",))
 
 
 def _number_inputs(split: Split) -> np.ndarray:
@@ -166,5 +164,4 @@ def encode(
     def encode_splits() -> Contents:
         return info, {name: encoded(name) for name in splits}
 
-    key = f"{dataset.fingerprint}\n{encoder.key}"
-    return prepared(cache, "encoded", info.name, key, splits, encode_splits)
+    return derived(cache, "encoded", dataset, encoder.key, encode_splits)

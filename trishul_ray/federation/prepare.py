@@ -67,7 +67,7 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
         if name in dataset.split_names
         for remark in task.remarks(dataset.split(name))
     ]
-    if dataset.info.kind == "instruction":
+    if {"input_ids", "length"} <= {*dataset.train.columns}:
         repeated = find_repeated(dataset.train.read(), dataset.test.read())
         if repeated.any():
             cut.append(f"{repeated.sum():,} of {len(repeated):,} train rows are test rows, too")
