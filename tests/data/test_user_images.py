@@ -186,6 +186,22 @@ def test_images_of_16_bits_equal_those_of_8(tmp_path, suffix):
     assert np.unique(resize_images([(turned, "b")], (1, 8, 8))).tolist() == [128]
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparent_images_are_shown_on_white(tmp_path, mode):
+    """Black images, with their content in the alpha channel, as icons and sketches have it."""
+    for number, name in enumerate("abab"):
+        pixels = np.zeros((8, 8, 4), np.uint8)
+        pixels[:, 4 * (name == "b") :][:, :4, 3] = 255
+        image = Image.fromarray(pixels).convert("RGBA" if mode == "P" else mode)
+        save(image.quantize() if mode == "P" else image, tmp_path / "p" / name / f"{number}.png")
+    data = prepare_user("images", tmp_path / "p", tmp_path)
+    left = data.train.column("pixels")[:, 0, 0, 0]
+    assert left.tolist() == [255 * label for label in data.train.labels]
+    assert data.info.origin.notes == ("4 of 4 transparent images shown on white",)
+    seen = resize_images([(encode_image(image), "b")], (3, 8, 8))
+    assert seen[0, 0, 0].tolist() == [255] * 4 + [0] * 4
+
+
 def test_pixels_of_unknown_range_are_rejected(tmp_path):
     floats = gray_values().astype(np.float32) / 255
     root = save_classes(tmp_path / "floats", floats[:1], "tif")

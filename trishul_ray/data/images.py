@@ -4,8 +4,8 @@ A prepared dataset has images of one size and mode. :func:`decode_images` requir
 dataset. :func:`decode_and_resize` converts user images: each is turned upright (its EXIF
 orientation), resized so that its short side fits (bilinear, with antialiasing), and cropped to the
 square in its center. The side is the most frequent short side, at most :data:`MAX_SIDE`. Unless all
-images are gray, all are converted to RGB, which drops transparency. Gray images of 16 bits are
-scaled to 8; images of 32-bit integers or floats, whose range is unknown, are rejected.
+images are gray, all are converted to RGB. Transparent images are shown on white. Gray images of 16
+bits are scaled to 8; images of 32-bit integers or floats, whose range is unknown, are rejected.
 
 Legend of shapes: N images, C channels, H x W pixels.
 """
@@ -38,7 +38,7 @@ MODE_CHANNELS = {"RGB": 3, "L": 1}
 MAX_SIDE = 256
 
 #: Raise it when :func:`resize_images` changes its result: user images are prepared again.
-PREPARATION_VERSION = 3
+PREPARATION_VERSION = 4
 
 #: Broken images to name in one message.
 MAX_NAMED = 100
@@ -109,7 +109,7 @@ class ResizedImages:
     Attributes:
         pixels: The readable images, uint8 [n, C, H, W].
         broken: Faults of the images that could not be read, by name.
-        notes: Numbers of scaled, resized and skipped images, for reports.
+        notes: Numbers of scaled, transparent, resized and skipped images, for reports.
     """
 
     pixels: np.ndarray
@@ -165,7 +165,7 @@ def _resize(
     mode = next(mode for mode, count in MODE_CHANNELS.items() if count == channels)
     pixels = np.empty((len(images), *shape), dtype=np.uint8)
     broken: dict[str, str] = {}
-    row = deep = resized = 0
+    row = deep = resized = transparent = 0
     for number, (encoded, where) in enumerate(images):
         try:
             with _open_image(encoded, where) as image:
@@ -174,6 +174,11 @@ def _resize(
                     values: np.ndarray = np.asarray(upright).astype(np.uint32)
                     upright = Image.fromarray(((values + 128) // 257).astype(np.uint8))
                     deep += 1
+                elif upright.has_transparency_data:
+                    upright = upright.convert("RGBA")
+                    transparent += upright.getchannel("A").getextrema() != (255, 255)
+                    white = Image.new("RGBA", upright.size, "white")
+                    upright = Image.alpha_composite(white, upright)
                 upright = upright.convert(mode)
                 if upright.size != (width, height):
                     bilinear = Image.Resampling.BILINEAR
@@ -189,6 +194,7 @@ def _resize(
     progress(1.0)
     counts = {
         f"of {row} images scaled from 16 to 8 bits": deep,
+        f"of {row} transparent images shown on white": transparent,
         f"of {row} images resized and cropped to {width}x{height}": resized,
         "broken images skipped": len(broken),
     }
