@@ -53,6 +53,11 @@ def read(folder, file, **fields):
         ({"messages": [user("a"), assistant("c")]}, ("a", ""), ("messages",)),
         ({"messages": json.dumps([user("a"), assistant("c")])}, ("a", ""), ("messages",)),
         (
+            {"messages": [m | {"from": None, "value": None} for m in (user("a"), assistant("c"))]},
+            ("a", ""),
+            ("messages",),
+        ),
+        (
             {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "c"}]},
             ("a", ""),
             ("messages",),
@@ -128,6 +133,7 @@ def test_rows_without_an_answer_are_counted(tmp_path):
         ([assistant("c"), user("a")], "has the roles assistant, user; allowed"),
         ([user("a"), {"role": "tool", "content": "c"}], "message 1 has role 'tool'"),
         ([user("a"), {"role": "assistant", "content": ["c"]}], "content of type list"),
+        ([user("a"), assistant("c") | {"weight": 0.5}], "weight or train .*allowed: 0, 1"),
         ("hello", "is not a JSON list of messages"),
         ({"role": "user"}, "is not a list of messages"),
     ],
@@ -153,6 +159,67 @@ def test_a_prompt_of_messages_needs_a_completion_of_messages(tmp_path):
     ):
         with pytest.raises(InputError, match="must be both texts, or both lists of messages"):
             read(tmp_path, write(tmp_path, [row] * 4))
+
+
+SYSTEM = {"role": "system", "content": "be loud"}
+PAIRS = [["one?", "1"], ["two?", "2"]]
+TURNS = [SYSTEM, *(m for q, a in PAIRS for m in (user(q), assistant(a))), user("a"), assistant("c")]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"instruction": "a", "output": "c", "system": "be loud", "history": PAIRS}, TURNS),
+        (
+            {"instruction": "a", "output": "c", "system": "be loud", "history": json.dumps(PAIRS)},
+            TURNS,
+        ),
+        ({"conversations": TURNS[1:], "system": "be loud"}, TURNS),
+        ({"prompt": [user("a")], "completion": [assistant("c")], "system": "be loud"},
+         [SYSTEM, user("a"), assistant("c")]),
+    ],
+)  # fmt: skip
+def test_system_messages_and_histories_are_read(tmp_path, row, messages):
+    data = read(tmp_path, write(tmp_path, [row] * 4))
+    (found,) = read_rows(data.train, 0, 1)
+    assert found.messages == messages
+    asked = {k: v for k, v in row.items() if k not in ("output", "completion")}
+    if "conversations" in row:
+        asked["conversations"] = TURNS[1:-1]
+    said = input_columns(data.info, {}, [asked])["messages"][0].as_py()
+    assert json.loads(said) == [*messages[:-1], assistant("-")]
+
+
+def test_blank_system_messages_change_nothing(tmp_path):
+    row = {"instruction": "a", "output": "c", "system": "", "history": [], "tools": "[...]"}
+    data = read(tmp_path, write(tmp_path, [row] * 4))
+    assert data.info.fields == ("instruction",)
+    assert data.info.origin.notes == ("columns not read: 'tools' (4 rows)",)
+    with pytest.raises(InputError, match=r"row 3: .*history is not a list of pairs"):
+        read(tmp_path, write(tmp_path, [*[row] * 3, row | {"history": ["x"]}]))
+
+
+def test_unlearned_answers_are_kept_and_counted(tmp_path):
+    talk = [user("a"), assistant("bad") | {"weight": 0}, user("b"), assistant(" ")]
+    good = [user("c"), assistant("good") | {"reasoning_content": "hm", "from": None, "weight": 1}]
+    after = [user("d"), assistant("bad") | {"train": False}]
+    data = read(tmp_path, write(tmp_path, [{"messages": [*talk, *good, *after]}] * 4))
+    (found,) = read_rows(data.train, 0, 1)
+    assert [m.get("weight") for m in found.messages] == [None, 0, *[None] * 4]
+    assert found.messages[-1] == assistant("good") | {"reasoning_content": "hm"}
+    assert data.info.origin.notes == (
+        "12 answers without labels: blank, or weight 0",
+        "4 messages with 'reasoning_content', which only a chat template can read",
+    )
+    for rows in ([{"messages": [*talk, *after]}], [{"messages": [user("a"), talk[1]]}]):
+        with pytest.raises(InputError, match=r"messages .* is missing in 1 of 1"):
+            read(tmp_path, write(tmp_path, rows))
+
+
+def test_indentation_of_answers_stays(tmp_path):
+    rows = [{"prompt": "def f():\n", "completion": "\n \n    return 1\n    # done \n\n"}] * 4
+    (found,) = read_rows(read(tmp_path, write(tmp_path, rows)).train, 0, 1)
+    assert found.output == "    return 1\n    # done"
 
 
 def test_instructions_ask_for_their_task(tmp_path):

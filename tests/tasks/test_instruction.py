@@ -155,13 +155,31 @@ def test_all_answers_of_a_conversation_are_labels_or_the_last_one(tokens):
     assert labels(FORGETS) == ["well|2"]  # the first answer is another one in the second turn
 
 
+@pytest.mark.parametrize("change", [{"weight": 0}, {"content": " "}])
+def test_unlearned_answers_have_no_labels(tokens, change):
+    messages = [TALK.messages[0], TALK.messages[1], TALK.messages[2] | change, *TALK.messages[3:]]
+    (found,) = prompt_of(tokens, CHATML).encode([Row(messages, "")], "rows")
+    (whole,) = prompt_of(tokens, CHATML, every_turn=False).encode([Row(messages, "")], "rows")
+    assert found == whole and len(found.spans) == 1
+
+
+def test_templates_read_further_keys(tokens):
+    template = CHATML.replace("m['content']", "m.get('reasoning_content', '') + m['content']")
+    row = Row([{"role": "user", "content": "q"}, ROWS[1].messages[1]], "")
+    row.messages[1] = row.messages[1] | {"reasoning_content": "hm<sep>"}
+    (found,) = prompt_of(tokens, template).encode([row], "rows")
+    start, stop = found.spans[0]
+    assert tokens.tokenizer.decode(found.ids[start:stop]) == "hm<sep>3<sep>\n"
+    assert found.ids.count(tokens.tokenizer.sep_token_id) == 2  # of the template only
+
+
 def test_the_end_token_is_a_label_where_it_is_the_padding_too(tokens, split_of):
     tokens.tokenizer.pad_token = tokens.tokenizer.eos_token
     task = Instruction(tokens, template="plain", max_length=120, target_length=60)
     batch = batch_of(task, split_of(ROWS))
     last = batch["counts"].cumsum(0) - 1
     assert (batch["labels"][last] == EOS).all()
-    assert batch["counts"].tolist() == [len(row.output.strip()) + 1 for row in ROWS]
+    assert batch["counts"].tolist() == [len(row.output) + 1 for row in ROWS]
 
 
 def test_contents_that_spell_control_tokens_get_their_letters(tokens):
@@ -340,10 +358,10 @@ def test_a_learned_row_is_generated_and_a_batch_generates_as_single_rows(
         parameter.requires_grad_(False)
     decoder.model.generation_config.repetition_penalty = 50.0  # a checkpoint's own, not used
     with torch.inference_mode():
-        assert task.respond(decoder, batch, ()) == ["hi there", "3"]
+        assert task.respond(decoder, batch, ()) == [" hi there", "3"]
         scores = task.score(task.predict(decoder, batch), batch)
         assert scores.scores["token_accuracy"].tolist() == [1.0, 1.0]
-        for row, answer in enumerate(["hi there", "3"]):
+        for row, answer in enumerate([" hi there", "3"]):
             assert task.respond(decoder, batch_of(task, split, [row]), ()) == [answer]
     assert decoder.model.generation_config.repetition_penalty == 50.0
 

@@ -25,6 +25,12 @@ def nfc(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
+def lookalike(name: str) -> str:
+    """Return one text for names that differ only in case, width or invisible characters."""
+    folded = unicodedata.normalize("NFKC", name).casefold()
+    return "".join(char for char in folded if unicodedata.category(char) != "Cf")
+
+
 def is_text(kind: pa.DataType) -> bool:
     """Return whether a column of this type holds texts."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
@@ -33,6 +39,16 @@ def is_text(kind: pa.DataType) -> bool:
 def holds_images(kind: pa.DataType) -> bool:
     """Return whether a column of this type holds images as on the hub: structs {bytes, path}."""
     return bool(pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
+
+
+def decoded(table: pa.Table) -> pa.Table:
+    """Return a table with plain values for categories, and plain texts for views of texts."""
+    for number, field in enumerate(table.schema):
+        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+        kind = pa.large_string() if kind == pa.string_view() else kind
+        if kind != field.type:
+            table = table.set_column(number, field.name, table.column(number).cast(kind))
+    return table
 
 
 def at_row(where: str, row: int) -> str:
@@ -57,7 +73,7 @@ def read_texts(table: pa.Table, column: str, where: str) -> pa.LargeStringArray:
     """Return the texts of ``table[column]`` [N]; wrong values are a CorruptFileError."""
     values = get_column(table, column, where)
     if not is_text(values.type):
-        raise CorruptFileError(f"{where}: column {column!r} is {values.type}, not text")
+        raise CorruptFileError(f"{where}: column {column!r} is {values.type}, not text; convert it")
     texts = values.cast(pa.large_string()).combine_chunks()
     try:
         texts.validate(full=True)

@@ -1,12 +1,15 @@
 """Read rows of instructions: an instruction with its answer, or a conversation.
 
 A row has one turn, in the columns ``instruction``, ``output`` and, if some rows need it, ``input``;
-or a conversation in the column ``messages``, a JSON list of ``{"role": ..., "content": ...}``.
+or a conversation in the column ``messages``, a JSON list of ``{"role": ..., "content": ...}``. A
+message may have further keys, which chat templates read, and ``weight`` 0 if it has no labels.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -20,8 +23,8 @@ from trishul_ray.errors import CorruptFileError
 if TYPE_CHECKING:
     from trishul_ray.data.dataset import Split
 
-#: Messages of a conversation, each with ``role`` and ``content``.
-Conversation: TypeAlias = list[dict[str, str]]
+#: Messages of a conversation, each with ``role``, ``content``, and keys that chat templates read.
+Conversation: TypeAlias = list[dict[str, Any]]
 
 #: Columns of instruction rows as datasets name them, by the platform's names: messages, Alpaca,
 #: Dolly, TRL, GSM8K and Flan. The first of these layouts whose columns exist is read.
@@ -42,6 +45,9 @@ OPTIONAL = frozenset({"input", "group"})
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user"}
 _ROLES |= {"gpt": "assistant"}
 
+#: Keys of messages that do not depend on the template.
+_READ_KEYS = frozenset({"role", "content", "weight"})
+
 
 def find_layout(existing: Sequence[str]) -> dict[str, str] | None:
     """Return the columns of the first layout that the data have; None if they have none."""
@@ -51,26 +57,49 @@ def find_layout(existing: Sequence[str]) -> dict[str, str] | None:
     return None
 
 
-def plain_messages(values: Sequence[Any], where: Sequence[str], column: str) -> pa.LargeStringArray:
-    """Return conversations as JSON texts [N]; null where the last answer is blank.
+def has_context(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has a system message or earlier turns in separate columns."""
+    return any(row.get(name) not in (None, "", "[]", []) for name in ("system", "history"))
+
+
+def plain_messages(
+    rows: Sequence[Mapping[str, Any]], where: Sequence[str], column: str
+) -> tuple[pa.LargeStringArray, list[str]]:
+    """Return conversations as JSON texts [N], null where the last answer is blank, and notes.
 
     Args:
-        values: Lists of messages, or JSON texts of them, [N].
+        rows: Columns of each row (see :func:`read_conversation`), [N].
         where: Name of each row in messages.
         column: Name of the column in messages.
 
     Raises:
         CorruptFileError: A row is not a conversation that ends with an answer.
     """
-    rows: list[str | None] = []
-    for value, row in zip(values, where, strict=True):
-        if value is None or value == "":
-            rows.append(None)
+    texts: list[str | None] = []
+    further: Counter[str] = Counter()
+    unlearned = 0
+    for row, name in zip(rows, where, strict=True):
+        messages = read_conversation(row, f"{name}: {column}")
+        learned = [n for n, message in enumerate(messages) if is_learned(message)]
+        if not learned or not messages[-1]["content"].strip():
+            texts.append(None)
             continue
-        messages = read_conversation(value, f"{row}: {column}")
-        answered = bool(messages[-1]["content"].strip())
-        rows.append(json.dumps(messages, ensure_ascii=False) if answered else None)
-    return pa.array(rows, pa.large_string())
+        further.update(key for message in messages for key in message)
+        unlearned += sum(message["role"] == "assistant" for message in messages) - len(learned)
+        texts.append(json.dumps(messages[: learned[-1] + 1], ensure_ascii=False, default=str))
+    notes = [f"{unlearned:,} answers without labels: blank, or weight 0"] if unlearned else []
+    notes += [
+        f"{count:,} messages with {key!r}, which only a chat template can read"
+        for key, count in further.items()
+        if key not in _READ_KEYS
+    ]
+    return pa.array(texts, pa.large_string()), notes
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Return whether a message is an answer whose tokens may be labels."""
+    answer = message["role"] == "assistant" and bool(message["content"].strip())
+    return answer and message.get("weight") != 0
 
 
 def plain_choices(
@@ -120,35 +149,34 @@ def _texts(value: Any) -> list[str] | None:
     return found if found is not None and all(map(str.strip, found)) else None
 
 
-def read_conversation(value: Any, where: str) -> Conversation:
+def read_conversation(row: Mapping[str, Any], where: str) -> Conversation:
     """Return the messages of a row: after an optional system message, user and assistant alternate.
 
     Args:
-        value: A list of messages, or its JSON text. A message has ``role`` and ``content``, or
-            ``from`` and ``value`` with the roles human and gpt.
-        where: What the row is called in messages.
+        row: ``messages``, a list or its JSON text; or ``instruction`` and ``output``, both texts or
+            both lists of messages, with ``input`` and ``history``, a list of pairs of question and
+            answer; and ``system``, a text. A message has ``role`` and ``content``, or ``from`` and
+            ``value`` with the roles human and gpt. Without an answer, the list is empty.
+        where: Name of the row in messages.
 
     Raises:
-        CorruptFileError: The value is another one, or does not end with an answer.
+        CorruptFileError: A value has another form, or the messages do not end with an answer.
     """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise CorruptFileError(f"{where} is not a JSON list of messages") from None
-    if not isinstance(value, list) or not value:
+    asked: Any = row.get("messages", row.get("instruction")) or []
+    answer: Any = row.get("output") or []
+    if "messages" in row and isinstance(asked, str):
+        asked = _from_json(asked, f"{where} is not a JSON list of messages")
+    elif isinstance(asked, str) or isinstance(answer, str):
+        turn = Row.of(asked or "", row.get("input") or "", answer or "").messages
+        asked, answer = [*_earlier_turns(row.get("history"), where), turn[0]], turn[1:]
+    if not isinstance(asked, list):
         raise CorruptFileError(f"{where} is not a list of messages")
-    messages: Conversation = []
-    for message in value:
-        fields = message if isinstance(message, Mapping) else {}
-        role = fields.get("role") or fields.get("from")
-        content = fields.get("value") if "value" in fields else fields.get("content")
-        if role not in _ROLES or not isinstance(content, str):
-            raise CorruptFileError(
-                f"{where}: message {len(messages)} has role {role!r} and content of type "
-                f"{type(content).__name__}; allowed: a text of system, user or assistant"
-            )
-        messages.append({"role": _ROLES[role], "content": content})
+    values = [*asked, *answer]
+    if not values:
+        return []
+    if row.get("system"):
+        values = [{"role": "system", "content": row["system"]}, *values]
+    messages = [_read_message(value, f"{where}: message {n}") for n, value in enumerate(values)]
     turns = [message["role"] for message in messages]
     turns = turns[1:] if turns[0] == "system" else turns
     if not turns or len(turns) % 2 or turns != ["user", "assistant"] * (len(turns) // 2):
@@ -159,13 +187,47 @@ def read_conversation(value: Any, where: str) -> Conversation:
     return messages
 
 
+def _from_json(text: str, fault: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise CorruptFileError(fault) from None
+
+
+def _earlier_turns(history: Any, where: str) -> Conversation:
+    """Return pairs of question and answer, a list or its JSON text, as messages."""
+    fault = f"{where}: history is not a list of pairs of question and answer; rename it"
+    pairs = _from_json(history or "[]", fault) if isinstance(history, str) else history or []
+    if not isinstance(pairs, list) or any(not isinstance(p, list) or len(p) != 2 for p in pairs):
+        raise CorruptFileError(fault)
+    roles = ("user", "assistant")
+    return [{"role": r, "content": c} for p in pairs for r, c in zip(roles, p, strict=True)]
+
+
+def _read_message(value: Any, where: str) -> dict[str, Any]:
+    """Return a message with its role, its content, and its keys that are not null."""
+    fields = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else {}
+    role = fields.pop("role", None) or fields.pop("from", None)
+    content = fields.pop("content", fields.pop("value", None))
+    if str(role) not in _ROLES or not isinstance(content, str):
+        raise CorruptFileError(
+            f"{where} has role {role!r} and content of type {type(content).__name__}; allowed: a "
+            "text of system, user or assistant"
+        )
+    weights = [fields.pop(name) for name in ("weight", "train") if name in fields]
+    if any(weight not in (0, 1) for weight in weights):
+        raise CorruptFileError(f"{where} has weight or train {weights}; allowed: 0, 1, true, false")
+    message = {"role": _ROLES[role], "content": content, **fields}
+    return message if all(weights) else message | {"weight": 0}
+
+
 @dataclass(frozen=True)
 class Row:
     """A row: its conversation, and the parts of its prompt if it has one turn.
 
     Attributes:
-        messages: The conversation; the last message is the answer. White space around answers is
-            removed: the tokens would differ from generated ones.
+        messages: The conversation; the last message is the answer. Blank lines before answers and
+            white space after them are removed: the tokens would differ from generated ones.
         instruction: Its instruction, or the user's only message.
         input: What the instruction is about; may be empty.
     """
@@ -177,31 +239,31 @@ class Row:
     @property
     def output(self) -> str:
         """The answer."""
-        return self.messages[-1]["content"]
+        return str(self.messages[-1]["content"])
 
     @classmethod
     def of(cls, instruction: str, input: str, output: str) -> Row:
         """Return a row of one turn; in a chat, its input stands below a blank line."""
         asked = f"{instruction}\n\n{input}" if input.strip() else instruction
-        messages = [
-            {"role": "user", "content": asked},
-            {"role": "assistant", "content": output.strip()},
-        ]
-        return cls(messages, instruction, input)
+        return cls([{"role": "user", "content": asked}, _answer(output)], instruction, input)
 
     def answered(self, output: str) -> Row:
         """Return the row with another answer."""
-        answer = {"role": "assistant", "content": output.strip()}
-        return Row([*self.messages[:-1], answer], self.instruction, self.input)
+        return Row([*self.messages[:-1], _answer(output)], self.instruction, self.input)
 
     @classmethod
     def of_messages(cls, text: str) -> Row:
         """Return the row of a JSON list of messages."""
-        messages = json.loads(text)
-        for message in messages:
-            if message["role"] == "assistant":
-                message["content"] = message["content"].strip()
+        messages = [
+            message | _answer(message["content"]) if message["role"] == "assistant" else message
+            for message in json.loads(text)
+        ]
         return cls(messages, messages[0]["content"])
+
+
+def _answer(text: str) -> dict[str, Any]:
+    """Return an answer as a message; its first line keeps its indentation."""
+    return {"role": "assistant", "content": re.sub(r"\A\s*\n", "", text.rstrip())}
 
 
 def read_rows(split: Split, start: int, stop: int) -> list[Row]:

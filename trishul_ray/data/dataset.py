@@ -22,7 +22,7 @@ from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.storage.durable import Json, complete_file
 
 #: Part of every prepared file's key: raise it when the format of the files changes.
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 #: Key of the description in the metadata of the Arrow schema.
 _META = b"trishul"

@@ -9,13 +9,23 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.csv
 
-from trishul_ray.data.columns import nfc
+from trishul_ray.data.columns import decoded, nfc
 from trishul_ray.errors import CorruptFileError, InputError, first_line
 from trishul_ray.runtime.lazy import pq
 from trishul_ray.storage.integrity import digest, lfs_pointer
 
 #: Suffixes of the files that :func:`read_table` can read.
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
+
+#: First bytes of compressed files, by the name of the format.
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\3\4": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+_COMPRESSED |= {b"\x28\xb5\x2f\xfd": "zstd"}
+
+#: Key in the metadata of a table from a CSV file.
+_CSV = b"csv"
+
+#: Words that mark a missing class, group or client in a CSV file, which has no null.
+_MISSING = frozenset(pa.csv.ConvertOptions().null_values)
 
 #: Errors of libraries for files that are missing or malformed.
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, RecursionError)
@@ -43,13 +53,18 @@ def read_table(file: Path) -> pa.Table:
     return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
 
 
+def missing_words(tables: Iterable[pa.Table]) -> frozenset[str]:
+    """Return the words that mark a missing name if a table is from a CSV file; otherwise none."""
+    return _MISSING if any(_CSV in (t.schema.metadata or {}) for t in tables) else frozenset()
+
+
 def concatenate(tables: Iterable[pa.Table], where: str) -> pa.Table:
-    """Return the rows of all tables; columns that a table lacks are null.
+    """Return the rows of all tables, decoded; columns that a table lacks are null.
 
     Columns of different types are a CorruptFileError.
     """
     try:
-        return pa.concat_tables(tables, promote_options="permissive")
+        return pa.concat_tables(map(decoded, tables), promote_options="permissive")
     except pa.ArrowException as error:
         raise CorruptFileError(f"{where}: different columns ({first_line(error)})") from error
 
@@ -69,7 +84,25 @@ def column_names(file: Path) -> list[str]:
         return []  # read_table reports it
 
 
+def _foreign_format(file: Path) -> str:
+    """Return how a text file differs from its suffix by its first bytes, or an empty text."""
+    if file.suffix.lower() == ".parquet":
+        return ""
+    with file.open("rb") as opened:
+        head = opened.readline(10_000)
+    for magic, name in _COMPRESSED.items():
+        if head.startswith(magic):
+            return f"it is compressed with {name}: decompress it"
+    if b"\0" in head:
+        return "it is UTF-16 or not a text: convert it with iconv -f UTF-16 -t UTF-8"
+    if file.suffix.lower() == ".csv" and b";" in head and b"," not in head:
+        return "the columns are separated by semicolons: write commas"
+    return ""
+
+
 def _read(file: Path) -> pa.Table:
+    if fault := _foreign_format(file):
+        raise ValueError(fault)
     suffix = file.suffix.lower()
     if suffix == ".parquet":
         with pq.ParquetFile(file) as opened:
@@ -80,7 +113,8 @@ def _read(file: Path) -> pa.Table:
             column_types=dict.fromkeys(_stored_names(file), pa.large_string()),
             strings_can_be_null=False,
         )
-        return pa.csv.read_csv(file, *_csv_options(file), as_text)
+        table = pa.csv.read_csv(file, *_csv_options(file), as_text)
+        return table.replace_schema_metadata({_CSV: b""})
     rows = list(_json_rows(file))
     return to_arrow({name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))})
 

@@ -5,9 +5,8 @@ Rows take the way of the test rows of the run: the same columns, image size, pro
 Shapes: N rows, K classes.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,8 +115,11 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
         known = (names.get(field), field, *layouts)
         return next((name for name in known if name in table.column_names), None)
 
-    found = {field: name for field in fields if (name := column(field)) is not None}
+    parts = ("instruction", "input", "system", "history") if fields == ("messages",) else ()
+    found = {field: name for field in (*fields, *parts) if (name := column(field)) is not None}
     optional = {"input", "output"} if instruction else set()
+    if parts and "instruction" in found:
+        optional.add("messages")
     if {*fields} - optional - found.keys():
         raise InputError(
             f"predict: rows of dataset {info.name} have the columns {', '.join(fields)}; these "
@@ -128,9 +130,9 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
         named = [_named_image(image, f"predict, row {row}") for row, image in enumerate(images)]
         return {"pixels": resize_images(named, info.image_shape)}
     if fields == ("messages",):
-        asked = [_with_dash(row) for row in table.column(found["messages"]).to_pylist()]
+        asked = table.select(list(found.values())).rename_columns(list(found)).to_pylist()
         where = [f"predict, row {row}" for row in range(len(asked))]
-        return {"messages": plain_messages(asked, where, found["messages"])}
+        return {"messages": plain_messages(list(map(_with_dash, asked)), where, "messages")[0]}
     read: dict[str, Column] = {
         field: read_texts(table, name, "predict")
         for field, name in found.items()
@@ -173,12 +175,10 @@ def _named_image(value: Any, where: str) -> NamedImage:
     return content, where
 
 
-def _with_dash(messages: Any) -> Any:
-    """Return a list of messages, or its JSON text, with a dash for the answer; others unchanged."""
-    with suppress(ValueError):
-        messages = json.loads(messages) if isinstance(messages, str) else messages
-    answer = {"role": "assistant", "content": "-"}
-    return [*messages, answer] if isinstance(messages, list) else messages
+def _with_dash(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a conversation with a dash for the answer."""
+    text = "messages" not in row and isinstance(row["instruction"], str)
+    return {**row, "output": "-" if text else [{"role": "assistant", "content": "-"}]}
 
 
 def _encoded(run: TrainedRun, columns: Mapping[str, Column]) -> dict[str, np.ndarray]:

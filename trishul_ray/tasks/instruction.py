@@ -124,7 +124,7 @@ class Instruction(Task):
         """Text that identifies everything that determines the encoded columns."""
         prompt = [self.prompt.text, prompts.DATE, self.max_length, self.target_length]
         rest = {"every_turn": self.every_turn}
-        return json.dumps(["instruction", 1, self.tokens.key, *prompt, rest])
+        return json.dumps(["instruction", 2, self.tokens.key, *prompt, rest])
 
     def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
         """Return rows with the ranges of their answers.

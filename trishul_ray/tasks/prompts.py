@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from trishul_ray.data.conversations import Conversation, Row
+from trishul_ray.data.conversations import Conversation, Row, is_learned
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.tasks.text import (
     PromptTokenizer,
@@ -202,9 +202,7 @@ class ChatPrompt(Prompt):
 
     def _render(self, rows: Sequence[Conversation], where: str) -> list[Encoded]:
         """Return rows as ids and labels, whatever their length."""
-        turns = [
-            [n for n, message in enumerate(row) if message["role"] == "assistant"] for row in rows
-        ]
+        turns = [[n for n, message in enumerate(row) if is_learned(message)] for row in rows]
         if not self.every_turn:
             turns = [numbers[-1:] for numbers in turns]
         pairs = [(row, n) for row, numbers in zip(rows, turns, strict=True) for n in numbers]

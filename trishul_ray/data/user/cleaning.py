@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
 
 from trishul_ray.data.columns import is_text, nfc
 from trishul_ray.data.conversations import find_layout
@@ -19,12 +18,16 @@ from trishul_ray.runtime.lazy import pc
 COLUMN_NAMES = (
     *("text", "text_pair", "label", "image"),
     *("question", "context", "answers"),
-    *("instruction", "input", "output", "messages", "references", "choices", "choice"),
+    *("instruction", "input", "output", "messages", "system", "history"),
+    *("references", "choices", "choice"),
     *("client", "group"),
 )
 
 #: Columns of instructions that only :mod:`trishul_ray.runs.evaluate` reads.
 SCORED = ("references", "choices", "choice")
+
+#: Columns of a system message and of earlier turns.
+_CONTEXT = ("system", "history")
 
 #: Columns that rows of each kind must have, and columns that they may have. The first kind whose
 #: columns exist is selected.
@@ -32,8 +35,8 @@ _COLUMNS: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
     ("image", ("image", "label"), ()),
     ("qa", ("question", "context", "answers"), ()),
     ("text", ("text", "label"), ("text_pair",)),
-    ("instruction", ("messages",), SCORED),
-    ("instruction", ("instruction", "output"), ("input", *SCORED)),
+    ("instruction", ("messages",), ("system", *SCORED)),
+    ("instruction", ("instruction", "output"), ("input", *_CONTEXT, *SCORED)),
 )
 
 #: Columns that assign rows of any kind to clients and groups.
@@ -80,7 +83,7 @@ def find_columns(
             )
     columns = {name: configured.get(name, name) for name in COLUMN_NAMES}
     columns = {name: column for name, column in columns.items() if column in existing}
-    assigned = {name: c for name, c in columns.items() if name in (*_ASSIGN, *SCORED)}
+    assigned = {name: c for name, c in columns.items() if name in (*_ASSIGN, *_CONTEXT, *SCORED)}
     for found in (columns, (find_layout(existing) or {}) | assigned):
         for kind, required, further in _COLUMNS:
             if all(name in found for name in required):
@@ -112,6 +115,7 @@ def clean(
     where: str,
     *,
     skip_broken: bool,
+    missing: frozenset[str],
 ) -> tuple[pa.Table, tuple[str, ...], tuple[str, ...]]:
     """Return the complete rows, with classes, groups and clients spelled in one way.
 
@@ -122,6 +126,7 @@ def clean(
         absent: The :func:`absent_columns`, whose nulls are not missing values.
         where: Where the rows come from, for messages.
         skip_broken: Whether to skip incomplete rows instead of rejecting them.
+        missing: Words that mark a missing name, such as ``NA`` in CSV files.
 
     Returns:
         The rows, the names of the skipped rows, and notes for reports.
@@ -131,8 +136,10 @@ def clean(
     """
     notes = []
     lacking: dict[str, np.ndarray] = {}
+    words: dict[str, str] = {}
     for name in filter(table.column_names.__contains__, _NAMES):
-        spelled, changed = _spell(table.column(name), f"{where}: column {names[name]!r}")
+        values = table.column(name)
+        spelled, changed = _spell(values, f"{where}: column {names[name]!r}", missing)
         if name == "label" and classes is not None and pa.types.is_integer(spelled.type):
             spelled = pc.if_else(pc.equal(spelled, -1), None, spelled)
         if changed:
@@ -141,6 +148,8 @@ def clean(
         unused = pa.array([split for split, column in absent if column == name], pa.string())
         used = pc.invert(pc.is_in(table.column("split"), unused))
         lacking[name] = pc.and_(pc.is_null(spelled), used).to_numpy()
+        if is_text(values.type) and (marks := missing & {*pc.unique(values).to_pylist()} - {""}):
+            words[name] = f"; {join_limited(sorted(marks), 3)} means missing in CSV files"
     for group in _CONTENTS:
         if present := [name for name in group if name in table.column_names]:
             blank = [_is_blank(table.column(name)) for name in present]
@@ -158,7 +167,7 @@ def clean(
             columns = " and ".join(repr(names.get(n, n)) for n in name.split(" and "))
             faults.append(
                 f"{name} (column {columns}) is missing in {len(first)} of {len(found)} rows "
-                f"({join_limited(first, _MAX_ROWS)})"
+                f"({join_limited(first, _MAX_ROWS)}{words.get(name, '')})"
             )
         raise CorruptFileError(
             f"{where}: {'; '.join(faults)}; rows count from 0; correct them, or set "
@@ -183,23 +192,24 @@ def _is_blank(values: pa.ChunkedArray) -> np.ndarray:
     return array
 
 
-def _spell(values: pa.ChunkedArray, where: str) -> tuple[pa.ChunkedArray, int]:
+def _spell(
+    values: pa.ChunkedArray, where: str, missing: frozenset[str]
+) -> tuple[pa.ChunkedArray, int]:
     """Return names as int64 or as stripped texts in NFC, and the number of changed texts.
 
-    Words such as ``NA`` and blank texts become null. Numbers become int64 if all are whole, and
+    Blank texts and the words in ``missing`` become null. Numbers become int64 if all are whole, and
     otherwise texts, so that a class has one name.
     """
-    if pa.types.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
     kind = values.type
     if is_text(kind) or pa.types.is_null(kind):
         texts = values.to_pylist()
         names = [None if text is None else nfc(text.strip()) for text in texts]
         changed = sum(name != text for name, text in zip(names, texts, strict=True))
-        gaps = {*pa.csv.ConvertOptions().null_values}
+        gaps = {"", *missing}
         names = [None if name in gaps else name for name in names]
         return pa.chunked_array([pa.array(names, pa.large_string())]), changed
     if pa.types.is_floating(kind):
+        values = values.cast(pa.float64())  # float16 has no functions
         values = pc.if_else(pc.is_nan(values), None, values)
         if pc.all(pc.equal(values, pc.floor(values))).as_py() is False:
             words = [v if v is None else repr(v).removesuffix(".0") for v in values.to_pylist()]

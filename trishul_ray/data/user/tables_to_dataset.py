@@ -12,12 +12,18 @@ import pyarrow as pa
 from trishul_ray.data.columns import (
     common_class_names,
     is_text,
+    lookalike,
     number_names,
     read_answers,
     read_labels,
     read_texts,
 )
-from trishul_ray.data.conversations import plain_choices, plain_messages, plain_references
+from trishul_ray.data.conversations import (
+    has_context,
+    plain_choices,
+    plain_messages,
+    plain_references,
+)
 from trishul_ray.data.dataset import (
     LABELLED,
     Columns,
@@ -36,7 +42,7 @@ from trishul_ray.data.images import (
     named_images,
     pixel_statistics,
 )
-from trishul_ray.data.tables import concatenate
+from trishul_ray.data.tables import concatenate, missing_words
 from trishul_ray.data.user.cleaning import absent_columns, clean, doubt_labels, find_columns
 from trishul_ray.errors import CorruptFileError, InputError, first_line, join_limited
 
@@ -86,6 +92,13 @@ def to_dataset(
         classes = None
         if kind in LABELLED:
             classes = common_class_names(chain(*tables.values()), names["label"])
+        unread = [
+            f"{column!r} ({count:,} rows)"
+            for column in filter(str.strip, table.column_names)
+            if column not in names.values()
+            and (count := len(table) - table.column(column).null_count)
+        ]
+        said = [f"columns not read: {join_limited(unread, _MAX_NAMED)}"] if unread else []
         table = table.select(list(names.values())).rename_columns(list(names))
         sizes = {split: sum(map(len, parts)) for split, parts in tables.items()}
         if not sizes["train"]:
@@ -96,8 +109,12 @@ def to_dataset(
         table = table.append_column("name", pa.array(names_of_rows, pa.string()))
         absent = absent_columns(table)
         if kind == "instruction":
-            table = _with_conversations(table, where)
-        table, skipped, notes = clean(table, names, classes, absent, where, skip_broken=skip_broken)
+            table, counts = _with_conversations(table, where)
+            said += counts
+        table, skipped, notes = clean(
+            table, names, classes, absent, where, skip_broken=skip_broken,
+            missing=missing_words(chain(*tables.values())),
+        )  # fmt: skip
         read, fields = _read_columns(kind, table, where, classes)
     except pa.ArrowException as error:
         raise CorruptFileError(f"{where}: {first_line(error)}") from error
@@ -120,7 +137,7 @@ def to_dataset(
         splits[split] = {k: v for k, v in found.items() if (split, k) not in absent}
     if "test" not in splits:
         splits = split_off_test(splits["train"], test_share, where)
-    notes = (*notes, *_check_splits(kind, splits, fields, where))
+    notes = (*notes, *said, *_check_splits(kind, splits, fields, where))
     origin = replace(origin, notes=(*origin.notes, *notes))
     return DatasetInfo(name, kind, origin=origin, skipped=skipped, **fields), splits
 
@@ -141,8 +158,8 @@ def _check_splits(kind: Kind, splits: Splits, fields: dict[str, Any], where: str
         if len(lost := np.setdiff1d(np.arange(len(names)), train.get(column, ()))):
             named = join_limited([repr(names[n]) for n in lost], _MAX_NAMED)
             notes.append(f"{what} without training rows: {named}")
-    if len({name.casefold() for name in classes}) < len(classes):
-        notes.append("warning: some class names differ only in case")
+    if len({lookalike(name) for name in classes}) < len(classes):
+        notes.append("warning: some class names differ only in case, width or invisible characters")
     if kind == "image":
         pixels: Any = train["pixels"]
         mean, std = pixel_statistics(pixels)
@@ -154,27 +171,28 @@ def _check_splits(kind: Kind, splits: Splits, fields: dict[str, Any], where: str
     return notes
 
 
-def _with_conversations(table: pa.Table, where: str) -> pa.Table:
+def _with_conversations(table: pa.Table, where: str) -> tuple[pa.Table, list[str]]:
     """Return rows of instructions whose conversations are JSON texts, null without an answer.
 
-    A prompt and a completion that are lists of messages are one conversation (TRL).
+    A prompt and a completion that are lists of messages are one conversation (TRL). If any row has
+    a system message or a history (Alpaca), all rows are conversations. Also return notes.
     """
-    parts = [n for n in ("messages", "instruction", "output") if n in table.column_names]
-    lists = [name for name in parts if pa.types.is_list(table.schema.field(name).type)]
-    if "messages" not in parts and not lists:
-        return table
-    if len(parts) > 1 and len(lists) < len(parts):
+    present = [n for n in ("messages", "instruction", "output") if n in table.column_names]
+    context = [n for n in ("system", "history") if n in table.column_names]
+    lists = [name for name in present if pa.types.is_list(table.schema.field(name).type)]
+    if len(lists) == 1 and len(present) > 1:
         raise CorruptFileError(
             f"{where}: prompts and answers must be both texts, or both lists of messages"
         )
-    values, *answers = (table.column(part).to_pylist() for part in parts)
-    for more in answers:
-        pairs = zip(values, more, strict=True)
-        values = [[*(asked or ()), *(answer or ())] or None for asked, answer in pairs]
+    with_context = sum(map(has_context, table.select(context).to_pylist()))
+    if "messages" not in present and not lists and not with_context:
+        return table.drop_columns(context), []
     names = [f"{where}, {row}" for row in table.column("name").to_pylist()]
-    messages = plain_messages(values, names, "+".join(parts))
-    unread = [*parts, *({"input"} & {*table.column_names})]
-    return table.drop_columns(unread).append_column("messages", messages)
+    read = [*present, *context, *({"input"} & {*table.column_names})]
+    messages, notes = plain_messages(table.select(read).to_pylist(), names, "+".join(present))
+    if with_context:
+        notes.append(f"{with_context:,} rows with a column of system messages or earlier turns")
+    return table.drop_columns(read).append_column("messages", messages), notes
 
 
 def _read_columns(
