@@ -183,7 +183,7 @@ def test_a_stopped_run_is_continued(tiny, tmp_path, cache, capsys):
         ({"config": 3}, "config of type int: it must be a YAML file, or a dictionary"),
         ({"tokenizer": "bert"}, "tokenizer: it is for a model that is an nn.Module"),
         ({"on_round": 3}, "on_round of type int: it must be a function"),
-        ({"dataset": {"test": [{"text": "a"}]}}, "a train split is needed"),
+        ({"dataset": {"test": [{"text": "a"}]}}, "have the splits test; pass train"),
     ],
 )
 def test_wrong_input_is_one_line(fields, message, tiny, tmp_path):

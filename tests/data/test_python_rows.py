@@ -1,5 +1,6 @@
 """Rows passed from Python: one dataset, whatever form they come in."""
 
+import io
 from pathlib import Path
 
 import datasets
@@ -8,6 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 from user_files import prepare_user, rejected
 
@@ -75,6 +77,16 @@ def test_images_become_bytes_from_any_form(tmp_path):
     assert row["bytes"] == encode_image(pixels)
 
 
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "LAB", "HSV", "PA", "1"])
+def test_images_of_any_mode_are_encoded(mode):
+    with Image.open(io.BytesIO(encode_image(Image.new(mode, (4, 4))))) as image:
+        assert image.format == "PNG" and image.size == (4, 4)
+
+
+def test_scalars_of_torch_are_labels():
+    assert to_table({"label": torch.tensor([1, 0])}).column("label").to_pylist() == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -85,7 +97,14 @@ def test_images_become_bytes_from_any_form(tmp_path):
         ({"a": "word"}, "column 'a' is a str, not a list of values"),
         ({"label": [None, 1, float("nan"), "b"]}, r"column 'label': .*'b'"),
         (pd.DataFrame([["a", 0, 1]], columns=["text", "label", "label"]), r"called 'label'"),
-        ({"test": COLUMNS}, "have the splits test; a train split is needed"),
+        ({"test": COLUMNS}, "have the splits test; pass train and"),
+        (
+            datasets.DatasetDict({k: datasets.Dataset.from_dict(COLUMNS) for k in ("train", "x")}),
+            "have the splits train, x; pass train and",
+        ),
+        (datasets.IterableDataset.from_generator(lambda: COLUMNS), "without streaming=True"),
+        ({"image": [Image.new("F", (4, 4))]}, "32 bits"),
+        ({"image": [Image.new("RGB", (0, 4))]}, "an image cannot be read"),
         ({"image": [np.zeros((4, 4, 2), np.uint8)]}, r"uint8 \(4, 4, 2\); it must be uint8"),
     ],
 )

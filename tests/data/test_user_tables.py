@@ -14,6 +14,7 @@ from trishul_ray.data.user.cleaning import doubt_labels
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.rows import partition_rows
+from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.sequence_classification import SequenceClassification
@@ -83,7 +84,7 @@ def test_incomplete_rows_are_named_or_skipped(tmp_path, suffix):
     data = prepare_user("table", encoded(tmp_path / f"b{suffix}", rows), tmp_path, columns=COLUMNS)
     assert stored(data) == stored(clean)
     assert data.info.origin.notes == ("2 values of column 'topic' stripped or composed (NFC)",)
-    rows[1]["topic"], rows[2]["topic"], rows[4]["body"] = "NA", "", " "
+    rows[1]["topic"], rows[2]["topic"], rows[4]["body"] = "\u00a0", "", " "
     if suffix != ".csv":
         rows[6]["who"] = None
     file = encoded(tmp_path / f"c{suffix}", rows)
@@ -96,6 +97,34 @@ def test_incomplete_rows_are_named_or_skipped(tmp_path, suffix):
     lost = (1, 2, 4) if suffix == ".csv" else (1, 2, 4, 6)
     assert data.info.skipped == tuple(f"train row {n}" for n in lost)
     assert stored(data) == [row for row in stored(clean) if int(row[0][-1]) not in lost]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_words_mean_missing_only_in_csv(tmp_path, suffix):
+    rows = [{"text": f"t{n}", "label": ["NA", "SA"][n % 2], "client": "null"} for n in range(8)]
+    file = encoded(tmp_path / f"x{suffix}", rows)
+    if suffix in (".csv", ".tsv"):
+        rejected(r"label .* in 4 of 8 rows \(.*; NA means missing in CSV", "table", file, tmp_path)
+    else:
+        info = prepare_user("table", file, tmp_path).info
+        assert info.classes == ("NA", "SA") and info.clients == ("null",)
+
+
+@pytest.mark.parametrize("skip_broken", [False, True])
+def test_columns_without_a_name_are_ignored(tmp_path, skip_broken):
+    file = tmp_path / "excel.csv"
+    file.write_text("text,label,\n" + "".join(f"t{n},{n % 2},{'x' * (n == 3)}\n" for n in range(8)))
+    data = prepare_user("table", file, tmp_path, skip_broken=skip_broken)
+    assert len(data.train) + len(data.test) == 8 and data.info.origin.notes == ()
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.dictionary(pa.int8(), pa.string())])
+def test_texts_of_any_encoding_are_read(tmp_path, kind):
+    texts = pa.array([f"t{n}" for n in range(8)], kind)
+    table = pa.table({"text": texts, "label": pa.array([0.0, 1.0] * 4, pa.float16())})
+    pq.write_table(table, tmp_path / "x.parquet")
+    data = prepare_user("table", tmp_path / "x.parquet", tmp_path)
+    assert data.info.classes == ("0", "1") and len(data.train) + len(data.test) == 8
 
 
 def test_one_text_of_a_pair_may_be_blank(tmp_path):
@@ -140,6 +169,9 @@ def test_wrong_columns_are_named(tmp_path, name, columns, mapping, message):
         ("x.jsonl", b'["a", 1]\n', r"a row is list, not an object"),
         ("x.json", b'[{"text":\n', r"x.json: not a readable json file"),
         ("x.parquet", b"PAR1 and no more", r"x.parquet: not a readable parquet file"),
+        ("x.csv", b"text;label\na,b;0\n", "separated by semicolons"),
+        ("x.csv", b"BZh91AY&SY", "compressed with bzip2"),
+        ("x.jsonl", "{}".encode("utf-16"), "UTF-16"),
         ("x.csv", b"version https://git-lfs.github.com/spec/v1\noid 4\n", "git lfs pull"),
         ("x.xlsx", b"PK", r"data.path='.*x.xlsx': the file must be one of .parquet, .jsonl"),
     ],
@@ -248,6 +280,9 @@ def test_classes_and_clients_without_training_rows_are_noted(tmp_path):
     encoded(folder / "test.csv", [{"text": "t", "label": x} for x in ["good", "meh", "meh"]])
     notes = prepare_user("table", folder, tmp_path).info.origin.notes
     assert notes[0] == "classes without training rows: 'meh'" and "differ only in case" in notes[1]
+    for twin in ("good\u200b", "\uff47ood"):  # zero width, full width
+        encoded(folder / "train.csv", [{"text": "t", "label": x} for x in ["good", twin] * 3])
+        assert "invisible" in prepare_user("table", folder, tmp_path).info.origin.notes[-1]
     who = [*("ann", "bob") * 8, *"cdefghij"]
     rows = [{"text": f"t{n}", "label": n % 2, "client": name} for n, name in enumerate(who)]
     file = encoded(tmp_path / "rows.csv", rows)
@@ -272,6 +307,13 @@ def test_classes_and_clients_without_training_rows_are_noted(tmp_path):
 def test_labels_of_single_rows_are_doubted(labels, doubted):
     classes, numbers = np.unique(np.array(labels).astype(str), return_inverse=True)
     assert bool(doubt_labels(classes.tolist(), numbers)) == doubted
+
+
+def test_training_rows_that_are_test_rows_are_counted(small, tmp_path):
+    rows = [{"text": f"t{n % 4}", "label": n % 2} for n in range(40)]
+    file = encoded(tmp_path / "x.csv", rows)
+    words = ["dataset=table", f"data.path={file}", "model.name=bert-tiny", "partition.kind=iid"]
+    assert prepare_run(small(*words)).cut == ("32 of 32 train rows are test rows, too",)
 
 
 def test_scores_need_a_task_that_reads_numbers(tmp_path, monkeypatch):

@@ -13,16 +13,19 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from trishul_ray.data.columns import class_names, is_text, nfc
+from trishul_ray.data.columns import class_names, decoded, is_text, nfc
 from trishul_ray.data.hub import table_of
 from trishul_ray.data.images import check_mode, turn_upright
 from trishul_ray.data.tables import check_unique, to_arrow
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, first_line
 from trishul_ray.runtime.lazy import pq
 from trishul_ray.storage.integrity import make_once
 
 #: Name of the dataset of rows passed from Python, and of their folder in the cache.
 ROWS = "rows"
+
+#: Modes of Pillow that a PNG file keeps.
+_PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
 
 #: Splits of passed rows.
 _SPLITS = frozenset({"train", "validation", "test"})
@@ -65,10 +68,14 @@ def to_splits(rows: Any) -> dict[str, pa.Table]:
 
     Rows are a table (see :func:`to_table`), or a dictionary of splits with a table each.
     """
-    if not (isinstance(rows, Mapping) and rows and set(rows) <= _SPLITS):
+    of_hub = hasattr(rows, "column_names")  # a DatasetDict, whose keys are splits
+    if not (isinstance(rows, Mapping) and rows and (of_hub or set(rows) <= _SPLITS)):
         return {"train": to_table(rows)}
-    if "train" not in rows:
-        raise InputError(f"the rows have the splits {', '.join(rows)}; a train split is needed")
+    if "train" not in rows or set(rows) - _SPLITS:
+        raise InputError(
+            f"the rows have the splits {', '.join(rows)}; pass train and, if you have them, "
+            "validation and test"
+        )
     return {split: to_table(table) for split, table in rows.items()}
 
 
@@ -84,12 +91,14 @@ def to_table(rows: Any) -> pa.Table:
     except (ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         raise InputError(f"the rows passed from Python: {error}") from error
     names = [nfc(name) for name in table.column_names]
-    return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
+    return decoded(table.rename_columns(names).replace_schema_metadata(table.schema.metadata))
 
 
 def _to_table(rows: Any) -> pa.Table:
     if isinstance(rows, pa.Table):
         return rows
+    if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].IterableDataset):
+        raise ValueError("a streaming dataset has no rows: load it without streaming=True")
     if "datasets" in sys.modules and hasattr(rows, "with_format") and hasattr(rows, "features"):
         return table_of(rows)
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of pandas
@@ -112,7 +121,8 @@ def _to_table(rows: Any) -> pa.Table:
 def _plain_value(value: Any) -> Any:
     if is_image(value):
         return encode_image(value)
-    return value.item() if isinstance(value, np.generic) else value
+    scalar = getattr(value, "ndim", None) == 0  # of NumPy or torch
+    return value.item() if scalar else value
 
 
 def is_image(value: Any) -> bool:
@@ -134,10 +144,16 @@ def encode_image(value: Any) -> bytes:
             )
         value = Image.fromarray(value.reshape(value.shape[:2]) if gray else value)
     check_mode(value, "an image")
-    if value.mode.startswith("I;16"):  # Pillow writes 16 bits in the byte order of this machine
-        value = Image.fromarray(np.asarray(turn_upright(value)).astype(np.uint16))
-    sink = io.BytesIO()
-    turn_upright(value).save(sink, "PNG")  # a PNG file would lose the orientation
+    try:
+        value = turn_upright(value)  # a PNG file would lose the orientation
+        if value.mode.startswith("I;16"):  # Pillow writes 16 bits in this machine's byte order
+            value = Image.fromarray(np.asarray(value).astype(np.uint16))
+        elif value.mode not in _PNG_MODES:
+            value = value.convert("RGBA" if value.has_transparency_data else "RGB")
+        sink = io.BytesIO()
+        value.save(sink, "PNG")
+    except (OSError, ValueError) as error:
+        raise InputError(f"an image cannot be read: {first_line(error)}") from error
     return sink.getvalue()
 
 
