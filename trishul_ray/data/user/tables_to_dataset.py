@@ -158,8 +158,10 @@ def _check_splits(kind: Kind, splits: Splits, fields: dict[str, Any], where: str
         if len(lost := np.setdiff1d(np.arange(len(names)), train.get(column, ()))):
             named = join_limited([repr(names[n]) for n in lost], _MAX_NAMED)
             notes.append(f"{what} without training rows: {named}")
-    if len({lookalike(name) for name in classes}) < len(classes):
-        notes.append("warning: some class names differ only in case, width or invisible characters")
+    for what in ("classes", "groups", "clients"):
+        names = fields.get(what, ())
+        if len({lookalike(name) for name in names}) < len(names):
+            notes.append(f"warning: some {what} differ only in case, width or invisible characters")
     if kind == "image":
         pixels: Any = train["pixels"]
         mean, std = pixel_statistics(pixels)
