@@ -106,8 +106,8 @@ class PartitionConfig(Section):
     variant: Literal["per-client", "per-label"] = Field(
         "per-client",
         description="per-client: each client draws its own class proportions and all have equal "
-        "sizes (the paper's wording); per-label: one draw per class splits it over the clients, "
-        "sizes vary",
+        "sizes (the paper's wording), but skips classes without rows left; per-label: one draw per "
+        "class splits it over the clients, sizes vary",
     )
     min_size: int = Field(1, ge=1, description="smallest number of rows per client")
 
