@@ -173,7 +173,7 @@ def test_a_resume_leaves_as_many_checkpoints_as_are_kept(store):
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
-def test_a_corrupt_checkpoint_is_reported_and_the_one_before_is_used(store, damage, tmp_path):
+def test_corrupt_checkpoint_is_reported_and_skipped(store, damage, tmp_path):
     store.save(make(1))
     name = store.save(make(2))
     path = tmp_path / "checkpoints" / name
@@ -217,7 +217,7 @@ def test_a_temporary_file_of_a_killed_write_is_ignored(store, tmp_path):
     assert store.skipped == []
 
 
-def test_a_writer_killed_at_any_time_leaves_its_last_checkpoint_intact(tmp_path):
+def test_killed_writer_leaves_its_last_checkpoint(tmp_path):
     script = (
         "import sys, numpy as np\n"
         "from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore\n"
@@ -266,7 +266,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("field", ODD)
-def test_odd_content_with_a_valid_checksum_is_named_and_skipped(store, field):
+def test_odd_content_with_valid_checksum_is_skipped(store, field):
     store.save(make(1))
     tensors = load_tensors(make(2).to_bytes({}))
     meta = json.loads(tensors.pop("__meta__").tobytes())
@@ -279,7 +279,7 @@ def test_odd_content_with_a_valid_checksum_is_named_and_skipped(store, field):
     assert line.startswith(f"checkpoint {name} ")
 
 
-def test_of_two_files_of_a_round_the_scored_one_counts_and_the_other_goes(store):
+def test_unscored_file_of_a_round_is_removed(store):
     """A process that is killed after the second write of the last round leaves both."""
     unscored, scored = make(2), make(2)
     scored.records = [*scored.records, RoundRecord(2, scores={"accuracy": 0.7})]
