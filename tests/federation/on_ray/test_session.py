@@ -1,17 +1,21 @@
 """A local Ray serves this machine and this process only, and leaves nothing behind for long."""
 
+import errno
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
+from commands import HEAR_SIGNALS
 
-from trishul_ray.errors import RunError
+from trishul_ray.errors import InputError, RunError
 from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.storage import durable as files
 
@@ -62,7 +66,7 @@ def test_local_ray_requires_token_and_keeps_home_clean(monkeypatch, tmp_path):
     assert psutil.wait_procs(mine, timeout=10)[1] == []
 
 
-def test_a_cluster_that_does_not_answer_is_reported_in_one_line(monkeypatch):
+def test_unreachable_cluster_is_reported_in_one_line(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with (
         pytest.raises(RunError, match=r"cannot join the cluster at RAY_ADDRESS=127\.0\.0\.1:1: ."),
@@ -71,7 +75,7 @@ def test_a_cluster_that_does_not_answer_is_reported_in_one_line(monkeypatch):
         pass
 
 
-def test_a_ray_that_does_not_start_is_reported_in_one_line(monkeypatch):
+def test_failed_start_is_reported_in_one_line(monkeypatch):
     def starved(**_):
         # Ray raises this on a busy machine if its processes do not start within 30 seconds.
         raise Exception("The current node timed out during startup.\nMore.")
@@ -85,6 +89,50 @@ def test_a_ray_that_does_not_start_is_reported_in_one_line(monkeypatch):
         ray_session(),
     ):
         pass
+
+
+def test_missing_loopback_is_reported_at_once(monkeypatch):
+    def unavailable(*_):
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("socket.create_server", unavailable)
+    message = r"127\.0\.0\.1 cannot be used .*; set resources\.backend=inline"
+    with pytest.raises(InputError, match=message), ray_session():
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Ray's start is watched on Linux")
+@pytest.mark.parametrize("threads", ["1", "2"])  # a native one may receive the signal
+@pytest.mark.parametrize(("again", "stuck"), [(True, 100), (False, 2)])
+def test_a_stuck_start_ends_after_a_signal(threads, again, stuck):
+    code = f"""
+    import ctypes, ray
+    from trishul_ray.federation.on_ray import session
+    session.STUCK_SECONDS = {stuck}
+
+    def stuck(**_):
+        print("starting", flush=True)
+        ctypes.CDLL(None).sleep(60)
+
+    ray.init = stuck
+    with session.ray_session(1):
+        pass
+    """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    words = [*HEAR_SIGNALS, sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(
+        words, env={**environment, "OMP_NUM_THREADS": threads}, stdout=subprocess.PIPE
+    ) as start:
+        assert start.stdout.readline() == b"starting\n"
+        for _ in range(2):
+            start.send_signal(signal.SIGTERM)
+        time.sleep(1.5)
+        assert start.poll() is None
+        if again:
+            start.send_signal(signal.SIGINT)
+        assert start.wait(20) == 128 + signal.SIGTERM
 
 
 @pytest.mark.slow
@@ -117,7 +165,7 @@ def test_without_a_short_temporary_folder_the_variable_is_named(monkeypatch, tmp
 
 
 @pytest.mark.slow
-def test_a_local_ray_has_the_cpus_that_this_process_may_use():
+def test_local_ray_has_cpus_of_this_process():
     code = """
     import os
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

@@ -1,12 +1,15 @@
 """Start a local Ray, or join a cluster."""
 
 import logging
+import math
 import os
 import secrets
+import select
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -29,6 +32,12 @@ from trishul_ray.storage.durable import (
 CONNECT_SECONDS = 10.0
 #: Longest path in bytes of a folder for Ray: the path of a socket has at most 103 to 107 bytes.
 FOLDER_BYTES = 8
+#: Seconds for which a start of Ray may go on after a signal: Docker kills after ten.
+STUCK_SECONDS = 8.0
+#: A signal that arrives sooner belongs to the first: ``timeout`` and Slurm send two at once.
+REPEAT_SECONDS = 1.0
+#: Seconds between two looks at the signals of other threads.
+LOOK_SECONDS = 0.1
 #: Variables that configure the token of Ray, in addition to ~/.ray/auth_token.
 _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 #: The same for all clusters that this process starts: Ray reads it once.
@@ -71,6 +80,7 @@ def ray_session(
         The free resources, such as ``{"CPU": 4.0, "GPU": 1.0}``.
 
     Raises:
+        InputError: This machine cannot have a local Ray.
         RunError: The cluster cannot be reached or started.
     """
     if ray.is_initialized():
@@ -86,17 +96,18 @@ def ray_session(
                 remedy = "; if the cluster requires a token, set RAY_AUTH_MODE=token"
                 _check_answers(address)
                 stack.callback(_end_ray)
-                with _held_signals():
+                with _held_signals(), _ends_if_stuck():
                     ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
             else:
                 action = "cannot start a local Ray"
+                _check_loopback()
                 folder = stack.enter_context(_temporary_folder())
                 remedy = f"; its logs: {folder}/r/session_latest/logs"
                 if fork_server is None and forks_workers():
                     fork_server = stack.enter_context(ForkServer())
                 stack.callback(_end_ray)  # also after an interrupted start
                 _start(cpus or usable_cores(), fork_server, f"{folder}/r")
-        except RunError:
+        except (InputError, RunError):
             raise
         except Exception as error:  # Ray raises a bare Exception if its processes do not start
             why = first_line(error).rstrip(".")
@@ -114,7 +125,7 @@ def _start(cpus: int, fork_server: ForkServer | None, folder: str) -> None:
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     if fork_server is not None:  # forks do not replace workers that start before there is work
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    with _held_signals(), without_monitors():
+    with _held_signals(), _ends_if_stuck(), without_monitors():
         ray.init(
             address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder,
             logging_level=logging.ERROR, log_to_driver=False,
@@ -163,6 +174,50 @@ def _held_signals() -> Iterator[Callable[[], None]]:
             signal.raise_signal(signum)
 
 
+@contextmanager
+def _ends_if_stuck() -> Iterator[None]:
+    """End this process if this context, in which signals are held, does not end after a signal.
+
+    It ends :data:`STUCK_SECONDS` after the signal, or with another one that arrives at least
+    :data:`REPEAT_SECONDS` later: nothing else interrupts Ray's C++ code. Ray's processes end with
+    this process.
+    """
+    if threading.current_thread() is not threading.main_thread() or sys.platform != "linux":
+        yield
+        return
+    signals = {number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
+    taken: list[int] = []
+    ended = threading.Event()
+    reader, writer = socket.socketpair()  # Python writes signals that native threads receive
+    writer.setblocking(False)
+
+    def watch() -> None:
+        first, stop = math.inf, 0
+        while not ended.is_set():
+            if info := signal.sigtimedwait(signals, LOOK_SECONDS):  # this thread blocks them
+                taken.append(info.si_signo)
+                writer.send(bytes([info.si_signo]))
+            new = signals & {*reader.recv(64)} if select.select([reader], [], [], 0)[0] else set()
+            waited = time.monotonic() - first
+            if waited > STUCK_SECONDS or (new and waited > REPEAT_SECONDS):
+                os._exit(128 + stop)
+            if new and first == math.inf:
+                first, stop = time.monotonic(), min(new)
+
+    watcher = threading.Thread(target=watch)
+    with reader, writer:
+        watcher.start()
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            ended.set()
+            watcher.join()
+            for number in taken:
+                signal.raise_signal(number)  # it waits until this thread unblocks it
+
+
 def _end_ray() -> None:
     """Shut Ray down, and replace its handlers as soon as it has set them.
 
@@ -206,3 +261,13 @@ def _check_answers(address: str) -> None:
     parts = urlsplit(address if "://" in address else f"//{address}")
     if parts.hostname and parts.port:
         socket.create_connection((parts.hostname, parts.port), CONNECT_SECONDS).close()
+
+
+def _check_loopback() -> None:
+    """Raise an InputError if 127.0.0.1 cannot be used: Ray retries for a quarter of an hour."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), CONNECT_SECONDS).close()
+    except OSError as error:
+        why = f"127.0.0.1 cannot be used ({first_line(error)})"
+        raise InputError(f"cannot start a local Ray: {why}; set resources.backend=inline") from None
