@@ -19,10 +19,9 @@ artifacts=${1:?usage: start.sh ARTIFACTS}
 folder=${MLFLOW_FOLDER:-$HOME/mlflow}
 mkdir -p "$folder"
 
-running() { [ -s "$folder/pid" ] && kill -0 "$(cat "$folder/pid")" 2>/dev/null; }
-if running; then
-  exit 0
-fi
+# The server holds the lock as long as it runs.
+exec 9>"$folder/lock"
+flock --nonblock 9 || exit 0
 
 credential() { sed -n "s/^mlflow_tracking_$1 *= *//p" "$HOME/.mlflow/credentials"; }
 MLFLOW_AUTH_ADMIN_USERNAME=$(credential username)
@@ -54,8 +53,8 @@ serve() {
       --host "${MLFLOW_HOST:-0.0.0.0}" --port "${MLFLOW_PORT:-5000}" --workers 2 \
       --backend-store-uri "${MLFLOW_STORE:-sqlite:///$folder/mlflow.db}" \
       --artifacts-destination "$artifacts" \
-      --uvicorn-opts "--timeout-worker-healthcheck 60" || true
-    sleep 2
+      --uvicorn-opts "--timeout-worker-healthcheck 60" 9>&- || true
+    sleep 2 9>&-
   done
 }
 cd "$folder"

@@ -1,5 +1,6 @@
 """cluster/mlflow/start.sh, and runs on it: with a password, many at once, and one that goes."""
 
+import os
 import time
 import urllib.error
 import urllib.request
@@ -28,6 +29,9 @@ GONE = 15.0
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     started = MlflowServer(tmp_path_factory.mktemp("head"))
+    (started.home / "mlflow").mkdir()
+    # A server before a restart of the machine had this number.
+    (started.home / "mlflow" / "pid").write_text(str(os.getpid()))
     started.start()
     try:
         started.wait()
@@ -47,7 +51,7 @@ def opened(server, attempt, tags=None, parent=None):
     return MlflowRun(server.address, "trishul", attempt, attempt, **named)
 
 
-def test_a_wrong_password_is_refused(server, monkeypatch):
+def test_wrong_password_is_rejected(server, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "another-password")
     with pytest.raises(InputError, match="does not answer") as caught:
         opened(server, "wrong", parent="0" * 32)  # at once: it is not an outage
@@ -128,9 +132,7 @@ def test_trials_log_at_once_and_lose_nothing(server):
         assert points == [(step, number + step / 10) for step in range(3)]
 
 
-def test_a_server_that_is_gone_for_a_while_costs_no_trial_and_no_metric(
-    server, trishul, small_words, tmp_path
-):
+def test_interrupted_server_loses_no_trials_or_metrics(server, trishul, small_words, tmp_path):
     words = [*small_words, "tracking.mlflow=true", f"tracking.uri={server.address}"]
     words += ["federation.rounds=4", "federation.local_steps=20", "resources.backend=inline"]
     runs, others = tmp_path / "runs", opened(server, "another-sweep").run_id
@@ -146,7 +148,7 @@ def test_a_server_that_is_gone_for_a_while_costs_no_trial_and_no_metric(
     server.end()
     gone = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
-        # A trial that begins while there is no server waits for it, and so does one that ends.
+        # Without a server, a trial waits for it at its beginning and at its end.
         late = pool.submit(opened, server, "begins-late", parent=others)
         wait_for("*/result.json", 1)
         time.sleep(max(0.0, gone + GONE - time.monotonic()))
@@ -177,7 +179,7 @@ def test_a_server_that_is_gone_for_a_while_costs_no_trial_and_no_metric(
         assert "result.json" in {file.path for file in client.list_artifacts(run.info.run_id)}
 
 
-def test_a_second_start_changes_nothing_and_no_secret_is_shown(server):
+def test_second_start_changes_nothing_and_hides_secrets(server):
     before = (server.home / "mlflow" / "pid").read_text()
     server.start()
     assert (server.home / "mlflow" / "pid").read_text() == before
