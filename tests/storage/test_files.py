@@ -1,5 +1,6 @@
 """Files and folders that appear when they are complete, and temporary files of killed writers."""
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -107,6 +108,17 @@ def test_folder_is_made_once_without_leftovers(tmp_path):
     for _ in range(2):
         make_once(tmp_path / "rows", lambda new: (new / "a").touch(exist_ok=False))
     assert {path.name for path in tmp_path.iterdir()} == {"rows", "rows.lock"}
+
+
+@pytest.mark.timeout(20)
+def test_file_system_without_locks_is_an_error(tmp_path, monkeypatch):
+    def missing(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    (tmp_path / "rows.lock").touch()
+    monkeypatch.setattr("fcntl.flock", missing)
+    with pytest.raises(OSError, match="not implemented"):
+        make_once(tmp_path / "rows", lambda folder: None)
 
 
 @pytest.fixture

@@ -71,7 +71,8 @@ class RunFolder:
             yield
             return
         folder = Path(self.home.root).parent
-        lock, is_new = FileLock(folder / f".{self.home.name}.lock"), not folder.exists()
+        file, is_new = folder / f".{self.home.name}.lock", not folder.exists()
+        lock = FileLock(file, fallback_to_soft=False)
         try:
             make_folder(folder)
             lock.acquire(timeout=LOCK_SECONDS)

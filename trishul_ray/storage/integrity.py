@@ -124,7 +124,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
         InputError: The cache cannot be written.
     """
     make_cache_folder(folder.parent)
-    with FileLock(f"{folder}.lock"):
+    with FileLock(f"{folder}.lock", fallback_to_soft=False):
         for unfinished in folder.parent.glob(f".{folder.name}.*.tmp"):
             shutil.rmtree(unfinished)  # of a killed process, which held this lock
         _remove_damaged(folder)
@@ -138,7 +138,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
 def discard_damaged(folder: Path) -> None:
     """Remove a damaged folder of the cache, which is then made again."""
     if folder.is_dir() and find_corruption(folder):
-        with FileLock(f"{folder}.lock"):
+        with FileLock(f"{folder}.lock", fallback_to_soft=False):
             _remove_damaged(folder)
 
 

@@ -166,7 +166,7 @@ def opened(uri: str, name: str) -> "Iterator[tuple[MlflowClient, Experiment]]":
         if file is not None:
             try:
                 make_folder(file.parent)
-                stack.enter_context(FileLock(f"{file}.lock", timeout=120))
+                stack.enter_context(FileLock(f"{file}.lock", timeout=120, fallback_to_soft=False))
             except OSError as error:  # also a lock that another process holds
                 raise InputError(f"tracking.uri: cannot write {file}: {error}") from error
         client = open_client(uri)
