@@ -2,6 +2,8 @@
 
 import errno
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,17 +143,21 @@ def test_local_ray_folder_is_private_and_removed(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as short:
-        monkeypatch.setattr(files, "_SHORT", (short,))
+    short = Path("/tmp", secrets.token_hex(2)[1:])  # the path of a socket has few bytes left
+    monkeypatch.setattr(files, "_SHORT", (str(short),))
+    short.mkdir()
+    try:
         with ray_session(1):
-            (folder,) = Path(short).iterdir()
+            (folder,) = short.iterdir()
             assert folder.stat().st_mode & 0o777 == 0o700
             assert list(folder.glob("r/session_*/sockets/*"))
         assert not folder.exists()
         with pytest.raises(RunError), ray_session(1):
             raise RunError("its logs are kept")
-        (folder,) = Path(short).iterdir()
+        (folder,) = short.iterdir()
         assert list(folder.glob("r/session_*/logs/raylet.*"))
+    finally:
+        shutil.rmtree(short)
 
 
 def test_without_a_short_temporary_folder_the_variable_is_named(monkeypatch, tmp_path):
