@@ -357,7 +357,7 @@ class FederationConfig(Section):
     compute: Literal["full", "uniform", "bell", "skewed-right", "custom"] = Field(
         "full",
         description="share of the budget that clients can train: all, or 1/4 to 1, of each as many "
-        "as the profile says; the seed draws which",
+        "as the profile says; `draw` seeds which",
     )
     compute_shares: tuple[float, float, float, float] | None = Field(
         None,
@@ -380,7 +380,7 @@ class FederationConfig(Section):
     )
     held_out: float = Field(
         0.0,
-        description="share of the clients, rounded up, that the seed excludes from training: the "
+        description="share of the clients, rounded up, that `draw` excludes from training: the "
         "difference of their scores is the participation gap (needs evaluation.per_client)",
         ge=0,
         le=0.5,

@@ -91,8 +91,12 @@ class Experiment(Section):
         "it uses, with their content, which is in the id"
     )  # fmt: skip
     seed: int = Field(
-        0, ge=0, lt=2**63, description="the only seed; every random stream derives from it"
+        0, ge=0, lt=2**63, description="the seed of every random stream, except those of `draw`"
     )
+    draw: int | None = Field(
+        None, ge=0, lt=2**63, description="the seed of the partition, the cohorts and the clients' "
+        "properties; none: `seed`"
+    )  # fmt: skip
     budget: Literal["lower", "higher"] | Annotated[int, Field(ge=1)] = Field(
         "lower", description="trainable parameters as a LoRA rank per matrix; lower 32, higher 64"
     )
@@ -176,6 +180,11 @@ class Experiment(Section):
     def section(self, kind: type[_S]) -> _S:
         """Return the section of a stage by its class, at its defaults if it is not set."""
         return next((each for each in self.stages.values() if isinstance(each, kind)), kind())
+
+    @property
+    def draw_seed(self) -> int:
+        """The seed of which rows clients have, which clients take part, and how fast they are."""
+        return self.seed if self.draw is None else self.draw
 
     @property
     def method_as_set(self) -> str:

@@ -20,13 +20,13 @@ def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partitio
     """
     rows = np.arange(len(dataset.train))
     if experiment.data.train_limit is not None:
-        rng = numpy_rng(experiment.seed, "train-limit")
+        rng = numpy_rng(experiment.draw_seed, "train-limit")
         rows = np.sort(rng.permutation(rows)[: experiment.data.train_limit])
     shards = partition(
         partition_column(dataset.train, experiment.partition)[rows],
         experiment.partition,
         experiment.federation.clients,
-        experiment.seed,
+        experiment.draw_seed,
     )
     return Partition(rows[shards.permutation], shards.offsets)
 

@@ -103,7 +103,7 @@ class Server:
         self.experiment, self.executor, self.checkpoints = experiment, executor, checkpoints
         self.method = build_method(experiment.method, experiment.adapter)
         self.stages = Stages.of(experiment)
-        self.participants = participants(experiment.federation, experiment.seed)
+        self.participants = participants(experiment.federation, experiment.draw_seed)
         restored = checkpoints.newest()
         self.events: list[str] = list(checkpoints.skipped)
         self.memory: PeakMemory | None = None
@@ -139,9 +139,11 @@ class Server:
 
     def _begin(self) -> list[str]:
         """Let the stages prepare for the rounds; return lines for the reader of the run."""
-        fed, seed, spec = self.experiment.federation, self.experiment.seed, self.spec
+        fed, spec = self.experiment.federation, self.spec
         method, layout = self.method, spec.layout
-        every = np.array(capacities(fed.compute, seed, fed.clients, fed.compute_shares))
+        every = np.array(
+            capacities(fed.compute, self.experiment.draw_seed, fed.clients, fed.compute_shares)
+        )
         plan = RunPlan(
             tuple(layout.units(spec.wire)),
             spec.expected.lengths,
@@ -172,7 +174,7 @@ class Server:
         plan, fed = self.method.survey_plan, self.experiment.federation
         if plan is None:
             return {}
-        rng = numpy_rng(self.experiment.seed, "survey-cohort")
+        rng = numpy_rng(self.experiment.draw_seed, "survey-cohort")
         size = min(plan.clients, fed.participants)
         drawn = sorted(rng.choice(self.participants, size, replace=False).tolist())
         cohort = self.stages.cohort(0, Cohort(drawn)).clients
@@ -263,7 +265,7 @@ class Server:
 
     def draw(self, number: int) -> list[int]:
         """Return clients for a round, ascending, drawn without replacement."""
-        fed, seed = self.experiment.federation, self.experiment.seed
+        fed, seed = self.experiment.federation, self.experiment.draw_seed
         drawn = uniform_cohort(seed, number, len(self.participants), fed.clients_per_round)
         clients: list[int] = self.participants[drawn].tolist()
         return clients

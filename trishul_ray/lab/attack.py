@@ -52,7 +52,7 @@ class Attack(Stage):
     def attackers(self) -> frozenset[int]:
         """The clients that attack, the same in every round."""
         clients, share = self.settings.federation.clients, self.config.share
-        sampled = numpy_rng(self.settings.seed, "attackers").permutation(clients)
+        sampled = numpy_rng(self.settings.draw_seed, "attackers").permutation(clients)
         return frozenset(sampled[: math.ceil(exact_fraction(clients, share))].tolist())
 
     def send(self, change: Change, sender: Sender) -> Change:

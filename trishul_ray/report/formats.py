@@ -112,7 +112,8 @@ def to_rich(table: SweepTable, width: int) -> Group:
                 verdicts.add_row(label, Text(row.label), Text(row.verdict.text))
         views.append(verdicts)
     title = Text(f"{table.layout.title}: {table.unit} [{table.sweep.profile}]", "bold")
-    return Group(title, *views, Text(table.caption, "italic"))
+    draws = [Text(" ".join(table.draws))] if table.draws else []
+    return Group(title, *views, *draws, Text(table.caption, "italic"))
 
 
 def _rich_number(row: Row, column: int) -> Text:

@@ -15,8 +15,8 @@ from trishul_ray.report.layouts import FigureLayout, Profile, TableLayout
 from trishul_ray.report.summary import RunSummary, read_arrays, read_metrics
 from trishul_ray.storage.store import Store
 
-#: The axis whose labels are repetitions.
-SEED = "seed"
+#: The axes whose labels are repetitions.
+SEED, DRAW = REPETITIONS = ("seed", "draw")
 
 #: Whether a cell has a result that can be used; see ``CellState``.
 CellStatus = Literal["finished", "missing", "failed", "stale", "corrupt"]
@@ -132,6 +132,13 @@ class SweepHead:
     def made_by(self) -> str:
         """The command that makes its runs, without overrides."""
         return f"trishul sweep {self.name} --profile {self.profile}"
+
+    def repetitions(self, axes: Sequence[str]) -> str:
+        """Return the axis over which the numbers of a table with some axes are means.
+
+        If there are several draws, seeds are averaged within a draw, because they share its rows.
+        """
+        return DRAW if DRAW not in axes and len(self.axes.get(DRAW, ())) > 1 else SEED
 
     def shown_label(self, axis: str, label: str) -> str:
         """Return the displayed text of a label."""

@@ -22,7 +22,7 @@ from trishul_ray.report.formats import (
 )
 from trishul_ray.report.layouts import FigureLayout
 from trishul_ray.report.outcomes import (
-    SEED,
+    REPETITIONS,
     STATUSES,
     CellOutcome,
     CellStatus,
@@ -56,7 +56,7 @@ _DEPARTED = (
     "with the paper's."
 )
 #: Sections and fields that change no number.
-_UNSHOWN = ("name", "seed", "storage", "tracking", "resources", "plugins")
+_UNSHOWN = ("name", *REPETITIONS, "storage", "tracking", "resources", "plugins")
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ def _varying(sweep: SweepOutcome) -> list[str]:
     """Return the axes other than the seed that vary, axes of rows first."""
     first = [axis for table in sweep.tables[:1] for axis in reversed(table.rows)]
     axes = dict.fromkeys([*first, *sweep.axes])
-    return [axis for axis in axes if axis != SEED and len(sweep.axes[axis]) > 1]
+    return [axis for axis in axes if axis not in REPETITIONS and len(sweep.axes[axis]) > 1]
 
 
 def _remarks(parts: Sequence[SweepPart]) -> list[str]:

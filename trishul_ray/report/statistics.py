@@ -20,16 +20,16 @@ _DECIMALS = 9
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row compared with the best row of its group, over the seeds and columns that both have.
+    """A row compared with the best row of its group, over repetitions and columns of both.
 
     Attributes:
         difference: Mean of the row minus the mean of the best row.
-        seeds: Number of seeds that both have.
+        repetitions: Number of seeds or draws that both have.
         p_value: Adjusted for all pairs of rows of the table; None without a deviation.
     """
 
     difference: float
-    seeds: int
+    repetitions: int
     p_value: float | None
 
     @property
@@ -46,14 +46,14 @@ GroupComparison = tuple[int | None, dict[int, Comparison]]
 def compare_rows(groups: Sequence["DataFrame"]) -> tuple[list[GroupComparison], int]:
     """Compare each row of a table with the best of its group; also return the number of pairs.
 
-    A row is compared by Student's test of its paired differences: the means over columns, seed by
-    seed. Holm's method corrects the p-values for all pairs of rows of the table, because the best
-    row is chosen by looking at the numbers: the probability that *any* row of a table is wrongly
-    called worse is at most :data:`ALPHA`. Other tables do not matter.
+    A row is compared by Student's test of its paired differences: the means over columns in each
+    repetition. Holm's method corrects the p-values for all pairs of rows of the table, because the
+    best row is chosen by looking at the numbers: the probability that *any* row of a table is
+    wrongly called worse is at most :data:`ALPHA`. Other tables do not matter.
 
     Args:
-        groups: A row for each row of the table and a column for each (column, seed); larger is
-            better, NaN if the value is missing.
+        groups: A row for each row of the table and a column for each (column, repetition); larger
+            is better, NaN if the value is missing.
     """
     found = [_compare_group(values) for values in groups]
     counts = [int(values.notna().any(axis=1).sum()) for values in groups]
@@ -91,11 +91,11 @@ def _compare_group(values: "DataFrame") -> GroupComparison:
 
 
 def _compare(differences: "Series") -> Comparison | None:
-    """Compare a row with the best row, given their differences by column and seed."""
-    by_seed = differences.unstack(0).dropna(axis=1, how="all").dropna(axis=0)
-    if by_seed.empty:
+    """Compare a row with the best row, given their differences by column and repetition."""
+    repeated = differences.unstack(0).dropna(axis=1, how="all").dropna(axis=0)
+    if repeated.empty:
         return None
-    paired = by_seed.mean(axis=1).round(_DECIMALS).to_numpy()
+    paired = repeated.mean(axis=1).round(_DECIMALS).to_numpy()
     p_value = float(stats.ttest_1samp(paired, 0.0).pvalue) if np.ptp(paired) else None
     return Comparison(float(paired.mean()), len(paired), p_value)
 

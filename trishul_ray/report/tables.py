@@ -1,4 +1,4 @@
-"""Tables of sweeps: means over seeds, the best in bold, and rows that are worse than the best.
+"""Tables of sweeps: means over repetitions, the best in bold, and rows that are worse.
 
 :mod:`trishul_ray.report.formats` writes them.
 """
@@ -14,9 +14,17 @@ from typing import TYPE_CHECKING
 from scipy import stats
 
 from trishul_ray.methods.base import method_class, method_names
+from trishul_ray.report.draws import draw_evidence
 from trishul_ray.report.frame import cells_frame, shown_label
 from trishul_ray.report.layouts import TableLayout
-from trishul_ray.report.outcomes import SEED, CellOutcome, SweepOutcome, has_order
+from trishul_ray.report.outcomes import (
+    DRAW,
+    REPETITIONS,
+    SEED,
+    CellOutcome,
+    SweepOutcome,
+    has_order,
+)
 from trishul_ray.report.references import reference_of
 from trishul_ray.report.statistics import ALPHA, Comparison, compare_rows
 from trishul_ray.runtime.lazy import pd
@@ -30,16 +38,18 @@ AVERAGE = "average"
 REFERENCE_METHOD = "fullft"
 #: Reasons for missing values that depend on the values, so that the row cannot be compared.
 _BIAS = {"failed": "failed runs", "not reached": "target not reached"}
+#: Verdicts of rows that are compared.
+_JUDGED = ("best", "tied", "worse", "undecided")
 #: Reasons for missing values, the most important first.
 _GAPS = (*_BIAS, "corrupt", "stale", "evaluated differently", "missing", "not measured")
 
 
 @dataclass(frozen=True)
 class Number:
-    """One number of a table: the mean of its values over seeds.
+    """One number of a table: the mean of its values over repetitions: seeds or draws.
 
     Attributes:
-        values: Value of each seed, NaN if it is missing.
+        values: Value of each repetition, NaN if it is missing; the name of its index is the axis.
         gap: Why values are missing, or an empty string.
         unit: ``%``, or the unit of an amount, which is better if lower.
         paper: The paper's number.
@@ -54,17 +64,17 @@ class Number:
 
     @cached_property
     def count(self) -> int:
-        """Number of seeds that have a value."""
+        """Number of repetitions that have a value."""
         return int(self.values.count())
 
     @cached_property
     def mean(self) -> float:
-        """Mean over seeds; NaN without a value."""
+        """Mean over repetitions; NaN without a value."""
         return float(self.values.mean())
 
     @cached_property
     def deviation(self) -> float | None:
-        """Standard deviation over seeds; None for fewer than two."""
+        """Standard deviation over repetitions; None for fewer than two."""
         if self.count < 2:
             return None
         # The rounding of the mean would give equal values a deviation.
@@ -86,10 +96,15 @@ class Number:
         return "within" if abs(self.difference) <= half else "outside"
 
     @property
+    def axis(self) -> str:
+        """The axis of the repetitions."""
+        return str(self.values.index.name or SEED)
+
+    @property
     def lacks(self) -> str:
         """``2 of 3 seeds`` if the mean lacks seeds, or an empty string."""
         lacks = 0 < self.count < len(self.values)
-        return f"{self.count} of {len(self.values)} seeds" if lacks else ""
+        return f"{self.count} of {len(self.values)} {self.axis}s" if lacks else ""
 
     def format(self, value: float, sign: str = "") -> str:
         """Return a value as text, without unit; with the sign ``+`` for a difference."""
@@ -159,6 +174,7 @@ class SweepTable:
         unit: The quantity that is shown, such as ``accuracy, %``.
         pairs: Number of pairs of rows that p-values are corrected for; None if rows are not
             compared.
+        draws: The spread between draws of each group, in sentences.
     """
 
     sweep: SweepOutcome
@@ -169,6 +185,7 @@ class SweepTable:
     runs: "DataFrame"
     unit: str
     pairs: int | None
+    draws: tuple[str, ...] = ()
 
     @property
     def judged(self) -> bool:
@@ -193,8 +210,10 @@ class SweepTable:
     @property
     def spread(self) -> str:
         """The statistics that its numbers show."""
-        seeds = [len(number.values) for row in self.rows for number in row.numbers if number]
-        return "mean ± standard deviation over seeds" if max(seeds, default=0) > 1 else "one seed"
+        axis = self.sweep.repetitions((*self.layout.rows, *self.layout.columns))
+        counts = [len(number.values) for row in self.rows for number in row.numbers if number]
+        several = max(counts, default=0) > 1
+        return f"mean ± standard deviation over {axis}s" if several else f"one {axis}"
 
     @property
     def paper_table(self) -> str:
@@ -265,7 +284,8 @@ def build_table(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
         paper = printed(labels) if number.unit == "%" else None  # the paper prints no loss
         return replace(number, paper=paper, compared=compared)
 
-    numbers = {place: with_paper(each, place) for place, each in _numbers(runs, axes).items()}
+    means = _numbers(runs, axes, sweep.repetitions(axes))
+    numbers = {place: with_paper(each, place) for place, each in means.items()}
     split = len(layout.rows)
     columns = sweep.in_order(layout.columns, [place[split:] for place in numbers])
     methods: dict[tuple[str, ...], set[str]] = {}
@@ -291,7 +311,7 @@ def build_table(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
         )
         for head, members in itertools.groupby(rows, key=lambda row: row[:-1])
     )
-    pairs = None
+    pairs, draws = None, list[str]()
     if sweep.profile != "smoke" and all(map(has_order, runs["metric"])):
         for group in groups:
             _mark_best(group.rows)
@@ -301,13 +321,19 @@ def build_table(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
             for group, (best, others) in zip(groups, found, strict=True):
                 if best is not None:
                     _add_verdicts(group.rows, best, others)
+            if DRAW in sweep.axes and DRAW not in axes and layout.rows:
+                draws = _draw_sentences(
+                    runs,
+                    layout,
+                    dict(zip(rows, [row for group in groups for row in group.rows], strict=True)),
+                )
     heads = [
         tuple(shown_label(sweep, *each) for each in zip(layout.columns, column, strict=True))
         or (unit,)
         for column in columns
     ]
     heads += [(AVERAGE, *[""] * (len(layout.columns) - 1))] * layout.average
-    return SweepTable(sweep, layout, tuple(heads), groups, cells, runs, unit, pairs)
+    return SweepTable(sweep, layout, tuple(heads), groups, cells, runs, unit, pairs, tuple(draws))
 
 
 def _printed(sweep: SweepOutcome, layout: TableLayout) -> Callable[[tuple[str, ...]], float | None]:
@@ -320,21 +346,24 @@ def _printed(sweep: SweepOutcome, layout: TableLayout) -> Callable[[tuple[str, .
     return lambda labels: table_value(key, fixed | dict(zip(axes, labels, strict=True)))
 
 
-def _numbers(runs: "DataFrame", axes: tuple[str, ...]) -> dict[tuple[str, ...], Number]:
-    """Return the number of each combination of labels; other axes are averaged within a seed.
+def _numbers(
+    runs: "DataFrame", axes: tuple[str, ...], repetitions: str
+) -> dict[tuple[str, ...], Number]:
+    """Return the number of each combination of labels; other axes are averaged in a repetition.
 
-    A seed counts if all of its runs have values.
+    A repetition counts if all of its runs have values.
     """
-    levels = [*axes, *[SEED] * (SEED in runs.index.names and SEED not in axes)]
-    by_seed = runs["shown"].groupby(level=levels, observed=True)
-    means = by_seed.mean().where(by_seed.count() == by_seed.size())
+    levels = [*axes, *{repetitions}.intersection(runs.index.names).difference(axes)]
+    repeated = runs["shown"].groupby(level=levels, observed=True)
+    means = repeated.mean().where(repeated.count() == repeated.size())
     found = {}
     places = runs.groupby(level=list(axes), observed=True)
     for place, values in means.groupby(level=list(axes), observed=True):
         part = places.get_group(place)
-        seeds = values.droplevel(list(axes)) if len(levels) > len(axes) else values.set_axis([""])
+        several = len(levels) > len(axes)
+        by_label = values.droplevel(list(axes)) if several else values.set_axis([""])
         unit = part["unit"].iloc[0] if part["unit"].nunique() == 1 else ""
-        found[tuple(map(str, place))] = Number(seeds, _first_gap(part["gap"]), unit)
+        found[tuple(map(str, place))] = Number(by_label, _first_gap(part["gap"]), unit)
     return found
 
 
@@ -343,7 +372,7 @@ def _first_gap(gaps: "Sequence[str] | Series") -> str:
 
 
 def _average(numbers: Sequence[Number | None]) -> Number | None:
-    """Average all columns, seed by seed; None if a column is left out or has another unit."""
+    """Average all columns in each repetition; None if a column is left out or has another unit."""
     known = [number for number in numbers if number is not None]
     if len(known) < len(numbers) or len({number.unit for number in known}) != 1:
         return None
@@ -361,13 +390,13 @@ def _excluded(methods: set[str], numbers: Sequence[Number | None]) -> Verdict:
 
 
 def _oriented(group: RowGroup, columns: int) -> "DataFrame":
-    """Return the values of rows that are compared, by column and seed; larger is better."""
+    """Return the values of rows that are compared, by column and repetition; larger is better."""
     values = {
         place: {
-            (column, seed): value if number.unit == "%" else -value
+            (column, label): value if number.unit == "%" else -value
             for column, number in enumerate(row.numbers[:columns])
             if number is not None
-            for seed, value in number.values.items()
+            for label, value in number.values.items()
         }
         for place, row in enumerate(group.rows)
         if row.verdict.kind == "none"
@@ -375,10 +404,38 @@ def _oriented(group: RowGroup, columns: int) -> "DataFrame":
     return pd.DataFrame.from_dict(values, orient="index").sort_index(axis=1)
 
 
+def _draw_sentences(
+    runs: "DataFrame", layout: TableLayout, rows: dict[tuple[str, ...], Row]
+) -> list[str]:
+    """Return the spread between draws in each group of rows; columns are averaged."""
+    repetitions = [axis for axis in REPETITIONS[::-1] if axis in runs.index.names]
+    repeated = runs["shown"].groupby(level=[*layout.rows, *repetitions], observed=True)
+    means = repeated.mean().where(repeated.count() == repeated.size())
+    if runs["unit"].iloc[0] != "%":
+        means = -means
+    means.index = pd.MultiIndex.from_tuples(
+        [(place[: len(layout.rows)], place[len(layout.rows)], place[-1]) for place in means.index],
+        names=["row", DRAW, SEED],
+    )
+    wide = means.unstack([DRAW, SEED])
+    sentences = []
+    for _, members in itertools.groupby(rows, key=lambda row: row[:-1]):
+        judged = [labels for labels in members if rows[labels].verdict.kind in _JUDGED]
+        values = wide.loc[judged].dropna(how="all")
+        values.index = [rows[labels].label for labels in values.index]
+        evidence = draw_evidence(values)
+        sentences += (
+            ["Nothing can be estimated from fewer than two rows or complete draws."]
+            if evidence is None
+            else evidence.sentences
+        )
+    return sentences
+
+
 def _mark_best(rows: Sequence[Row]) -> None:
     """Mark the best number of each column, as displayed, unless all are equal.
 
-    Numbers that lack seeds and rows that are not compared do not count.
+    Numbers that lack repetitions and rows that are not compared do not count.
     """
     for column in range(len(rows[0].numbers)):
         shown = {}
@@ -403,11 +460,11 @@ def _add_verdicts(rows: Sequence[Row], best: int, compared: dict[int, Comparison
             continue
         kind, label = ("worse", "worse, decided") if each.decided else ("undecided", "undecided")
         against = f"{difference} against {rows[best].label}"
-        rows[place].verdict = Verdict(kind, label, _p_text(each), against)
+        rows[place].verdict = Verdict(kind, label, _p_text(each, unit.axis), against)
 
 
-def _p_text(comparison: Comparison) -> str:
+def _p_text(comparison: Comparison, axis: str) -> str:
     if comparison.p_value is None:
-        return "one seed" if comparison.seeds == 1 else "no spread between seeds"
+        return f"one {axis}" if comparison.repetitions == 1 else f"no spread between {axis}s"
     small = comparison.p_value < 1e-4
     return "p < 0.0001" if small else f"p = {comparison.p_value:.2g}"

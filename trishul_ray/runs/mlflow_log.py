@@ -98,7 +98,7 @@ def open_run(
 
 
 def run_name(experiment: Experiment) -> str:
-    """Return a name that distinguishes runs: method, λ, α or partition, budget, rate, seed, label.
+    """Return a name that distinguishes runs: method, λ, partition, budget, rate, draw, seed, label.
 
     The rate is named if it was set, such as by a search. Runs on user data without a label are
     named after the data.
@@ -112,6 +112,8 @@ def run_name(experiment: Experiment) -> str:
         parts.append(f"rank={experiment.lora_rank}")
     if experiment.optimizer.lr_source is RateSource.USER:
         parts.append(f"lr={experiment.optimizer.lr:.3g}")
+    if experiment.draw is not None:
+        parts.append(f"draw={experiment.draw}")
     label = experiment.name
     if experiment.data.path is not None and label == type(experiment).model_fields["name"].default:
         label = Path(experiment.data.path).name or label

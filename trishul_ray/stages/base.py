@@ -40,6 +40,10 @@ class StageSettings(Settings, Protocol):
         """The seed of the run."""
 
     @property
+    def draw_seed(self) -> int:
+        """The seed of which rows clients have, which clients take part, and how fast they are."""
+
+    @property
     def method(self) -> MethodConfig:
         """The section ``method``."""
 

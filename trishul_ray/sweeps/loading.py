@@ -9,7 +9,7 @@ from trishul_ray.data.dataset import score_name
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.report.layouts import FigureLayout, Profile, TableLayout
-from trishul_ray.report.outcomes import SEED
+from trishul_ray.report.outcomes import REPETITIONS
 from trishul_ray.report.references import figure_keys, table_keys
 from trishul_ray.sweeps.cells import RATE, Cell, Sweep, expand, is_selected
 from trishul_ray.sweeps.samples import with_random_samples
@@ -32,8 +32,8 @@ def load_sweep(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
     """Read a sweep file, or its content, and validate every cell.
 
     ``overrides`` are ``key=value`` strings for every cell, which win over ``base``. An override
-    that an axis or ``adjust`` also sets is rejected, but a range or list of seeds, ``seed=0..4``,
-    replaces the axis ``seed``.
+    that an axis or ``adjust`` also sets is rejected, but a range or list of seeds or draws, such as
+    ``seed=0..4``, replaces this axis.
 
     Raises:
         InputError: One line that names the file, the path in it, and the fault.
@@ -112,11 +112,12 @@ def _build(
     file: SweepFile, name: str, profile: Profile, path: Path | None, overrides: Fields
 ) -> Sweep:
     """Return the sweep of a file, after all checks of the file against its cells."""
-    seeds = overrides.get("seed")
-    if "seed" in file.labels and (isinstance(seeds, list) or ".." in str(seeds)):
-        seed_axis = make_file({"axes": {"seed": seeds}}, "override seed").axes
-        file = file.model_copy(update={"axes": file.axes | seed_axis})
-        overrides = {field: value for field, value in overrides.items() if field != "seed"}
+    for axis in file.labels.keys() & REPETITIONS:
+        given = overrides.get(axis)
+        if isinstance(given, list) or ".." in str(given):
+            replaced = make_file({"axes": {axis: given}}, f"override {axis}").axes
+            file = file.model_copy(update={"axes": file.axes | replaced})
+            overrides = {field: value for field, value in overrides.items() if field != axis}
     title, search = file.title or name, file.search
     cells = expand(file, overrides)
     _check_axes(file, cells)
@@ -158,7 +159,7 @@ def _build(
 def _tables(file: SweepFile, name: str, title: str) -> tuple[TableLayout, ...]:
     """Return the tables of a file; without ``tables``, one table of all axes."""
     if file.tables is None and file.labels:
-        axes = [axis for axis in file.labels if axis != SEED] or [*file.labels]
+        axes = [axis for axis in file.labels if axis not in REPETITIONS] or [*file.labels]
         split = len(axes) - (len(axes) > 1)
         rows, columns = tuple(axes[:split]), tuple(axes[split:])
         return (TableLayout(name=name, title=title, rows=rows, columns=columns),)
@@ -272,8 +273,8 @@ def _check_table(
             file.fail(f"where leaves out {target.reference!r}, which target needs", *path, "where")
         if table.eval is not None:
             file.fail("one of eval and target can be shown, not both", *path)
-    # A number is a mean over seeds: all other labels must follow from its row and column.
-    hidden = [axis for axis in file.labels if axis not in (*axes, SEED)]
+    # A number is a mean over repetitions: other labels must follow from its row and column.
+    hidden = [axis for axis in file.labels if axis not in (*axes, *REPETITIONS)]
     settings = {tuple(cell[axis] for axis in (*axes, *hidden)) for cell in shown}
     if len(settings) > len({setting[: len(axes)] for setting in settings}):
         file.fail(

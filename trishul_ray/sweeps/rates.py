@@ -17,7 +17,7 @@ from trishul_ray.data.dataset import score_name
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.learning_rates import TunedRate, TunedRates
-from trishul_ray.report.outcomes import SEED, CellOutcome, SweepOutcome, is_loss
+from trishul_ray.report.outcomes import REPETITIONS, CellOutcome, SweepOutcome, is_loss
 from trishul_ray.storage.durable import write_file
 from trishul_ray.sweeps.cells import RATE, Sweep
 
@@ -50,7 +50,7 @@ def choose_rates(outcome: SweepOutcome) -> TunedRates:
     for cell in outcome.cells:
         if cell.status not in ("finished", "failed"):
             raise RunError(f"run {cell.id} is {cell.status}: no rate can be chosen yet")
-        labels = tuple((k, v) for k, v in cell.labels.items() if k not in (RATE, SEED))
+        labels = tuple((k, v) for k, v in cell.labels.items() if k not in (RATE, *REPETITIONS))
         settings.setdefault(labels, []).append(cell)
     return TunedRates(rates=tuple(_best(dict(k), cells) for k, cells in settings.items()))
 

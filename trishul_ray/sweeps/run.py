@@ -214,7 +214,7 @@ def check_cells(
         InputError: Something does not fit; the message names the cell.
     """
     checks: list[tuple[Callable[[Experiment], object], set[str]]] = [
-        (check_rows, {"data", "partition", "federation", "seed"}),
+        (check_rows, {"data", "partition", "federation", "seed", "draw"}),
         (check_adapters, {"model", "adapter", "budget", "method", "resources"}),
     ]
     checked: set[str] = set()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from trishul_ray.report.layouts import TableLayout
-from trishul_ray.report.outcomes import SEED
+from trishul_ray.report.outcomes import REPETITIONS
 from trishul_ray.runtime.lazy import ray
 from trishul_ray.sweeps.cells import Cell, Sweep
 from trishul_ray.sweeps.search import Search
@@ -36,7 +36,7 @@ def with_samples(
     table = TableLayout(
         name=f"{sweep.name}-samples",
         title=f"{sweep.title}: samples, {chosen}",
-        rows=(*(axis for axis in sweep.axes if axis != SEED), SAMPLE),
+        rows=(*(axis for axis in sweep.axes if axis not in REPETITIONS), SAMPLE),
     )
     axis = tuple(dict.fromkeys(cell.labels[SAMPLE] for cell in cells))
     axes = {**sweep.axes, SAMPLE: axis}

@@ -380,7 +380,6 @@ def new_run(
     By default its vector and gradient are new tensors.
     """
     settings, fed = context.settings, context.settings.federation
-    seed = settings.seed
     if vector is None:
         vector = torch.empty_like(context.initial)
     if grad is None:
@@ -391,7 +390,7 @@ def new_run(
     if client is not None:
         units = round_units(context.method, context.model.layout, round_number)
         active = None if units is None else torch.from_numpy(units)
-        share = capacities(fed.compute, seed, fed.clients, fed.compute_shares)[client]
+        share = capacities(fed.compute, settings.draw_seed, fed.clients, fed.compute_shares)[client]
         rates = learning_rates(settings.optimizer, round_number, fed.rounds, fed.local_steps)
     return LocalRun(
         layout=context.model.layout,
@@ -404,8 +403,10 @@ def new_run(
         rates=rates,
         round=round_number,
         active=active,
-        generator=torch_rng(seed, "client", round_number, -1 if client is None else client),
-        common=torch_rng(seed, "common", round_number),
+        generator=torch_rng(
+            settings.seed, "client", round_number, -1 if client is None else client
+        ),
+        common=torch_rng(settings.seed, "common", round_number),
         steps=fed.local_steps,
         training=client is not None,
         diagnosed=settings.evaluation.diagnoses(round_number, fed.rounds),

@@ -144,7 +144,7 @@ class Clock(Stage):
         return (f"{line}{{{self.devices.defaults}}}",) if self.devices.defaults else ()
 
     def _read_devices(self) -> Devices:
-        return Devices.of(self.devices, self.settings.seed, self.settings.federation.clients)
+        return Devices.of(self.devices, self.settings.draw_seed, self.settings.federation.clients)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -217,8 +217,8 @@ class Clock(Stage):
 
     def _sample(self, path: tuple[int, ...]) -> np.ndarray:
         """Return the selected clients of an attempt, ascending int64."""
-        members = participants(self.settings.federation, self.settings.seed)
-        rng, size = numpy_rng(self.settings.seed, "cohort", *path), self.size
+        members = participants(self.settings.federation, self.settings.draw_seed)
+        rng, size = numpy_rng(self.settings.draw_seed, "cohort", *path), self.size
         if self.options.select == "uniform":
             return np.sort(members[rng.choice(len(members), size, replace=False)])
         assert self.plan.shard_sizes is not None
@@ -232,7 +232,7 @@ class Clock(Stage):
         lost = None
         if self.options.dropout:
             streams = (
-                numpy_rng(self.settings.seed, "dropout-client", number, client, *attempt)
+                numpy_rng(self.settings.draw_seed, "dropout-client", number, client, *attempt)
                 for client in clients.tolist()
             )
             sampled, half = np.array([s.random() for s in streams]), self.options.dropout / 2

@@ -164,7 +164,7 @@ class Privacy(Stage):
 
     def cohort(self, number: int, cohort: Cohort) -> Cohort:
         """Sample the clients as the accounting assumes; a Poisson cohort may be empty."""
-        seed, size = self.settings.seed, self.settings.federation.clients_per_round
+        seed, size = self.settings.draw_seed, self.settings.federation.clients_per_round
         sample = poisson_cohort if self.config.sampling == "poisson" else uniform_cohort
         members = self.plan.participants
         clients = members[sample(seed, number, len(members), size)].tolist()

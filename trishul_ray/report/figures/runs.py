@@ -9,7 +9,7 @@ import pandas as pd
 
 from trishul_ray.report.frame import rounds_frame
 from trishul_ray.report.layouts import FigureLayout
-from trishul_ray.report.outcomes import SEED, CellOutcome, SweepOutcome
+from trishul_ray.report.outcomes import REPETITIONS, SEED, CellOutcome, SweepOutcome
 from trishul_ray.report.references import reference_of
 
 if TYPE_CHECKING:
@@ -87,11 +87,14 @@ class FigureRuns:
 
     def note(self, remarks: Sequence[str]) -> list[str]:
         """Return the lines below a figure: profile, seeds, data, missing runs, and remarks."""
-        seeds = len({cell.labels.get(SEED, "") for cell in self.cells})
+        counts = {axis: len({c.labels.get(axis, "") for c in self.cells}) for axis in REPETITIONS}
+        repeated = [
+            f"{n} {axis}" + "s" * (n > 1) for axis, n in counts.items() if n > 1 or axis == SEED
+        ]
         data = (f"{c.result.data.dataset}: {c.result.data.test} test rows" for c in self.cells)
         states = [cell.status for cell in self.sweep.within(self.layout.where)]
         missing = [f"{states.count(s)} runs {s}" for s in dict.fromkeys(states) if s != "finished"]
-        first = [f"Profile {self.sweep.profile}", f"{seeds} seed" + "s" * (seeds > 1)]
+        first = [f"Profile {self.sweep.profile}", *repeated]
         lines = [" · ".join([*first, *dict.fromkeys(data), *missing]), "; ".join(remarks)]
         return [line for line in lines if line]
 

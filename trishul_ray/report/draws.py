@@ -1,0 +1,170 @@
+"""The spread between draws of partitions and cohorts, and its consequences for a ranking.
+
+The model of a value is y = μ + row + draw + row × draw + seed (a two-way layout with repetitions).
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy import stats
+
+from trishul_ray.report.statistics import ALPHA
+from trishul_ray.runtime.random_streams import numpy_rng
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+#: Probability with which a t-test of :attr:`DrawEvidence.needed` draws decides.
+POWER = 0.8
+#: Most subsets of draws that are compared; if there are more, this number of random ones is.
+SUBSETS = 10_000
+#: Most draws that are considered for a t-test.
+MOST_DRAWS = 1000
+#: Smaller differences are rounding errors.
+_DECIMALS = 9
+
+
+@dataclass(frozen=True)
+class DrawEvidence:
+    """The spread between the draws of some rows, and its consequences for their ranking.
+
+    Attributes:
+        rows: Labels of the rows.
+        draws: Number of draws in which all rows have all values.
+        left_out: Number of other draws.
+        seeds: Number of seeds of each draw.
+        shares: Shares of the variance within rows: draw, draw × row, and seed. With one seed the
+            second includes the third, which is NaN. All are NaN without a variance.
+        flips: Probability that n draws name another best row than all draws, by n.
+        best: The rows with the two best means.
+        needed: Number of draws after which a two-sided paired t-test of these two decides with a
+            probability of :data:`POWER`; None if :data:`MOST_DRAWS` are not enough.
+    """
+
+    rows: tuple[str, ...]
+    draws: int
+    left_out: int
+    seeds: int
+    shares: tuple[float, float, float]
+    flips: dict[int, float]
+    best: tuple[str, str]
+    needed: int | None
+
+    @property
+    def sentences(self) -> list[str]:
+        """Its content, as sentences."""
+        each = f"{self.seeds} seeds in each" if self.seeds > 1 else "one seed in each"
+        out = f"; incomplete draws left out: {self.left_out}" if self.left_out else ""
+        found = [f"{self.draws} draws, {each}, {len(self.rows)} rows{out}."]
+        draw, interaction, seed = (f"{share:.0%}" for share in self.shares)
+        if math.isnan(self.shares[0]):
+            found.append("All draws and seeds of a row have equal values.")
+        elif self.seeds > 1:
+            found.append(
+                f"Shares of the variance within rows: draw {draw}, draw × row {interaction}, "
+                f"seed {seed}."
+            )
+        else:
+            found.append(
+                f"Shares of the variance within rows: draw {draw}, draw × row and seed "
+                f"{interaction}, which one seed cannot separate."
+            )
+        if self.flips:
+            rates = (f"{rate:.2f} with {n}" for n, rate in self.flips.items())
+            found.append(f"Probability that fewer draws name another best row: {', '.join(rates)}.")
+        number = f"more than {MOST_DRAWS:,}" if self.needed is None else f"{self.needed:,}"
+        found.append(
+            f"Draws needed to separate {self.best[0]} from {self.best[1]} with a power of "
+            f"{POWER:.0%} (paired t-test, α = {ALPHA:g}): {number}."
+        )
+        return found
+
+
+def draw_evidence(values: "DataFrame") -> DrawEvidence | None:
+    """Estimate the spread between draws; None for fewer than two rows or complete draws.
+
+    Variances are estimated by the method of moments; a negative estimate becomes 0.
+
+    Args:
+        values: A row for each row of a table and a column for each (draw, seed); larger is better,
+            NaN if the value is missing.
+    """
+    by_draw = values.T.groupby(level=0, sort=False)
+    seeds = by_draw.size().max()
+    complete = [d for d, part in by_draw if part.notna().all(axis=None) and len(part) == seeds]
+    if len(values) < 2 or len(complete) < 2:
+        return None
+    y = np.array([values[draw].to_numpy(dtype=np.float64) for draw in complete])
+    y = y.transpose(1, 0, 2)  # [rows, draws, seeds]
+    means = y.mean(axis=2)
+    order = means.mean(axis=1).round(_DECIMALS).argsort(kind="stable")[::-1]
+    first, second = int(order[0]), int(order[1])
+    return DrawEvidence(
+        rows=tuple(map(str, values.index)),
+        draws=len(complete),
+        left_out=by_draw.ngroups - len(complete),
+        seeds=int(seeds),
+        shares=variance_shares(y),
+        flips={n: flip_probability(means, n) for n in _subset_sizes(len(complete))},
+        best=(str(values.index[first]), str(values.index[second])),
+        needed=draws_needed(means[first] - means[second]),
+    )
+
+
+def _subset_sizes(draws: int) -> list[int]:
+    return [n for n in sorted({1, 3, 5, draws - 1}) if n < draws]
+
+
+def variance_shares(y: np.ndarray) -> tuple[float, float, float]:
+    """Return the shares of draw, draw × row and seed of values [rows, draws, seeds]."""
+    rows, draws, seeds = y.shape
+    cells = y.mean(axis=2)
+    by_draw = cells.mean(axis=0)
+    inner = cells - cells.mean(axis=1, keepdims=True) - by_draw + cells.mean()
+    of_draw = rows * seeds * by_draw.var(ddof=1)
+    of_both = seeds * (inner**2).sum() / ((rows - 1) * (draws - 1))
+    residual = y.var(axis=2, ddof=1).mean() if seeds > 1 else 0.0
+    parts = [(of_draw - of_both) / (rows * seeds), (of_both - residual) / seeds, residual]
+    clipped = np.maximum(parts, 0.0)
+    total = clipped.sum()
+    if total <= 10.0 ** (-2 * _DECIMALS):
+        return math.nan, math.nan, math.nan
+    draw, both, seed = (clipped / total).tolist()
+    return draw, both, seed if seeds > 1 else math.nan
+
+
+def flip_probability(means: np.ndarray, n: int) -> float:
+    """Return the probability that ``n`` of all draws, without replacement, have another best row.
+
+    Args:
+        means: Mean of each row and draw, [rows, draws]; larger is better.
+        n: Number of draws.
+    """
+    draws = means.shape[1]
+    if math.comb(draws, n) <= SUBSETS:
+        subsets = np.array(list(itertools.combinations(range(draws), n)))
+    else:
+        rng = numpy_rng(0, "draws", n)
+        subsets = rng.permuted(np.tile(np.arange(draws), (SUBSETS, 1)), axis=1)[:, :n]
+    best = means.mean(axis=1).round(_DECIMALS).argmax()
+    found = means[:, subsets].mean(axis=2).round(_DECIMALS).argmax(axis=0)
+    return float((found != best).mean())
+
+
+def draws_needed(differences: np.ndarray) -> int | None:
+    """Return the draws after which a paired t-test decides, given differences [draws].
+
+    None if :data:`MOST_DRAWS` are not enough.
+    """
+    mean, deviation = differences.mean(), differences.std(ddof=1)
+    if deviation <= 10.0**-_DECIMALS:
+        return 2 if abs(mean) > 10.0**-_DECIMALS else None
+    n = np.arange(2, MOST_DRAWS + 1)
+    limit = stats.t.ppf(1 - ALPHA / 2, n - 1)
+    center = abs(mean) / deviation * np.sqrt(n)
+    power = stats.nct.sf(limit, n - 1, center) + stats.nct.cdf(-limit, n - 1, center)
+    enough = n[power >= POWER]
+    return int(enough[0]) if len(enough) else None
