@@ -13,7 +13,7 @@ from trishul_ray.config.fields import OptimizerConfig
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.messages import TrainJob, to_array
 from trishul_ray.federation.prepare import prepare_run
-from trishul_ray.federation.worker.local import train_client
+from trishul_ray.federation.worker.local import LocalSteps, train_client
 from trishul_ray.federation.worker.schedule import learning_rates
 from trishul_ray.runtime.proportions import exact_fraction
 
@@ -132,6 +132,26 @@ def test_scaffolds_variate_is_the_mean_gradient_under_a_schedule(short):
     assert len(set(rates)) == 3
     mean = sum(rate * grad for rate, grad in zip(rates, seen, strict=True)) / sum(rates)
     np.testing.assert_allclose(upload.arrays.extra["control"], mean.numpy(), rtol=1e-2, atol=1e-4)
+
+
+def test_local_epochs_read_each_row_equally_often(short):
+    experiment = short(
+        "method=scaffold", "local_epochs=2", "partition.variant=per-label", "batch_size=128"
+    )
+    executor = InlineExecutor(experiment, prepare_run(experiment))
+    context = executor.context
+    sizes = context.shards.sizes
+    assert sizes.min() < 128 < sizes.max()
+    broadcast = context.method.initial_state(context.model.layout, context.initial, {})
+    for client in map(int, (sizes.argmin(), sizes.argmax())):
+        job = TrainJob(1, client)
+        (trained,) = LocalSteps(context, broadcast.map(to_array), [job]).clients
+        rows, counts = np.unique(trained.order, return_counts=True)
+        np.testing.assert_array_equal(rows, context.shards.shard(client))
+        assert counts.min() == 2 and counts.sum() < 2 * len(rows) + trained.order.shape[1]
+        assert len(trained.run.rates) == trained.run.steps == len(trained.order)
+        upload, _ = train_client(context, broadcast.map(to_array), job)
+        assert np.isfinite(upload.arrays.shared).all()
 
 
 def test_a_gradient_is_clipped_to_the_norm(short):

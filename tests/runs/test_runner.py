@@ -52,6 +52,15 @@ def numbers_alone(experiment, progress=None):
     return drain(run_steps(experiment, progress or quiet(), extras=False))[1]
 
 
+@pytest.mark.parametrize(("field", "warned"), [("local_steps=2", 1), ("local_epochs=1", 0)])
+def test_batches_beyond_a_shard_are_reported(tiny, field, warned):
+    shown = io.StringIO()
+    progress = RunProgress(2, Console(file=shown, width=1000))
+    numbers_alone(tiny(field, "batch_size=1000"), progress)
+    text = "each batch has a row up to 4 times, and a round has 6 epochs"
+    assert shown.getvalue().count(text) == warned
+
+
 def test_steps_are_rounds_and_return_the_result(tiny):
     experiment, twin = tiny(), tiny(runs="twin")
     reports, finished = drain(run_steps(experiment, quiet()))

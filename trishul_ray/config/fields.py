@@ -348,6 +348,12 @@ class FederationConfig(Section):
     clients_per_round: int = Field(3, ge=1, description="clients sampled per round (the cohort)")
     rounds: int = Field(50, ge=1, le=1_000_000, description="communication rounds")
     local_steps: int = Field(50, ge=1, description="mini-batch steps per client and round")
+    local_epochs: int | None = Field(
+        None,
+        ge=1,
+        description="replaces local_steps: passes of a client over its rows per round, in batches "
+        "of at most all its rows",
+    )
     batch_size: int = Field(32, ge=1, description="examples per step")
     weighting: Literal["uniform", "size", "tokens"] = Field(
         "uniform",
@@ -385,6 +391,13 @@ class FederationConfig(Section):
         ge=0,
         le=0.5,
     )
+
+    def steps_of(self, rows: int) -> tuple[int, int]:
+        """Return the steps of a client with this number of rows per round, and their batch size."""
+        if self.local_epochs is None:
+            return self.local_steps, self.batch_size
+        size = min(self.batch_size, rows)
+        return -(-self.local_epochs * rows // size), size
 
     @property
     def participants(self) -> int:

@@ -35,6 +35,11 @@ def check_cohort(fed: FederationConfig, evaluation: EvaluationConfig) -> None:
             f"federation.held_out={fed.held_out:g} needs evaluation.per_client=true, which also "
             "scores these clients"
         )
+    if fed.local_epochs is not None and fed.stacked > 1:
+        raise ValueError(
+            f"federation.stacked={fed.stacked}: stacked clients make the same number of steps; "
+            "set federation.local_steps instead of federation.local_epochs"
+        )
     if evaluation.diagnostics_cohort == "all" and fed.clients > MOST_COMPARED:
         raise ValueError(
             f"evaluation.diagnostics_cohort='all' compares at most {MOST_COMPARED} clients, "

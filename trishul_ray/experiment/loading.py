@@ -38,7 +38,7 @@ _ALL_FIELDS = "`trishul run --fields` lists all fields"
 _OTHER_NAMES = {
     "learning_rate": "optimizer.lr",
     "lambda": "method.lam",
-    "epochs": "federation.local_steps",
+    "epochs": "federation.local_epochs",
     "num_rounds": "federation.rounds",
     "num_clients": "federation.clients",
     "random_seed": "seed",

@@ -11,7 +11,9 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from trishul_ray.config.fields import RateSource
+import numpy as np
+
+from trishul_ray.config.fields import FederationConfig, RateSource
 from trishul_ray.data.user.user_data import USER_DATA
 from trishul_ray.errors import ArtifactsError, InputError, StorageRefusedError
 from trishul_ray.experiment import Experiment
@@ -196,7 +198,7 @@ class _Run:
         coverage = coverage_of(experiment, self.prepared)
         if coverage.part or experiment.data.name in USER_DATA:
             progress.note(coverage.sentence)
-        for remark in coverage.cut:
+        for remark in (*coverage.cut, *_repeats(experiment.federation, self.prepared.shards.sizes)):
             progress.note(remark)
         unread = unread_fields(experiment.task, info, _backbone(experiment))
         adapter = type(experiment.adapter).model_fields.keys() - experiment.fields_read
@@ -271,6 +273,19 @@ class _Run:
         if lost is not None:
             raise lost
         return FinishedRun(summary, home, False, mlflow_command(experiment))
+
+
+def _repeats(fed: FederationConfig, sizes: np.ndarray) -> Iterator[str]:
+    """Yield a warning if batches have the rows of a client several times."""
+    small, least = int((sizes < fed.batch_size).sum()), int(sizes.min())
+    if small and fed.local_epochs is None:
+        epochs = fed.local_steps * fed.batch_size / least
+        yield (
+            f"warning: federation.batch_size={fed.batch_size} exceeds the rows of {small} of "
+            f"{len(sizes)} clients: in the smallest, of {least} rows, each batch has a row up to "
+            f"{-(-fed.batch_size // least)} times, and a round has {epochs:,.0f} epochs "
+            "(federation.local_epochs sets epochs)"
+        )
 
 
 def _backbone(experiment: Experiment) -> Backbone:

@@ -74,12 +74,14 @@ def seconds_of(experiment: Experiment, device: str) -> float:
     )
     method = build_method(experiment.method, experiment.adapter)
     adapters = method.adapters(build_site(backbone_of(model, places).shapes, experiment))
-    steps = fed.rounds * fed.clients_per_round * fed.local_steps
+    official = official_rows(experiment.data.name) or {}
+    each, size = fed.steps_of(max(1, official.get("train", USER_ROWS) // fed.clients))
+    steps = fed.rounds * fed.clients_per_round * each
     # The gradient of a product's input costs as much as the product, and so does that of a weight.
     passes = 2 + method.train_all + model.gradient_checkpointing
-    rows = (official_rows(experiment.data.name) or {}).get("test", USER_ROWS)
+    rows = official.get("test", USER_ROWS)
     rows = len(experiment.scored_rounds) * min(rows, experiment.evaluation.limit or rows)
-    products = steps * fed.batch_size * passes * forward + rows * (forward + generation)
+    products = steps * size * passes * forward + rows * (forward + generation)
     launches = layers * (3 * steps + rows / experiment.evaluation.batch_size)
     cubes = sum(r**3 for a in adapters.values() if isinstance(a, MultiHead) for r in a.head_ranks)
     prox = PROX_OPERATIONS * cubes * steps / method.steps_per_prox if method.steps_per_prox else 0.0
@@ -164,7 +166,8 @@ def _kind(experiment: Experiment) -> str:
     """Return the fields that the time of a round depends on."""
     fed = experiment.federation
     sections = experiment.model, experiment.method, experiment.budget, experiment.data.name
-    return f"{sections} {fed.clients_per_round} {fed.local_steps} {fed.batch_size}"
+    steps = fed.local_epochs, fed.local_steps, fed.batch_size
+    return f"{sections} {fed.clients_per_round} {steps}"
 
 
 def _is_running(experiment: Experiment) -> bool:

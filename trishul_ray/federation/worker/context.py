@@ -372,6 +372,7 @@ def new_run(
     broadcast: ArrayState,
     round_number: int,
     client: int | None,
+    steps: int = 0,
     vector: Tensor | None = None,
     grad: Tensor | None = None,
 ) -> LocalRun:
@@ -391,7 +392,7 @@ def new_run(
         units = round_units(context.method, context.model.layout, round_number)
         active = None if units is None else torch.from_numpy(units)
         share = capacities(fed.compute, settings.draw_seed, fed.clients, fed.compute_shares)[client]
-        rates = learning_rates(settings.optimizer, round_number, fed.rounds, fed.local_steps)
+        rates = learning_rates(settings.optimizer, round_number, fed.rounds, steps)
     return LocalRun(
         layout=context.model.layout,
         vector=vector,
@@ -407,7 +408,7 @@ def new_run(
             settings.seed, "client", round_number, -1 if client is None else client
         ),
         common=torch_rng(settings.seed, "common", round_number),
-        steps=fed.local_steps,
+        steps=steps,
         training=client is not None,
         diagnosed=settings.evaluation.diagnoses(round_number, fed.rounds),
         capacity=share,

@@ -216,12 +216,13 @@ class LocalClient:
     ) -> None:
         settings, method, fed = context.settings, context.method, context.settings.federation
         self._context = context
-        self.run = run = new_run(context, broadcast, job.round, job.client, vector, grad)
+        shard = context.shards.shard(job.client)
+        steps, size = fed.steps_of(len(shard))
+        self.run = run = new_run(context, broadcast, job.round, job.client, steps, vector, grad)
         run.client_state = {k: to_tensor(v).to(context.device) for k, v in job.state.items()}
         run.gradient = self._gradient
         rng = numpy_rng(settings.seed, "batches", job.round, job.client)
-        shard = context.shards.shard(job.client)
-        self.order = batch_order(shard, fed.local_steps, fed.batch_size, rng)
+        self.order = batch_order(shard, steps, size, rng)
         self.trained = Trained(vector, run.broadcast.base, run.broadcast.constants)
         method.start(run, context.initial)
         self._mask = gradient_mask(run, method.wire(run.layout))
@@ -275,7 +276,7 @@ class LocalSteps:
             for job, vector, grad in zip(jobs, vectors, grads, strict=True)
         ]
         settings, first = context.settings, self.clients[0]
-        self.context, self.last = context, settings.federation.local_steps
+        self.context, self.last = context, first.run.steps
         self._runs = [client.run for client in self.clients]
         self._optimizer = make_optimizer(settings.optimizer, [run.vector for run in self._runs])
         self._trained, self._grads = first.trained, first.run.grad

@@ -116,6 +116,11 @@ class Clock(Stage):
         if policies and not self.devices.on:
             raise ValueError(f"{policies[0]} needs a clock: set devices.kind=lognormal or file")
         fed = self.settings.federation
+        if self.devices.on and fed.local_epochs is not None:
+            raise ValueError(
+                "devices.kind: the clock computes the seconds of federation.local_steps; set them "
+                "instead of federation.local_epochs"
+            )
         if self.size > fed.participants:
             raise ValueError(
                 f"cohort.extra={self.options.extra:g} selects {self.size} of "

@@ -78,6 +78,11 @@ class Privacy(Stage):
                 f"privacy: federation.weighting={weighting!r} lets a client with many rows exceed "
                 "the clip norm; set uniform"
             )
+        if self.config.clip == "auto" and self.settings.federation.local_epochs is not None:
+            raise ValueError(
+                "privacy.clip='auto' depends on federation.local_steps; set a number, or local "
+                "steps instead of federation.local_epochs"
+            )
         if setting := method.units_by_data:
             raise ValueError(
                 f"privacy: {setting} sends which units a client's data select, in clear; select "
