@@ -207,7 +207,7 @@ def _workers_for(
     with suppress(OSError):  # reported by the run itself
         finished = not fresh and home.exists("result.json")
     # A run on a GPU may be rejected first, if there is neither a GPU nor a cluster.
-    early = resources.backend == "ray" and resources.device != "cuda" and not finished
+    early = resources.backend == "ray" and not resources.needs_gpu and not finished
     if not early or joins_cluster():
         yield None
         return

@@ -488,8 +488,10 @@ class ResourcesConfig(Section):
     cpus_per_actor: Annotated[float, Field(gt=0)] | Literal["auto"] = not_in_id(
         "auto", "CPUs of one actor's slice; auto: one per thread, fewer if they do not fit"
     )
-    gpus_per_actor: float = not_in_id(
-        1.0, "fraction of a GPU of one actor; it limits its device memory as well", gt=0, le=1
+    gpus_per_actor: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = not_in_id(
+        "auto",
+        "fraction of a GPU of one actor, which also limits its device memory; a fraction needs a "
+        "GPU, auto is 1 if clients train on a GPU",
     )
     cuda_graphs: bool = not_in_id(
         False, "replay local steps as CUDA graphs: one launch for hundreds; the same bytes"
@@ -497,6 +499,11 @@ class ResourcesConfig(Section):
     max_restarts: int = not_in_id(
         3, "times that a dead actor is replaced in one round before the run fails", ge=0
     )
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether clients must train on a GPU."""
+        return self.device == "cuda" or (self.device == "auto" and self.gpus_per_actor != "auto")
 
 
 class TrackingConfig(Section):

@@ -60,14 +60,17 @@ def check_fits(experiment: Experiment) -> None:
 
     Raises:
         InputError: A rank, or heads x rank, exceeds the width of a layer; a target is unknown;
-            ``resources.device=cuda`` and there is not a GPU; or the library for ``model.quantize``
+            a GPU is requested and there is not a GPU; or the library for ``model.quantize``
             is missing.
     """
     if (kind := experiment.model.quantize) != "none":
         check_library(kind)
-    if experiment.resources.device == "cuda" and not _may_have_gpu():
+    resources = experiment.resources
+    if resources.needs_gpu and not _may_have_gpu():
+        share = f"gpus_per_actor={resources.gpus_per_actor}"
+        setting = "device=cuda" if resources.device == "cuda" else share
         raise InputError(
-            "resources.device=cuda: torch finds no GPU on this machine; leave it at auto, which "
+            f"resources.{setting}: torch finds no GPU on this machine; leave it at auto, which "
             "takes one where there is one, or join a cluster that has one (RAY_ADDRESS)"
         )
     check_adapters(experiment)

@@ -50,6 +50,7 @@ def test_run_on_growing_cluster_requests_nodes():
     [
         (["resources.actors=2", "resources.cpus_per_actor=3"], CPUS),
         (["resources.device=cuda"], CPUS),
+        (["resources.gpus_per_actor=0.5"], CPUS),
         (["resources.actors=3"], BOX),
         ([], {}),
     ],

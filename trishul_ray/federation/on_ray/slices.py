@@ -69,8 +69,9 @@ def plan_slices(
     resources, federation = experiment.resources, experiment.federation
     cpus_total, gpus_total = total.get("CPU", 0.0), total.get("GPU", 0.0)
     # By the total: other users of the cluster must not change a client's device.
-    use_gpu = resources.device == "cuda" or (resources.device == "auto" and gpus_total > 0)
-    gpus = resources.gpus_per_actor if use_gpu else 0.0
+    use_gpu = resources.needs_gpu or (resources.device == "auto" and gpus_total > 0)
+    share = 1.0 if resources.gpus_per_actor == "auto" else resources.gpus_per_actor
+    gpus = share if use_gpu else 0.0
     shrinks = resources.cpus_per_actor == "auto"
     cpus = float(resources.threads) if shrinks else float(resources.cpus_per_actor)
     actors = _fixed_actors(experiment)
