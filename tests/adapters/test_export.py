@@ -48,7 +48,7 @@ def test_peft_loads_the_adapter_with_equal_logits(make, family, adapters, train_
     assert [p.name for p in tmp_path.iterdir()] == ["adapter"]
 
 
-def test_ranks_differ_by_layer_and_headless_layers_are_left_out(make, tmp_path):
+def test_ranks_differ_by_layer_without_headless_layers(make, tmp_path):
     bench = make("vit")
     export_peft(bench.adapted, Trained(bench.random_state()), tmp_path / "adapter", "tiny/vit")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -148,7 +148,26 @@ def test_an_update_is_decomposed_at_its_rank(rank):
     assert error <= FOLDED_ERROR and abs(float(lost) - error) <= 1e-12
 
 
-def test_a_change_of_a_frozen_weight_is_part_of_the_adapter(make, tmp_path):
+def test_higher_ranks_are_truncated_and_the_error_reported(make, tmp_path):
+    bench = make("vit")
+    trained = Trained(bench.random_state())
+    exported = export_peft(bench.adapted, trained, tmp_path / "adapter", "tiny/vit", rank=3)
+    assert max(exported.ranks.values()) == 3
+    lost = []
+    with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
+        for name, adapter, params in bench.adapted.iter_layers(trained.vector):
+            weight = bench.adapted.frozen_weight(name, trained)
+            update = adapter.delta(weight, bench.adapted.constants(name), params)
+            key = f"base_model.model.{name}.lora_{{}}.weight"
+            factors = [file.get_tensor(key.format(each)).double() for each in "BA"]
+            best = torch.linalg.svdvals(update)[3:].norm()
+            error = torch.linalg.norm(factors[0] @ factors[1] - update)
+            assert error == pytest.approx(float(best), rel=1e-4, abs=1e-6)
+            lost.append(float(error / torch.linalg.norm(update)))
+    assert exported.error == pytest.approx(max(lost), rel=1e-4)
+
+
+def test_changes_of_frozen_weights_are_in_the_adapter(make, tmp_path):
     bench = make("vit", "lora")
     state = bench.random_state()
     name = bench.adapted.specs[0].name

@@ -4,7 +4,7 @@ An update ``sum_i s_i B_i H_i A_i`` is a LoRA pair of rank h r, ``[B_i s_i H_i]`
 PEFT alpha equal to the rank makes its scale 1. Layers may differ in rank, and layers without heads
 are left out. Where a method has changed a frozen weight, change and update together are decomposed
 (SVD) and written at the lowest rank that is exact up to :data:`FOLDED_ERROR`; so is an update that
-is no product of thin factors. A folder is written under a temporary name and renamed when it is
+is not a product of thin factors. A folder is written under a temporary name and renamed when it is
 complete.
 """
 
@@ -67,12 +67,13 @@ def export_peft(
     base_model_name: str,
     *,
     revision: str | None = None,
+    rank: int | None = None,
     beside: Beside = lambda _: None,
 ) -> AdapterExport:
     """Write a new or empty folder that ``peft.PeftModel.from_pretrained(base, folder)`` loads.
 
     The adapter's config records ``base_model_name``, the backbone's name or path, and ``revision``,
-    its commit on the hub.
+    its commit on the hub. Updates of a higher rank than ``rank`` are truncated.
 
     Raises:
         InputError: the folder is not empty, or no layer is adapted.
@@ -84,20 +85,21 @@ def export_peft(
         constants = trained.constants.get(name, adapted.constants(name))
         weight = adapted.frozen_weight(name, trained)
         pair = adapter.lora_factors(weight, constants, params)
-        if pair is not None and name not in trained.base:
+        fits = pair is not None and (rank is None or pair[1].shape[0] <= rank)
+        if pair is not None and fits and name not in trained.base:
             factor_B, factor_A = pair
         else:
             update = adapter.delta(weight, constants, params)
             if name in trained.base:
                 update = update + trained.base[name].double()
-            factor_B, factor_A, lost = decompose(update)
+            factor_B, factor_A, lost = decompose(update, rank)
             error = max(error, lost)
         ranks[name] = factor_A.shape[0]
         tensors[f"{_PEFT_PREFIX}{name}.lora_A.weight"] = _portable(factor_A)
         tensors[f"{_PEFT_PREFIX}{name}.lora_B.weight"] = _portable(factor_B)
     if not ranks:
-        raise InputError("export: no layer is adapted, so there is no adapter to write")
-    # Write an untrained classification head too: a backbone loaded elsewhere may draw another one.
+        raise InputError("export: no layer is adapted, so that no adapter can be written")
+    # Also write an untrained classification head: a backbone loaded elsewhere may draw another one.
     model = adapted.model
     classifier = {name: model.get_parameter(name) for name in classifier_parameters(model)}
     for name, value in (classifier | adapted.direct_parameters(trained.vector)).items():
@@ -119,7 +121,7 @@ def _peft_config(
 ) -> dict[str, Any]:
     """Return the config of an adapter as PEFT writes it, but for defaults.
 
-    Importing PEFT alone would take three CPU seconds.
+    Only importing PEFT would take three CPU seconds.
     """
     common = Counter(ranks.values()).most_common(1)[0][0]
     others = {name: rank for name, rank in ranks.items() if rank != common}
@@ -141,15 +143,17 @@ def _peft_config(
     }
 
 
-def decompose(update: Tensor) -> tuple[Tensor, Tensor, float]:
+def decompose(update: Tensor, most: int | None = None) -> tuple[Tensor, Tensor, float]:
     """Return an update as a product of the lowest rank that is exact up to :data:`FOLDED_ERROR`.
 
-    All are float64: [d_out, d_in] gives [d_out, R] and [R, d_in], and their relative error.
+    The rank is at most ``most``. All are float64: [d_out, d_in] gives [d_out, R] and [R, d_in], and
+    their relative error.
     """
     u, s, vt = torch.linalg.svd(update, full_matrices=False)
     # tails[R] is the norm of what a product of rank R leaves out.
     tails = s.square().flip(0).cumsum(0).flip(0).sqrt()
     rank = max(1, int((tails > FOLDED_ERROR * tails[0]).sum()))  # PEFT has no rank 0
+    rank = min(rank, most or rank)
     lost = float(tails[rank] / tails[0]) if rank < len(s) and tails[0] > 0 else 0.0
     return u[:, :rank] * s[:rank], vt[:rank], lost
 
@@ -200,8 +204,8 @@ def _portable(tensor: Tensor) -> Tensor:
 @contextmanager
 def _exported(directory: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``directory``, which must be new or empty."""
-    directory = directory.resolve()  # of a link, what it names is written
-    if directory.exists() and directory.samefile("."):  # a shell would stay in what was replaced
+    directory = directory.resolve()  # the target of a link is written
+    if directory.exists() and directory.samefile("."):  # a shell would stay in the old one
         raise InputError(f"export: {directory} is the current folder; name a new one")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InputError(f"export: {directory} exists and is not an empty folder")

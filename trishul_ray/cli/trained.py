@@ -36,6 +36,10 @@ def export(
             "that keep a part of the model with each client.",
         ),
     ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(min=1, help="Truncate updates of a higher rank; the error is printed."),
+    ] = None,
     runs: Runs = "runs",
     plugin: Plugins = None,
 ) -> None:
@@ -47,7 +51,7 @@ def export(
     """
     from trishul_ray.runs.export import export_run
 
-    written = export_run(run_id, directory, merged=merged, runs=runs, client=client)
+    written = export_run(run_id, directory, merged=merged, runs=runs, client=client, rank=rank)
     print_line(f"{written.note}, after round {written.round}: {directory}")
 
 

@@ -77,7 +77,7 @@ class Export:
         note: A description in one line.
         ranks: Smallest and largest LoRA rank of an adapter's layers.
         relative_error: Largest relative error of an update that includes changes of the frozen
-            weights, in the Frobenius norm; 0 without such changes.
+            weights, or is truncated, in the Frobenius norm; otherwise 0.
     """
 
     form: str
@@ -161,12 +161,14 @@ def fits_adapter(context: ModelContext) -> bool:
 
 
 def export_run(
-    run: str, directory: Path, *, merged: bool, runs: str, client: str | None = None
-) -> Export:
+    run: str, directory: Path, *, merged: bool, runs: str, client: str | None = None,
+    rank: int | None = None,
+) -> Export:  # fmt: skip
     """Write the adapter, or the merged model, of a run's newest checkpoint into a new folder.
 
     Full fine-tuning has no adapter: its model is written instead. ``client`` is the name or the
-    number of the client whose own model to write; None is the global model.
+    number of the client whose own model to write; None is the global model. Updates of a higher
+    rank than ``rank`` are truncated, and the note reports the error.
 
     Raises:
         InputError: The run does not exist, ``directory`` is not empty, or the client has no
@@ -175,12 +177,15 @@ def export_run(
     """
     check_writable(directory.absolute().parent, str(directory))
     _, experiment = open_run(run, runs)
-    return write_model(load_trained(experiment, client), directory, merged=merged, notes={})
+    trained = load_trained(experiment, client)
+    if rank is not None and (merged or not fits_adapter(trained.context)):
+        raise InputError("--rank is the rank of an adapter, and the whole model is written")
+    return write_model(trained, directory, merged=merged, notes={}, rank=rank)
 
 
 def write_model(
     run: TrainedRun, directory: Path, *, merged: bool, notes: dict[str, str],
-    place: str | None = None,
+    place: str | None = None, rank: int | None = None,
 ) -> Export:  # fmt: skip
     """Write a trained model with the files that others need to use it, into an empty folder.
 
@@ -216,12 +221,14 @@ def write_model(
             )
         adapter = export_peft(
             context.model, run.trained, directory, backbone.name, revision=backbone.revision,
-            beside=partial(write_files, backbone=backbone),
+            rank=rank, beside=partial(write_files, backbone=backbone),
         )  # fmt: skip
     low, high = ranks = [min(adapter.ranks.values()), max(adapter.ranks.values())]
     remarks = [f"PEFT LoRA adapter of rank {low}" + (f" to {high}" if low != high else "")]
     if "weights" in notes:
         remarks.append(notes["weights"])
+    if rank is not None:
+        remarks.append(f"relative error of an update at most {adapter.error:.1%}")
     if adapter.folded:
         error = f"(relative error {adapter.error:.1g})"
         remarks.append(f"which also holds the changes of the frozen weights {error}")
