@@ -16,6 +16,7 @@ from trishul_ray.federation.checkpoint import run_folder
 from trishul_ray.report.summary import RunSummary
 from trishul_ray.runs.runner import run_steps
 from trishul_ray.storage.store import Store
+from trishul_ray.sweeps.cells import distinct
 from trishul_ray.sweeps.loading import sweep_from_axes
 from trishul_ray.sweeps.status import (
     CellState,
@@ -115,9 +116,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_result_is_named_and_restored_unless_it_is_of_another_experiment(
-    cell, place, damage
-):
+def test_damaged_result_of_this_experiment_is_restored(cell, place, damage):
     harm, named = DAMAGES[damage]
     harm(place / "runs" / cell.id)
     state = state_of(cell)
@@ -141,7 +140,7 @@ def test_a_result_from_other_data_or_weights_is_stale(cell, place):
     assert state_of(cell).reason == reason
 
 
-def test_a_result_without_a_score_that_is_asked_for_is_stale(cell, place, cache):
+def test_result_without_a_required_score_is_stale(cell, place, cache):
     seldom = experiment_in(place, cache, SELDOM)
     assert seldom.id == cell.id and state_of(seldom).status == "finished"  # it has more
     few, all_ = (
@@ -152,6 +151,12 @@ def test_a_result_without_a_score_that_is_asked_for_is_stale(cell, place, cache)
     state = state_of(all_)
     reason = "no score of round 1, which evaluation.every=1 requires"
     assert (state.status, state.reason) == ("stale", reason)
+    # A sweep that shares the cell, and requires fewer scores, has its result.
+    places = [f"storage.{key}={getattr(cell.storage, key)}" for key in ("runs", "hub", "cache")]
+    axes = ["seed=3", "partition.kind=dirichlet"]
+    sweeps = [sweep_from_axes(axes, [*WORDS, *places, *more]) for more in ([], [SELDOM])]
+    outcomes = collect(sweeps, examine(distinct(sweeps)))
+    assert [each.cells[0].status for each in outcomes] == ["stale", "finished"]
 
 
 def test_a_failure_is_kept_until_a_run_finishes(place, cache):
@@ -186,7 +191,7 @@ def test_a_store_in_a_bucket(cell, place, cache, s3_bucket):
         examine({lost.id: lost})
 
 
-def test_a_store_that_cannot_be_read_is_an_error_not_a_missing_result(cell, place):
+def test_unreadable_store_is_an_error(cell, place):
     (place / "runs").rename(place / "kept")
     (place / "runs").write_text("not a folder")
     with pytest.raises(StorageError):
@@ -206,14 +211,14 @@ def test_outcomes_have_the_cells_of_the_sweep(cell, place, cache):
     assert all("accuracy" in record for record in done.records)
     assert (missing.status, missing.reason, missing.value) == ("missing", "not run yet", None)
     assert missing.metric == "accuracy" and missing.summary is None
-    # Of a run that has more scores than the sweep asks for, it shows those that other runs have.
+    # A run may have more scores than the sweep requires: only the required ones are shown.
     seldom = sweep_from_axes(["seed=0..1", "partition.kind=dirichlet"], [*WORDS, *places, SELDOM])
     (outcome,) = collect([seldom], examine(experiments))
     assert ["accuracy" in record for record in outcome.cells[0].records] == [True, False, True]
     assert "uploaded_bytes" in outcome.cells[0].records[1]
 
 
-def test_data_that_are_not_on_this_machine_are_not_compared(cell, place):
+def test_missing_data_are_not_compared(cell, place):
     shutil.rmtree(place / "hub/me/notes")
     assert state_of(cell).status == "finished"
     shutil.rmtree(place / "hub/me/bert")

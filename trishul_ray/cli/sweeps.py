@@ -115,7 +115,7 @@ def _show_plan(sweeps: "Sequence[Sweep]", device: str | None) -> None:
     experiments = distinct([sweep for sweep in sweeps if sweep.search is None])
     with show_progress() as progress:
         states = examine(experiments, progress.task_progress("reading results"))
-    missing = {id: each for id, each in experiments.items() if states[id].summary is None}
+    missing = {id: each for id, each in experiments.items() if states[id].status != "finished"}
     check_cells(missing, cell_names(sweeps), check_layers)
     table, notes = plan_table(sweeps, states, device or default_device(sweeps))
     print_table(table)
@@ -184,7 +184,7 @@ def load_sweeps(
     """Load the sweeps of ``[NAME...|all|SWEEP.yaml] [KEY=VALUE ...]``.
 
     Raises:
-        InputError: There is no name, or a sweep cannot be loaded.
+        InputError: A name is missing, or a sweep cannot be loaded.
     """
     from trishul_ray.sweeps.loading import find_sweeps, load_sweep, sweep_from_axes
 

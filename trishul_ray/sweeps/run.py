@@ -191,7 +191,7 @@ def _close_parent(
         id, experiment = cell.experiment.id, cell.experiment
         state = states[id]
         logs[id] = "FAILED" if state.status == "failed" else "KILLED"
-        if state.summary is not None:
+        if state.status == "finished" and state.summary is not None:
             home, tags = RunFolder.of(experiment).home, cell_tags(sweep, cell)
             summary, refused = log_finished(experiment, state.summary, home, tags)
             states[id] = replace(state, summary=summary)

@@ -37,7 +37,7 @@ class CellState:
             numerics, or lacks a score, so that the next run deletes it first; ``corrupt``: files
             are damaged, and the last checkpoint may restore them.
         reason: One line on the fault; empty if finished.
-        summary: Content of ``result.json`` if finished.
+        summary: Content of ``result.json`` if finished, or if only scores are missing.
     """
 
     status: CellStatus
@@ -102,6 +102,9 @@ def collect(sweeps: Sequence[Sweep], states: Mapping[str, CellState]) -> tuple[S
     def outcome(cell: Cell) -> CellOutcome:
         experiment = cell.experiment
         state = states[experiment.id]
+        if (summary := state.summary) is not None:  # another sweep may require more scores
+            why = unscored(experiment, summary.scored_rounds)
+            state = CellState("stale", why) if why else CellState("finished", "", summary)
         # A cell without a result has the headline of other runs of its task.
         metric = cell.metric or headlines.get(_task_of(experiment), "accuracy")
         return CellOutcome(
@@ -146,7 +149,7 @@ def _read_state(home: Store, experiment: Experiment) -> CellState:
         faults = (f"{home.place(name)} is {fault}" for name, fault in damaged.items())
         return CellState("corrupt", ", ".join(faults))
     if why := unscored(experiment, summary.scored_rounds):
-        return CellState("stale", why)
+        return CellState("stale", why, summary)
     return CellState("finished", "", summary)
 
 
