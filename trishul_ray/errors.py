@@ -1,7 +1,7 @@
 """Errors that end a command.
 
 ``InputError``: the input is wrong; one line, exit code 2, nothing was changed. ``RunError``: the
-run failed; one paragraph, exit code 1: what happened, what is kept, and how to continue.
+run failed; one paragraph, exit code 1: the cause, the kept files, and how to continue.
 """
 
 import difflib
@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 
 class InputError(ValueError):
-    """Invalid input; the message names the field, the value and what is allowed."""
+    """Invalid input; the message names the field, the value and the allowed values."""
 
 
 class RunError(RuntimeError):
-    """A failed run; the message explains what happened, what is kept and how to continue."""
+    """A failed run; the message has the cause, the kept files, and how to continue."""
 
 
 class FailsAgainError(RunError):
@@ -49,8 +49,9 @@ stop_signals: list[int] = []
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` with the nearest of the known names; empty if none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    by_folded = {each.casefold(): each for each in known}
+    near = difflib.get_close_matches(name.casefold(), by_folded, n=1)
+    return f"; did you mean {by_folded[near[0]]!r}?" if near else ""
 
 
 @functools.cache
@@ -99,7 +100,7 @@ def describe_os_error(error: OSError) -> str:
 
 @contextmanager
 def own_errors() -> Iterator[None]:
-    """Raise what is no error of this package as a RunError in this context, or as a decorator.
+    """Raise an error of another package as a RunError, in this context or as a decorator.
 
     For the Python interface; the cause has the traceback.
     """

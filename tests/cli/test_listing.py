@@ -22,6 +22,7 @@ from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.federation.prepare import prepare_rows, prepare_run
 from trishul_ray.methods.base import method_names
 from trishul_ray.models.builtin import BUILTINS
+from trishul_ray.stages import STAGES
 from trishul_ray.tasks.base import task_kinds
 
 
@@ -139,6 +140,13 @@ def test_every_field_is_listed(method):
     assert f"task.kind=auto  ({' | '.join(task_kinds())})" in text
     assert "tracking.mlflow=true  (true or false; not in the id)" in text
     assert max(len(line) for line in text.splitlines() if line.startswith(" ")) <= 90
+
+
+def test_fields_of_named_sections_are_listed(called):
+    _, text, _ = called("run", "--fields", "privacy", "rounds=2")
+    assert {line.partition("=")[0] for line in text.splitlines() if line[0] != " "} == {
+        f"privacy.{name}" for name in STAGES["privacy"].Config.model_fields
+    }
 
 
 def test_allowed_values_of_fields_are_described():

@@ -1,6 +1,6 @@
 """Invalid input prints one line, exits with 2 and writes nothing; a failed run, a paragraph and 1.
 
-Most cases call the entry point in this process; a few run the command as a process of its own.
+Most cases call the entry point in this process; a few run the command as a separate process.
 """
 
 import json
@@ -52,6 +52,9 @@ COMMAND_LINES = [
     (["run", "--frsh"], "No such option: --frsh"),
     (["rum"], "No such command 'rum'"),
     (["run", "dataset=mnist"], "unknown dataset 'mnist'"),
+    (["run", "dataset=rows.csv"], "read a file by dataset=table data.path=FILE"),
+    (["run", "resources.backend=inline", "gpus_per_actor=0.5"], "gpus_per_actor=0.5: torch"),
+    (["sweep", "--axis", "lr=log(1e-4,1e-2)"], "write a search in a sweep file"),
     (["run", "budget=60"], "heads x rank"),
     (["run", "budget=4", "adapter.heads=10"], "heads x rank"),
     (["run", "adapter.rank=65"], "adapter.rank"),

@@ -53,6 +53,15 @@ def test_a_resolved_config_reads_back_as_itself(words, tmp_path):
         (["fedration.clients=3"], "did you mean 'federation.clients'?"),
         (["data=digits"], "data='digits': data is a section; set a field of it, such as data.name"),
         (["mehtod=fedit"], "unknown field 'mehtod'; did you mean 'method'?"),
+        (["Federation.Rounds=1"], "did you mean 'federation.rounds'?"),
+        (["method.lr=0.1"], "did you mean 'optimizer.lr'?"),
+        (["method=FedIT"], "did you mean 'fedit'?"),
+        (["method=lora"], "method=fedit is LoRA with plain averaging"),
+        (["optimizer.name=adamw"], "input should be 'adam' or 'sgd'; did you mean 'adam'?"),
+        (["seed=0-4"], "write a range of a sweep as 0..4"),
+        (["local_epochs=1", "stacked=2"], "set federation.local_steps instead of"),
+        (["local_epochs=1", "devices.kind=lognormal"], "set them instead of federation.local_ep"),
+        (["local_epochs=1", "privacy.noise=1"], "privacy.clip='auto' depends on federation.local_"),
         (["optimizer.learning_rate=1"], "did you mean 'optimizer.lr'?"),
         (["federation.num_rounds=1"], "did you mean 'federation.rounds'?"),
         (["alpha=0.3"], "'alpha' may be partition.alpha or adapter.alpha: name its section"),
@@ -142,7 +151,7 @@ def test_file_values_have_their_fields_types(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a: [1, 2\n", "is not YAML"),
+        ("a: [1, 2\n", r"is not YAML: .* in /.*bad\.yaml, line 1"),
         ("- 1\n- 2\n", "must contain key: value pairs, not a list"),
         ("just words\n", "must contain key: value pairs, not a text"),
         ("!!python/object/apply:os.system ['true']\n", "is not YAML"),
@@ -162,9 +171,13 @@ def test_invalid_config_files(tmp_path, text, expected):
 
 def test_last_part_of_a_unique_name_suffices():
     short = ["unsent=zero", "method=hetlora", "model=some/where", "rounds=3", "lr=5e-1"]
+    short.append("batch_size=8")
     whole = ["method.unsent=zero", "method.name=hetlora", "model.name=some/where"]
-    whole += ["federation.rounds=3", "optimizer.lr=0.5"]
-    assert load_experiment(None, short) == load_experiment(None, whole)
+    whole += ["federation.rounds=3", "optimizer.lr=0.5", "federation.batch_size=8"]
+    expected = load_experiment(None, whole)
+    assert load_experiment(None, short) == expected
+    for names in (short, whole):  # also in a file, and from Python
+        assert load_experiment(dict(name.split("=") for name in names)) == expected
 
 
 #: Raje et al., "RAVAN", NeurIPS 2025, arXiv 2506.05568, Table 8, row by row as printed. A row is

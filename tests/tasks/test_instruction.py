@@ -224,7 +224,7 @@ def test_a_long_conversation_loses_its_first_turns_and_keeps_the_system_message(
         ("chat", ROWS, "has no chat template"),
         ("{instruction}", ROWS, "has no {input}"),
         ("{question}", ROWS, "no field"),
-        ("plain", [TALK], "set task.template=chat or turns"),
+        ("plain", [TALK], "set task.template=turns, or chat"),
         ("{% for m in messages %}{{ m['content'] }}{% endfor %}", ROWS, "would never stop"),
         (ENDLESS, ROWS, "would never stop"),
         ("{% for m in messages %}{{ raise_exception('no') }}{% endfor %}", ROWS, "cannot render"),

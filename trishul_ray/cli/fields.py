@@ -1,12 +1,13 @@
 """The list of fields of an experiment: their values, what they allow and mean."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 from pydantic import BaseModel
 
+from trishul_ray.experiment.loading import field_names
 from trishul_ray.methods.base import method_names
 from trishul_ray.stages import STAGES
 from trishul_ray.tasks.base import task_kinds
@@ -39,10 +40,16 @@ class _Field(NamedTuple):
     value: Any
 
 
-def field_list(experiment: "Experiment", width: int = 100) -> str:
+def section_names() -> set[str]:
+    """Return the names of the sections of an experiment, and of its stages."""
+    return {name.partition(".")[0] for name in field_names() if "." in name}
+
+
+def field_list(experiment: "Experiment", sections: Collection[str] = (), width: int = 100) -> str:
     """Return a paragraph for each field: its value in ``experiment``, what it allows and means.
 
-    The section ``method`` has the fields of the experiment's method.
+    The section ``method`` has the fields of the experiment's method. Only fields of ``sections``
+    are listed if there are any.
     """
     registered = {"method.name": method_names(), "task.kind": task_kinds()}
     fields = [each for each in _fields(experiment) if each.name != "stages"]
@@ -51,6 +58,8 @@ def field_list(experiment: "Experiment", width: int = 100) -> str:
         fields += _fields(experiment.stages.get(name) or stage.Config(), f"{name}.")
     blocks = []
     for name, schema, value in fields:
+        if sections and name.partition(".")[0] not in sections:
+            continue
         allows = " | ".join(registered[name]) if name in registered else allowed(schema)
         note = "" if schema.get("identity", True) else "; not in the id"
         text = yaml.safe_dump(value, default_flow_style=True, width=1000, allow_unicode=True)

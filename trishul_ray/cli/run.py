@@ -57,7 +57,12 @@ def run(
         typer.Option("--show", help="Print the resolved configuration and its id; run nothing."),
     ] = False,
     fields: Annotated[
-        bool, typer.Option("--fields", help="List all fields: values, what they allow and mean.")
+        bool,
+        typer.Option(
+            "--fields",
+            help="List the fields of the named sections, or of all: values, what they allow and "
+            "mean.",
+        ),
     ] = False,
     plugin: Plugins = None,
 ) -> None:
@@ -72,15 +77,17 @@ def run(
     Repeat the command to continue a stopped run or to show a finished one. Changing a field that
     can change a result makes a different run, with a different id.
     """
-    from trishul_ray.cli.fields import field_list
+    from trishul_ray.cli.fields import field_list, section_names
     from trishul_ray.data.user.user_data import USER_DATA
     from trishul_ray.experiment.identity import check_found
     from trishul_ray.experiment.rows import check_rows
 
-    experiment = load_arguments(arguments)
     if fields:
-        print_line(field_list(experiment, out.width))
+        sections = [word for word in arguments or () if word in section_names()]
+        experiment = load_arguments([word for word in arguments or () if word not in sections])
+        print_line(field_list(experiment, sections, out.width))
         return
+    experiment = load_arguments(arguments)
     # Reject wrong input that needs no data before anything imports torch.
     check_found(experiment)
     if show:

@@ -85,7 +85,7 @@ def _submit(
         report = f"{place.rstrip('/')}/reports/{id}{mark}{options}"
         environment |= {"TRISHUL_RUNS": runs, "TRISHUL_REPORT": report}
     else:  # the shell of the job expands the variable of its node
-        unset = "this cluster has no TRISHUL_RUNS: submit with --runs"
+        unset = "this cluster has no TRISHUL_RUNS: submit with --runs URI or --runs /FOLDER"
         entrypoint = f'TRISHUL_REPORT="${{TRISHUL_RUNS:?{unset}}}/reports/{id}" {entrypoint}'
 
     async def print_logs() -> None:

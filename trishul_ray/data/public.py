@@ -343,7 +343,12 @@ class PublicDataset:
 
 
 #: The public datasets by name.
-DATASETS = Registry[PublicDataset]("data.name", "dataset", "trishul_ray.data.datasets")
+DATASETS = Registry[PublicDataset](
+    "data.name",
+    "dataset",
+    "trishul_ray.data.datasets",
+    advice={r".*\.(csv|tsv|jsonl?|parquet)": "read a file by dataset=table data.path=FILE"},
+)
 
 
 def register_dataset(dataset: PublicDataset) -> PublicDataset:

@@ -1,11 +1,11 @@
 """Read an experiment from YAML and ``key=value`` overrides.
 
 Layers, later ones win: the defaults, the dataset's preset (``presets/<dataset>.yaml``), the user's
-YAML, the overrides. ``dataset``, ``model`` and ``method`` with a plain name are short for
-``data.name``, ``model.name`` and ``method.name``. A field may be named by the last part of its name
-if no other field has it (``rounds=3``). pydantic converts a text to the type of its field. A
-learning rate that is not set comes from ``learning_rates.yaml``; a rate from the file
-``optimizer.rates`` replaces a set one.
+YAML, the overrides. ``dataset``, ``model``, ``method`` and ``batch_size`` with a plain value are
+short for ``data.name``, ``model.name``, ``method.name`` and ``federation.batch_size``. A field may
+be named by the last part of its name if no other field has it (``rounds=3``). pydantic converts a
+text to the type of its field. A learning rate that is not set comes from ``learning_rates.yaml``; a
+rate from the file ``optimizer.rates`` replaces a set one.
 """
 
 import difflib
@@ -22,7 +22,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from trishul_ray.config.fields import SHORT_MODEL_NAMES
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, did_you_mean
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.identity import note_content, note_plugins
 from trishul_ray.experiment.learning_rates import with_learning_rate
@@ -32,7 +32,12 @@ from trishul_ray.plugins.loading import faults, find_stored, load_plugin
 from trishul_ray.stages import STAGES, Stages, stage_names
 
 #: Fields that have a short name.
-SHORT_FIELDS = {"dataset": "data.name", "model": "model.name", "method": "method.name"}
+SHORT_FIELDS = {
+    "dataset": "data.name",
+    "model": "model.name",
+    "method": "method.name",
+    "batch_size": "federation.batch_size",
+}
 _ALL_FIELDS = "`trishul run --fields` lists all fields"
 #: Names of fields in other packages.
 _OTHER_NAMES = {
@@ -105,7 +110,9 @@ def _load(given: Sequence[tuple[str, Any]]) -> Experiment:
             user.setdefault(key, {})
             continue
         name = full_name(str(key), [*_core_names(_method_of(user))])
-        set_field(user, SHORT_FIELDS.get(name, name) if isinstance(value, str) else name, value)
+        if isinstance(value, str | int):
+            name = SHORT_FIELDS.get(name, name)
+        set_field(user, name, value)
     return resolve_experiment(user)
 
 
@@ -123,7 +130,7 @@ def full_name(key: str, known: Sequence[str]) -> str:
     def ending(names: Iterable[str]) -> list[str]:
         return [name for name in names if name.rpartition(".")[2] == key]
 
-    meant = [name for name in ending(known) if name.partition(".")[0] not in stage_names()]
+    meant = [name for name in ending(known) if not _is_of_stage(name)]
     meant = meant or ending(_stage_names())
     if len(meant) == 1:
         return meant[0]
@@ -218,6 +225,10 @@ def _stage_names() -> Iterator[str]:
     """Yield the dotted names of the fields of stages, whose modules this imports."""
     for name, stage in STAGES.all().items():
         yield from (f"{name}.{field}" for field in stage.Config.model_fields)
+
+
+def _is_of_stage(name: str) -> bool:
+    return name.partition(".")[0] in stage_names()
 
 
 def _is_top(key: str) -> bool:
@@ -315,6 +326,10 @@ def _describe_error(item: Any, fields: RawFields) -> str:
         advice = f"; write a list: [{given}]"
     elif item["type"] == "dict_type" and isinstance(given, str):
         advice = "; write a mapping: {name: value}"
+    elif item["type"] == "literal_error":
+        advice = did_you_mean(str(given), re.findall("'([^']+)'", item["ctx"]["expected"]))
+    elif isinstance(given, str) and (ends := re.fullmatch(r"(\d+)-(\d+)", given)):
+        advice = f"; write a range of a sweep as {ends[1]}..{ends[2]}"
     is_number = isinstance(given, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|nan", given)
     value = given if is_number else repr(given)
     value = value if len(value) <= 60 else value[:57] + "..."
@@ -335,15 +350,16 @@ def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
     if section in ("", "method") and of_method not in known and owners:
         return (
             f"unknown field {dotted!r}: it is a field of method={' or '.join(owners)}, not of the "
-            "method of this run"
+            "method of this run (a label of a sweep can set both)"
         )
     # Users do not set a field that loading fills in.
     names = [*SHORT_FIELDS, *(name for name in known if name.rpartition(".")[2] not in _NOTED)]
     lasts = {name: name.rpartition(".")[2] for name in names}
-    similar = difflib.get_close_matches(last, lasts.values(), n=1, cutoff=0.7)
+    similar = difflib.get_close_matches(last.casefold(), lasts.values(), n=1, cutoff=0.7)
     near = (
-        [name for name in names if name == _OTHER_NAMES.get(last)]
-        or difflib.get_close_matches(dotted, names, n=1, cutoff=0.6)
+        [name for name in names if name == _OTHER_NAMES.get(last.casefold())]
+        or [name for name in names if lasts[name] == last and not _is_of_stage(name)]
+        or difflib.get_close_matches(dotted.casefold(), names, n=1, cutoff=0.6)
         or [name for name in names if lasts[name] in similar]
         # The words of another library, such as lora_rank.
         or [name for name in names if lasts[name] == last.rpartition("_")[2]]

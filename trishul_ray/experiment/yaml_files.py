@@ -60,7 +60,8 @@ def read_yaml(path: Path) -> RawFields:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"config file {path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise InputError(f"config file {path} is not YAML: {one_line(error)}") from error
+        fault = one_line(error).replace('"<unicode string>"', str(path))
+        raise InputError(f"config file {path} is not YAML: {fault}") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):

@@ -181,7 +181,7 @@ def _find(name: str, places: "Places") -> Path | str:
         hint = did_you_mean(name, [*BUILTINS, *PACKAGED, *KNOWN])
         raise InputError(
             f"model.name={name!r} is neither a built-in ({', '.join(BUILTINS)}) nor a folder nor "
-            f"a hub name owner/model{hint}"
+            f"a hub name owner/model, such as openai-community/gpt2{hint}"
         )
     mirror = places.hub
     if mirror is not None and (mirror / name).is_dir():

@@ -7,9 +7,11 @@ packages (:mod:`trishul_ray.plugins.loading`).
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
 from trishul_ray.errors import did_you_mean
@@ -46,12 +48,15 @@ class Registry(Generic[_T]):
         title: Word for an item in messages.
         package: The package whose modules register items. None if the modules are already imported.
         taken: Names that mean something else.
+        advice: Regular expressions of names that other packages use, and what to use here.
     """
 
     def __init__(
-        self, field: str, title: str, package: str | None = None, taken: Iterable[str] = ()
-    ) -> None:
+        self, field: str, title: str, package: str | None = None, taken: Iterable[str] = (), *,
+        advice: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.field, self.title, self._package = field, title, package
+        self._advice = advice
         self._taken = frozenset(taken)
         self.items: dict[str, _T] = {}
         self.owners: dict[str, Plugin] = {}
@@ -118,7 +123,9 @@ class Registry(Generic[_T]):
     def unknown(self, name: str) -> str:
         """Return one line about a name that is not registered, with the known and similar ones."""
         known = self.choices()
-        hint = did_you_mean(name, known) + "".join(f"; {fault}" for fault in faults())
+        advice = [f"; {a}" for e, a in self._advice.items() if re.fullmatch(e, name, re.IGNORECASE)]
+        hint = "".join(advice) or did_you_mean(name, known)
+        hint += "".join(f"; {fault}" for fault in faults())
         return f"unknown {self.title} {name!r}; known: {', '.join(known)}{hint}"
 
     def plugins_of(self, name: str) -> frozenset[Plugin]:

@@ -55,6 +55,11 @@ def sweep_from_axes(axes: Sequence[str], overrides: Sequence[str] = ()) -> Sweep
         name, equals, raw = text.partition("=")
         if not equals or not name.strip():
             raise InputError(f"--axis {text!r} must be of the form field=value,value or field=0..4")
+        if "(" in raw:
+            raise InputError(
+                f"--axis {text!r}: an axis lists values; write a search in a sweep file, as "
+                "docs/sweep-files.md shows"
+            )
         if name.strip() in read:
             raise InputError(f"--axis {text!r}: the axis is given twice; remove one")
         read[name.strip()] = parse(f"[{raw}]", f"--axis {text!r}")

@@ -120,7 +120,8 @@ class TextPrompt(Prompt):
         if len(row.messages) > 2:
             raise InputError(
                 f"task.template is a prompt of one turn, but {where} has a row of "
-                f"{len(row.messages)} messages: set task.template=chat or turns"
+                f"{len(row.messages)} messages: set task.template=turns, or chat if the "
+                "tokenizer has a chat template"
             )
         template = self._whole if row.input.strip() else self._short
         if row.input.strip() and "input" not in template.fields:

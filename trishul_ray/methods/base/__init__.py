@@ -371,7 +371,12 @@ class Method:
         return tensors
 
 
-METHODS = Registry[type[Method]]("method", "method", "trishul_ray.methods")
+METHODS = Registry[type[Method]](
+    "method",
+    "method",
+    "trishul_ray.methods",
+    advice={"lora": "method=fedit is LoRA with plain averaging", "dora": "DoRA is not supported"},
+)
 
 _M = TypeVar("_M", bound=type[Method])
 
