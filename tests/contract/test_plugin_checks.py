@@ -1,4 +1,4 @@
-"""``trishul check``: a broken promise is found, named, and told in one line."""
+"""``trishul check``: a broken promise is reported by name in one line."""
 
 from pathlib import Path
 
@@ -30,6 +30,22 @@ FAULTS = {
 """,
         "uploads what it declares",
         "upload() of Broken of plug-in broken returns shape (",
+    ),
+    "hook": (
+        """
+    def agregate(self, state, mean, round_, layout):
+        return state
+""",
+        "describes itself",
+        "Broken.agregate is not a hook; did you mean aggregate?",
+    ),
+    "arguments": (
+        """
+    def aggregate(self, state, mean, layout):
+        return state
+""",
+        "describes itself",
+        "the hook Broken.aggregate gets self, state, mean, round_, layout",
     ),
     "nan": (
         """
@@ -137,7 +153,7 @@ def test_a_fault_of_a_method_is_named(fault, tmp_path):
     assert said in found.reason and "learning rate" not in found.reason
 
 
-def test_a_method_is_checked_whole_and_a_fault_is_told_once(tmp_path):
+def test_whole_method_is_checked_and_faults_reported_once(tmp_path):
     body = "    moves_beyond_mean = True\n    def upload(self, run, steps):\n        run.no\n"
     found = outcomes(METHOD + body, tmp_path / "broken.py")
     skipped = [o for o in found if o.result == "skipped"]
@@ -198,6 +214,6 @@ def test_the_exit_code_says_whether_all_is_kept(tmp_path, called):
     assert (code, said) == (2, "") and "trishul check --plugin mine.py" in error
 
 
-def test_a_file_that_defines_nothing_is_refused(tmp_path):
+def test_file_that_defines_nothing_is_rejected(tmp_path):
     with pytest.raises(InputError, match=r"nothing that has checks: method, "):
         outcomes("x = 1\n", tmp_path / "empty.py")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,21 @@ def require(kept: bool, reason: str) -> None:
     """Raise a BrokenPromiseError with the reason unless a promise is kept."""
     if not kept:
         raise BrokenPromiseError(reason)
+
+
+def require_hooks(cls: type, base: type) -> None:
+    """Raise a BrokenPromiseError if a hook is misspelled, or does not take its arguments."""
+    inherited = {name for each in cls.__bases__ for name in dir(each)}
+    for name, value in vars(cls).items():
+        if name[0] != "_" and name not in inherited:
+            for near in difflib.get_close_matches(name, dir(base), 1, cutoff=0.8):
+                require(False, f"{cls.__name__}.{name} is not a hook; did you mean {near}?")
+        elif inspect.isfunction(value) and inspect.isfunction(hook := getattr(base, name, None)):
+            arguments = inspect.signature(hook).parameters
+            try:
+                inspect.signature(value).bind(*arguments)
+            except TypeError:
+                require(False, f"the hook {cls.__name__}.{name} gets {', '.join(arguments)}")
 
 
 def require_close(found: Tensor, expected: Tensor, what: str, *, atol: float, rtol: float) -> None:

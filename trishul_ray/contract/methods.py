@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.check import Trial
 from trishul_ray.adapters.export import export_merged, export_peft
 from trishul_ray.adapters.model import Trained
-from trishul_ray.contract.checks import Check, require, require_close
+from trishul_ray.contract.checks import Check, require, require_close, require_hooks
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import CheckpointStore, arrays_digest, state_digest
 from trishul_ray.federation.determinism import deterministic
@@ -33,7 +34,7 @@ from trishul_ray.federation.reduce import (
 from trishul_ray.federation.server import Server
 from trishul_ray.federation.worker.context import WorkerContext, global_model
 from trishul_ray.federation.worker.local import train_client
-from trishul_ray.methods.base import method_class
+from trishul_ray.methods.base import Method, method_class
 from trishul_ray.methods.base.messages import Round
 from trishul_ray.models.find_model import quiet_transformers
 from trishul_ray.stages import ArrayState
@@ -88,6 +89,7 @@ def describes_itself(name: str) -> None:
     """The lines of ``trishul list methods`` are there."""
     method = method_class(name)
     require(method.Config(name=name).name == name, f"its Config is not that of {name!r}")
+    require_hooks(method, Method)
     for field in ("summary", "reference", "communication", "__doc__"):
         text = getattr(method, field, None)
         require(bool(text and text.strip()), f"set {field} of {method.__name__}")
@@ -256,7 +258,8 @@ def adapters_agree(folder: Path, name: str, executor: Executors) -> None:
     model = executor(f"method={name}").context.model
     kinds = {(type(model.adapters[s.name]), s.d_out, s.d_in): s for s in model.specs}
     for spec in kinds.values():
-        if (adapter := model.adapters[spec.name]).shapes(spec):
+        require_hooks(type(adapter := model.adapters[spec.name]), LayerAdapter)
+        if adapter.shapes(spec):
             trial = Trial.of(adapter, spec)
             trial.forward_is_the_merged_weight()
             trial.factors_are_the_update()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trishul_ray.contract.checks import Check, require
+from trishul_ray.contract.checks import Check, require, require_hooks
 from trishul_ray.contract.methods import (
     SMALL,
     Executors,
@@ -21,7 +21,7 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.messages import TrainJob
-from trishul_ray.stages import STAGES
+from trishul_ray.stages import STAGES, Stage
 
 #: A method whose next state follows from the mean change, with which every stage works.
 METHOD = "trishul"
@@ -61,6 +61,7 @@ def _words(name: str, fields: Mapping[str, Any]) -> list[str]:
 
 def off_at_defaults(name: str) -> None:
     """With its section at the defaults a run has the id of a plain one, and else another one."""
+    require_hooks(STAGES[name], Stage)
     plain, default = load_experiment(None, SMALL).id, STAGES[name].Config()
     off = _words(name, {field: getattr(default, field) for field in STAGES[name].example})
     require(

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from trishul_ray.adapters.model import Trained
-from trishul_ray.contract.checks import Check, require, require_close
+from trishul_ray.contract.checks import Check, require, require_close, require_hooks
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.worker.context import WorkerContext, build_context
-from trishul_ray.tasks.base import task_classes
+from trishul_ray.tasks.base import Task, task_classes
 
 #: Rows of each kind, and a small model of each family.
 DATA = {
@@ -52,7 +52,9 @@ def _run(check: Any, context: Any, case: tuple[str, str, str], folder: Path) -> 
 
 def context_of(kind: str, reads: str, family: str) -> WorkerContext:
     """Return a context of the task's sample, or of synthetic rows."""
-    words = [*task_classes()[kind, reads].sample] or [f"dataset={DATA[reads]}"]  # type: ignore[index]
+    task = task_classes()[kind, reads]  # type: ignore[index]
+    require_hooks(task, Task)
+    words = [*task.sample] or [f"dataset={DATA[reads]}"]
     words += [f"model={MODELS[family]}", f"task.kind={kind}", "model.init=random"]
     experiment = load_experiment(None, [*words, "tracking.mlflow=false"])
     context = build_context(experiment, prepare_run(experiment))

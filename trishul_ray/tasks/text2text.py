@@ -258,7 +258,7 @@ class TextToClass(Text2Text):
 
     def answers(self, outputs: Any, classes: Sequence[str]) -> list[str]:
         """Return the names of the classes that were generated; other texts as they are."""
-        numbers = self.predicted(outputs.texts).tolist()
+        numbers = self._predicted(outputs.texts).tolist()
         return [
             text if k < 0 else classes[k] for text, k in zip(outputs.texts, numbers, strict=True)
         ]
@@ -294,19 +294,19 @@ class TextToClass(Text2Text):
         columns = super().encode(split, progress)
         return columns | {"target_ids": table[labels], "target_length": lengths[labels]}
 
-    def predicted(self, texts: Sequence[str]) -> Tensor:
+    def _predicted(self, texts: Sequence[str]) -> Tensor:
         """Return the class of every text [b], apart from case and white space; -1 for none."""
         numbers = {normalize(text): number for number, text in enumerate(self.class_texts)}
         return torch.tensor([numbers.get(normalize(text), -1) for text in texts])
 
     def score_texts(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``accuracy`` [b]: whether a text is that of the row's class."""
-        return {"accuracy": (self.predicted(texts) == batch["classes"].cpu()).double()}
+        return {"accuracy": (self._predicted(texts) == batch["classes"].cpu()).double()}
 
     def score(self, outputs: Any, batch: Mapping[str, Tensor]) -> RowScores:
         """Return the scores of :class:`Text2Text`, and the class of every row."""
         rows = super().score(outputs, batch)
-        predicted, labels = self.predicted(outputs.texts), batch["classes"].cpu()
+        predicted, labels = self._predicted(outputs.texts), batch["classes"].cpu()
         return replace(rows, predicted=predicted, labels=labels)
 
 
