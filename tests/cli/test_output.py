@@ -103,6 +103,7 @@ def test_missing_model_is_shown_unchecked(called, monkeypatch):
     ("words", "message"),
     [
         (["federation.clients=2000"], "needs 2000 training rows"),
+        (["model=nobody/nothing"], "model.name='nobody/nothing' not found"),
         (["resources.actors=50", "resources.cpus_per_actor=50"], "exceed the cluster's"),
         (["tracking.uri=databricks", "tracking.mlflow=true"], "tracking.uri='databricks'"),
         (["devices.kind=file", "devices.path=nowhere.parquet"], "devices.path='nowhere.parquet'"),
@@ -114,6 +115,7 @@ def test_missing_model_is_shown_unchecked(called, monkeypatch):
 )
 def test_wrong_input_is_rejected_before_ray_starts(called, monkeypatch, tmp_path, words, message):
     monkeypatch.setattr("trishul_ray.federation.on_ray.session.ray_session", None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     code, _, error = called("run", *words)
     assert code == 2 and message in error and "starting Ray" not in error

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from trishul_ray.data.dataset import ProgressCallback
+from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.identity import check_content
 from trishul_ray.experiment.rows import check_rows
@@ -16,7 +17,7 @@ from trishul_ray.tracking.store import tracking_uri
 def check_first(experiment: Experiment, progress: ProgressCallback | None = None) -> None:
     """Check plug-ins, the folder of runs, the tracking store's address, files of stages and rows.
 
-    The last check, whether adapters fit the layers of the backbone, imports torch.
+    The last check, that the backbone exists and that adapters fit its layers, imports torch.
 
     Raises:
         InputError: One of them is missing, has changed or is malformed.
@@ -34,4 +35,5 @@ def check_first(experiment: Experiment, progress: ProgressCallback | None = None
     check_rows(experiment, progress)
     from trishul_ray.experiment.fit import check_layers  # imports torch
 
-    check_layers(experiment)
+    if missing := check_layers(experiment):
+        raise InputError(missing)
