@@ -220,6 +220,8 @@ class _Run:
                 unread_fields=unread,
                 held=held,
             )
+            if summary.final["loss"] > summary.untouched["loss"]:
+                progress.note("warning: training raised the loss; a lower optimizer.lr may help")
             return self.write(state, summary, tracker)
 
     @contextmanager
