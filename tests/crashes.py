@@ -43,7 +43,7 @@ from rich.console import Console
 from s3_server import KEYS
 from syncs import Syncs
 
-import trishul_ray.cli
+import trishul_ray.cli.app
 import trishul_ray.federation.inline
 import trishul_ray.federation.on_ray.session
 import trishul_ray.models.attention

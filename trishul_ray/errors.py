@@ -4,9 +4,7 @@
 run failed; one paragraph, exit code 1: the cause, the kept files, and how to continue.
 """
 
-import difflib
 import functools
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -49,6 +47,8 @@ stop_signals: list[int] = []
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` with the nearest of the known names; empty if none is near."""
+    import difflib  # with logging, half of the time of importing this package
+
     by_folded = {each.casefold(): each for each in known}
     near = difflib.get_close_matches(name.casefold(), by_folded, n=1)
     return f"; did you mean {by_folded[near[0]]!r}?" if near else ""
@@ -57,6 +57,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 @functools.cache
 def warn_once(message: str) -> None:
     """Log a warning, unless this process has logged the same before."""
+    import logging
+
     logging.getLogger("trishul_ray").warning(message)
 
 

@@ -1,8 +1,6 @@
 """The version of the package, and of the numbers it computes."""
 
-import platform
 from functools import cache
-from importlib import metadata
 
 __version__ = "0.2.0"
 
@@ -16,6 +14,9 @@ _PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "ml
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of the software that a run's numbers depend on."""
+    import platform
+    from importlib import metadata  # takes 20 ms, in every command
+
     return {
         "trishul_ray": __version__,
         "numerics": str(NUMERICS),

@@ -19,7 +19,7 @@ from PIL import Image
 from public_mirror import COLUMNS, texts, write_mirror, write_table
 from transformers import ViTConfig
 
-from trishul_ray.cli import app
+from trishul_ray.cli.app import app
 from trishul_ray.cli.run import load_arguments
 from trishul_ray.cli.sweeps import split_arguments
 from trishul_ray.data.public import DATASETS

@@ -1,4 +1,4 @@
-"""Output of commands: nothing is cut, whatever the terminal, and nobody's name is markup."""
+"""Output of commands: nothing is cut, names are not markup, an interrupt prints no traceback."""
 
 import io
 import sys
@@ -126,3 +126,18 @@ def test_the_shell_completes_commands(start):
     trishul = Path(sys.executable).with_name("trishul")
     code, out, error = start(trishul, **words).end()
     assert (code, out.split()) == (0, ["export"]), error
+
+
+@pytest.mark.parametrize("module", ["typer", "trishul_ray.cli.output"])
+def test_interrupted_import_ends_silently(start, module):
+    code = f"""
+import signal, sys
+from trishul_ray.cli import main
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+main()
+"""
+    assert start(sys.executable, "-c", code, "--version").end() == (130, "", "")

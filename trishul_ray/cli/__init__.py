@@ -1,143 +1,15 @@
-"""The ``trishul`` command: the Typer application and its entry point.
+"""The ``trishul`` command."""
 
-Exit codes: 0 done; 2 invalid input (one line); 1 the run failed (one paragraph: the cause, the
-finished rounds, the command that continues); 130 stopped by Ctrl-C, 143 by SIGTERM (Slurm, Docker,
-systemd), 129 by SIGHUP (the terminal was closed).
-"""
-
-import gc
-import io
+import os
 import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Annotated, Any, NoReturn
-
-import typer
-from typer.completion import completion_init  # type: ignore[attr-defined]  # documented
-
-from trishul_ray.cli import listing, machine, run, runs, sweeps, trained
-from trishul_ray.cli.output import UsageError, wrapped
-from trishul_ray.cli.submit import submit
-from trishul_ray.errors import InputError, RunError, describe_os_error, stop_signals
-from trishul_ray.storage.redaction import redact
-from trishul_ray.version import NUMERICS, __version__
-
-__all__ = ["app", "main"]
-
-# Commands import torch and the rest of the package only when they are called.
-app = typer.Typer(
-    name="trishul",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Simulate federated parameter-efficient fine-tuning on Ray.",
-)
-
-
-def _print_version(requested: bool) -> None:
-    if requested:
-        print(f"trishul-ray {__version__} (numerics {NUMERICS})")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
-        ),
-    ] = False,
-) -> None:
-    """Accept the options before a command."""
-
-
-app.command()(run.run)
-app.command(short_help="Run a grid, a search or tables of the paper; write a report.")(sweeps.sweep)
-app.command("table", hidden=True)(sweeps.sweep)  # an alias of sweep
-app.command(short_help="Write tables and figures of finished runs: HTML, LaTeX, CSV.")(
-    sweeps.report
-)
-app.command("eval")(trained.evaluate)
-app.command()(trained.export)
-app.command(short_help="Run a command on a Ray cluster, and show its output.")(submit)
-app.command("list")(listing.list_)
-app.command()(runs.show)
-app.command()(runs.rm)
-app.command()(machine.check)
-app.command()(machine.doctor)
-app.command()(machine.ui)
 
 
 def main() -> None:
-    """Run the command line and exit; turn errors into a message and an exit code."""
-    completion_init()
-    # A command keeps nearly all its objects: with Python's default threshold, the search for
-    # cyclic garbage takes a fifth of the time of a command that reads thousands of results.
-    gc.set_threshold(100_000)
-    for stream in (sys.stdout, sys.stderr):  # some terminals have no Greek letters
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        with _signals_as_interrupts():
-            code = app(standalone_mode=False)
-        if code == 130 and stop_signals:
-            code = 128 + stop_signals[0]
-    except InputError as error:
-        _fail(str(error), 2)
-    except typer.Abort:
-        code = 130
-    except UsageError as error:
-        code = 2
-        if message := _usage(error):  # empty if the help was printed instead
-            _fail(message, 2)
-    except RunError as error:
-        _fail(wrapped(str(error)), 1)
-    except OSError as error:
-        _fail(describe_os_error(error), 1)
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code if isinstance(code, int) else 0)
+    """Run the command line and exit; an interrupt of its import ends without a traceback."""
+    if handled := signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from trishul_ray.cli.app import run_command_line
 
-
-def _usage(error: Any) -> str:
-    """Return the fault of a command line; an option with the name of a field gets a hint."""
-    message: str = error.format_message()
-    if option := getattr(error, "option_name", None):
-        from trishul_ray.experiment.loading import is_field  # imports all methods
-
-        name = option.lstrip("-").replace("-", "_")
-        if is_field(name):
-            return f"{message}; a field is written {name}=VALUE"
-    return message
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    print(f"error: {redact(message)}", file=sys.stderr)
-    sys.exit(code)
-
-
-@contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt on the first SIGTERM or SIGHUP, unless it is ignored (``nohup``).
-
-    Later signals do not interrupt the end of the command: ``timeout`` and Slurm send two at once.
-    """
-
-    def interrupt(signum: int, _frame: FrameType | None) -> None:
-        if not stop_signals:
-            stop_signals.append(signum)
-            raise KeyboardInterrupt
-
-    handled = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
-    for signum in handled:
-        signal.signal(signum, interrupt)
-    try:
-        yield
-    finally:
-        for signum in handled:
-            signal.signal(signum, signal.SIG_IGN if stop_signals else signal.SIG_DFL)
+    if handled:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    run_command_line()
