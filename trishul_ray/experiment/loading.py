@@ -190,7 +190,7 @@ def build_experiment(fields: RawFields, *, note: bool = True) -> Experiment:
     except ValidationError as error:
         # A union repeats the error of each of its members.
         messages = dict.fromkeys(_describe_error(item, fields) for item in error.errors())
-        raise InputError("; ".join(messages)) from error
+        raise InputError("; ".join(messages)) from None  # a traceback would begin in pydantic
     experiment = note_plugins(experiment)
     return note_content(experiment) if note else experiment
 
