@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,7 +214,10 @@ def test_longer_run_extends_a_shorter_run(tiny, shorter, more, expected):
     console = Console(file=io.StringIO(), width=300)
     reports, extended = drain(run_steps(tiny(*longer), RunProgress(3, console), extras=False))
     assert [report.round for report in reports] == expected
-    assert ("extending run" in console.file.getvalue()) == (expected[0] > 0)
+    shown = console.file.getvalue()
+    assert ("extending run" in shown) == (expected[0] > 0)
+    rounds = [f"round {number}" for number in range(expected[0] or 1, 4)]
+    assert re.findall(r"^(?:training|round \d)", shown, re.MULTILINE) == ["training", *rounds]
     whole = drain(run_steps(tiny(*longer, runs="twin"), quiet(), extras=False))[1]
     assert extended.summary.state_sha256 == whole.summary.state_sha256
     assert extended.summary.attempt == json.loads(extended.home.read("attempt.json"))["attempt"]

@@ -312,8 +312,9 @@ def _train(
     ahead = None
     report = driver.begin()
     earlier = report.round
-    progress.phase(f"training, from round {report.round + 1}" if report.round else "training")
-    _log(report, tracker, progress, shown=1)
+    progress.phase("training")
+    # The record of a continued run's last round is complete after the next step.
+    _log(report, tracker, progress, shown=0 if report.round else 1)
     yield report
     while not report.finished:
         report = driver.step()
@@ -334,8 +335,9 @@ def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown:
     for record in report.records:
         # A resume logs earlier rounds again: the tracker ignores those it already has.
         tracker.round(record.round, grouped_metrics(record.metrics()))
-    progress.count_earlier(record.metrics() for record in report.records[:-shown])
-    for record in report.records[-shown:]:
+    earlier = len(report.records) - shown
+    progress.count_earlier(record.metrics() for record in report.records[:earlier])
+    for record in report.records[earlier:]:
         progress.advance(record.round, record.metrics())
 
 
