@@ -51,7 +51,7 @@ def test_wrong_input_is_one_line(called, monkeypatch, tmp_path, words, message):
 
 
 @pytest.mark.parametrize("plan", [["--plan"], []])
-def test_adapters_that_do_not_fit_are_named_with_their_cell(called, tmp_path, plan):
+def test_adapters_that_do_not_fit_name_the_cell(called, tmp_path, plan):
     file = tmp_path / "ranks.yaml"
     file.write_text("base: {method: fedit}\naxes: {adapter.rank: [4, 65]}\n")
     code, _, error = called("sweep", *plan, file, f"storage.runs={tmp_path}/runs")
@@ -67,7 +67,7 @@ def test_a_plan_needs_neither_the_models_nor_a_gpu(called, tmp_path):
     assert "2 runs of unknown time: model.name='nobody/nothing' not found" in out
 
 
-def test_own_data_that_are_refused_are_named_with_a_cell(called, monkeypatch, tmp_path):
+def test_rejected_user_data_name_the_cell(called, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.csv").write_text("text,label\n" + 9 * "a,yes\n")
     words = ["dataset=table", "data.path=x.csv", "model=bert-tiny"]
@@ -93,9 +93,7 @@ def test_own_data_that_are_refused_are_named_with_a_cell(called, monkeypatch, tm
         (f"base: {900 * '['}{900 * ']'}", "maximum recursion depth"),
     ],
 )
-def test_what_a_sweep_refuses_is_refused_before_ray(
-    called, monkeypatch, tmp_path, command, content, message
-):
+def test_sweep_is_rejected_before_ray(called, monkeypatch, tmp_path, command, content, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text(f"{content}\n")
     (tmp_path / "notes.xlsx").write_bytes(b"PK")
@@ -103,7 +101,7 @@ def test_what_a_sweep_refuses_is_refused_before_ray(
     assert (code, out) == (2, "") and message in error.strip().splitlines()[-1]
 
 
-def test_a_sweep_of_nothing_is_refused(called, monkeypatch, tmp_path):
+def test_empty_sweep_is_rejected(called, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.yaml").write_text("# nothing\n")
     code, out, error = called("sweep", "empty.yaml")
@@ -124,7 +122,7 @@ tables:
 """
 
 
-def test_a_report_shows_what_has_finished_and_runs_nothing(called, monkeypatch, tmp_path):
+def test_report_shows_finished_runs_and_runs_nothing(called, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(SWEEP)
     code, _, error = called("run", "method=ravan", "seed=1", *TINY)
@@ -146,6 +144,7 @@ def test_a_report_shows_what_has_finished_and_runs_nothing(called, monkeypatch, 
     monkeypatch.delenv("TRISHUL_REPORT")
     # Another folder has no runs.
     code, out, error = called("report", "mine.yaml", "--runs", "elsewhere", *TINY)
+    assert "report    report/mine/report.html" in out
     assert (code, "0 of 4 finished" in out) == (0, True), error
     assert len(list((tmp_path / "runs").glob("[!.]*"))) == 1
     assert not (tmp_path / "elsewhere").exists()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trishul_ray.sweeps.cells import Sweep, TuneOptions
     from trishul_ray.sweeps.run import Reproduced
 
+FILES = (".yaml", ".yml")
 KEPT = "Finished cells and rounds are kept"
 Profile = Annotated[
     str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
@@ -45,7 +46,7 @@ NamesOrFiles = Annotated[
 
 def _report_option(*names: str) -> Any:
     """Return the option for the place of the report; by default, named as its parameter."""
-    where = "Folder or URI of the report."
+    where = "Folder or URI of the report; by default a folder in report/, named after the sweep."
     return typer.Option(*names, metavar="DIR", help=where, envvar="TRISHUL_REPORT")
 
 
@@ -79,7 +80,7 @@ def sweep(
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Concurrent runs; default: what the cluster holds.")
     ] = None,
-    report: Annotated[str, _report_option("--report")] = "report",
+    report: Annotated[str | None, _report_option("--report")] = None,
     plugin: Plugins = None,
 ) -> None:
     """Run tables of the paper, a grid or a search; print tables, and write a report.
@@ -102,7 +103,7 @@ def sweep(
     elif rates is not None:
         _tune_rates(sweeps, options, rates)
     else:
-        run_sweeps(sweeps, options, report)
+        run_sweeps(sweeps, options, report or _report_folder(arguments, profile, axis))
 
 
 def _show_plan(sweeps: "Sequence[Sweep]", device: str | None) -> None:
@@ -143,7 +144,7 @@ def report(
     arguments: NamesOrFiles = None,
     profile: Profile = "paper",
     runs: RunsOption = None,
-    output: Annotated[str, _report_option()] = "report",
+    output: Annotated[str | None, _report_option()] = None,
     plugin: Plugins = None,
 ) -> None:
     """Write tables and figures of finished runs: one HTML page, Markdown, LaTeX and CSV.
@@ -162,7 +163,7 @@ def report(
             "`trishul sweep` writes the report"
         )
     outcomes = read_outcomes(sweeps)
-    place = _write_report(outcomes, output)
+    place = _write_report(outcomes, output or _report_folder(arguments, profile))
     states = {cell.id: cell.status for outcome in outcomes for cell in outcome.cells}
     print_field("runs", f"{[*states.values()].count('finished')} of {len(states)} finished")
     print_field("report", place)
@@ -194,7 +195,7 @@ def load_sweeps(
         raise InputError("give tables (or all) and sweep files, or --axis field=value,value")
     if axes:
         return [sweep_from_axes(axes, overrides)]
-    files = [name for name in names if name.endswith((".yaml", ".yml"))]
+    files = [name for name in names if name.endswith(FILES)]
     tables = [name for name in names if name not in files]
     sweeps = [*(find_sweeps(tables, profile, overrides) if tables else ())]
     return [*sweeps, *(load_sweep(Path(file), overrides) for file in files)]
@@ -248,6 +249,15 @@ def _check_report(place: str) -> None:
         Store.open(place, field="--report").check_bucket(place, "--report")
     else:
         check_writable(Path(place), "--report")
+
+
+def _report_folder(
+    arguments: Sequence[str] | None, profile: str, axes: Sequence[str] | None = None
+) -> str:
+    """Return the default folder of a report: sweeps of other names or axes have another one."""
+    names, _ = split_arguments(arguments or ())
+    names = [Path(n).stem if n.endswith(FILES) else f"{n}-{profile}" for n in names]
+    return "report/" + "+".join(names or [axis.partition("=")[0].strip() for axis in axes or ()])
 
 
 def _write_report(
