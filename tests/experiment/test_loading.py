@@ -57,7 +57,6 @@ def test_a_resolved_config_reads_back_as_itself(words, tmp_path):
         (["method.lr=0.1"], "did you mean 'optimizer.lr'?"),
         (["method=FedIT"], "did you mean 'fedit'?"),
         (["method=lora"], "method=fedit is LoRA with plain averaging"),
-        (["optimizer.name=adamw"], "input should be 'adam' or 'sgd'; did you mean 'adam'?"),
         (["seed=0-4"], "write a range of a sweep as 0..4"),
         (["local_epochs=1", "stacked=2"], "set federation.local_steps instead of"),
         (["local_epochs=1", "devices.kind=lognormal"], "set them instead of federation.local_ep"),

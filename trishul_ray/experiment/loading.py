@@ -22,7 +22,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from trishul_ray.config.fields import SHORT_MODEL_NAMES
-from trishul_ray.errors import InputError, did_you_mean
+from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.identity import note_content, note_plugins
 from trishul_ray.experiment.learning_rates import with_learning_rate
@@ -326,8 +326,6 @@ def _describe_error(item: Any, fields: RawFields) -> str:
         advice = f"; write a list: [{given}]"
     elif item["type"] == "dict_type" and isinstance(given, str):
         advice = "; write a mapping: {name: value}"
-    elif item["type"] == "literal_error":
-        advice = did_you_mean(str(given), re.findall("'([^']+)'", item["ctx"]["expected"]))
     elif isinstance(given, str) and (ends := re.fullmatch(r"(\d+)-(\d+)", given)):
         advice = f"; write a range of a sweep as {ends[1]}..{ends[2]}"
     is_number = isinstance(given, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|nan", given)
