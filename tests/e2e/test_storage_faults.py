@@ -179,7 +179,7 @@ def test_a_finished_run_on_a_read_only_file_system_is_read(trishul_here, home, m
     for more in (["--fresh"], ["seed=1"]):
         code, _, error = trishul_here("run", *TINY, place, *more)
         assert code == 2, error
-        assert f"storage.runs='{disk}' cannot be written: Read-only file system" in error
+        assert f"storage.runs='{disk}': cannot be written: Read-only file system" in error
 
 
 def test_a_full_disk_ends_the_run_with_how_to_continue(trishul_here, mounted, tmp_path):
@@ -231,7 +231,7 @@ def test_a_folder_that_cannot_be_written_is_wrong_input(trishul_here, tmp_path, 
     code, _, error = trishul_here("run", *TINY, f"storage.runs={place}")
     assert code == 2, error
     (line,) = error.strip().splitlines()[-1:]
-    assert line.startswith(f"error: storage.runs='{place}' cannot be written: {says}")
+    assert line.startswith(f"error: storage.runs='{place}': cannot be written: {says}")
     assert contents(tmp_path) == {"file": b"mine"}
 
 

@@ -89,7 +89,7 @@ def test_run_closed_early_is_continued(tiny, monkeypatch):
     experiment = tiny("tracking.mlflow=true")
     steps = run_steps(experiment, quiet(), tags={"trishul.sweep": "mine"})
     assert [next(steps).round, next(steps).round] == [0, 1]
-    monkeypatch.setattr("trishul_ray.runs.folder.LOCK_SECONDS", 0)
+    monkeypatch.setattr("trishul_ray.storage.locks.LOCK_SECONDS", 0)
     with pytest.raises(RunError, match="is being driven by another process"):
         next(run_steps(experiment, quiet()))
     steps.close()

@@ -2,12 +2,11 @@
 
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from filelock import FileLock, Timeout
 
 from trishul_ray.errors import (
     BusyError,
@@ -23,12 +22,9 @@ from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.federation.checkpoint import CheckpointStore, open_checkpoints, run_folder
 from trishul_ray.report.summary import attempt_of, run_ids, write_attempt
 from trishul_ray.runs.mlflow_log import delete_logged
-from trishul_ray.storage.durable import make_folder
+from trishul_ray.storage.locks import file_lock, lease
 from trishul_ray.storage.redaction import redact
-from trishul_ray.storage.store import Store, reason
-
-#: Seconds to wait for a process that drives the run, such as a killed one that is still ending.
-LOCK_SECONDS = 5.0
+from trishul_ray.storage.store import Store
 
 
 @dataclass(frozen=True)
@@ -63,38 +59,25 @@ class RunFolder:
 
     @contextmanager
     def locked(self, *, read_only: bool) -> Iterator[None]:
-        """Allow one process at a time to drive a run in a local folder.
+        """Allow one process at a time to drive a run: by a lock file, or in a bucket by a lease.
 
         With ``read_only``, a finished run may be in a folder that cannot be written.
         """
-        if not self.home.is_local:
-            yield
-            return
-        folder = Path(self.home.root).parent
-        file, is_new = folder / f".{self.home.name}.lock", not folder.exists()
-        lock = FileLock(file, fallback_to_soft=False)
-        try:
-            make_folder(folder)
-            lock.acquire(timeout=LOCK_SECONDS)
-        except Timeout as error:
-            raise BusyError(
-                f"run {self.home.name} is being driven by another process; wait for it or stop it"
-            ) from error
-        except OSError as error:
-            if not (read_only and self.home.exists("result.json")):
-                raise InputError(
-                    f"storage.runs={self.experiment.storage.runs!r} cannot be written: "
-                    f"{reason(error)}; choose a writable folder"
+        runs, name = self.home.parent(), self.home.name
+        file = Path(runs.root, f".{name}.lock")
+        lock = file_lock(file) if runs.is_local else lease(runs.child(".leases"), name)
+        with ExitStack() as held:
+            try:
+                with self.accessible():
+                    held.enter_context(lock)
+            except TimeoutError as error:
+                raise BusyError(
+                    f"run {name} is being driven by another process; wait for it or stop it"
                 ) from error
-        try:
+            except InputError:
+                if not (read_only and self.home.exists("result.json")):
+                    raise
             yield
-        finally:
-            with suppress(OSError):  # nothing can be written there, or another run has begun
-                if lock.is_locked:  # a process that waits for the removed file opens a new one
-                    Path(lock.lock_file).unlink(missing_ok=True)
-                if is_new:  # the input was rejected: leave nothing
-                    folder.rmdir()
-            lock.release()
 
     def remove(self) -> list[str]:
         """Remove the run, also from MLflow; return the parts that MLflow rejected."""

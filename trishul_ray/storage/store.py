@@ -168,17 +168,16 @@ class Store:
         inside = fs.FileSelector(self.root, allow_not_found=True, recursive=below)
         return self._retry("list", "", lambda: list(self.filesystem.get_file_info(inside)))
 
-    def last_write(self) -> float:
-        """Return when a file anywhere in this folder was last written, without hidden files.
+    def written(self) -> dict[str, float]:
+        """Return when the files anywhere in this folder were last written, without hidden files.
 
-        The time is in seconds since the epoch, by the clock of the storage; 0 without a file.
+        The times are in seconds since the epoch, by the clock of the storage.
         """
-        times = (
-            info.mtime_ns / 1e9
+        return {
+            info.path.removeprefix(f"{self.root}/"): info.mtime_ns / 1e9
             for info in self._list(below=True)
             if info.type == fs.FileType.File and not info.base_name.startswith(".")
-        )
-        return max(times, default=0.0)
+        }
 
     def remove(self, name: str) -> None:
         """Delete a file if it exists."""

@@ -172,7 +172,8 @@ def _kind(experiment: Experiment) -> str:
 
 def _is_running(experiment: Experiment) -> bool:
     """Return whether a run without a result has written a file a short time ago."""
-    return time.time() - RunFolder.of(experiment).home.last_write() < QUIET_SECONDS
+    written = RunFolder.of(experiment).home.written()
+    return time.time() - max(written.values(), default=0.0) < QUIET_SECONDS
 
 
 def default_device(sweeps: Sequence[Sweep]) -> str:
