@@ -51,7 +51,6 @@ RUN_AGAIN = [
 #: Files that other tests damage, in each of these ways.
 ELSEWHERE = {
     "runs/*/failure.json": "sweeps/test_status.py",
-    "runs/sweeps/*.json": "sweeps/test_status.py",
     "runs/*/eval.json": "runs/test_evaluate.py",
     "runs/*/answers.jsonl": "runs/test_evaluate.py",
     "cache/layers/*": "experiment/test_experiment.py",

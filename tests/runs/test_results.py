@@ -11,8 +11,9 @@ import pytest
 
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import coverage_of, prepare_run
-from trishul_ray.report.summary import attempt_of, write_attempt
+from trishul_ray.report.summary import ATTEMPT, read_note, write_note
 from trishul_ray.runs.results import summarize
+from trishul_ray.storage.integrity import to_checked_json
 from trishul_ray.storage.store import Store
 
 
@@ -86,9 +87,13 @@ def test_untuned_backbone_is_never_the_best(small, summary_of, accuracies):
     assert "validation_accuracy" not in found.final and found.data.validation == 0
 
 
-def test_damaged_attempt_is_ignored(tmp_path):
-    home = Store.open(str(tmp_path))
-    write_attempt(home, "0123abc")
-    assert attempt_of(home) == "0123abc"
-    home.write("attempt.json", home.read("attempt.json").replace(b"0123abc", b"0123abb"))
-    assert attempt_of(home) == ""
+def test_damaged_or_foreign_note_is_ignored(tmp_path):
+    home, other = (Store.open(str(tmp_path / name)) for name in ("a", "b"))
+    write_note(home, ATTEMPT, "0123abc")
+    content = home.read(ATTEMPT)
+    assert read_note(home, ATTEMPT) == "0123abc"
+    other.write(ATTEMPT, content)
+    assert read_note(other, ATTEMPT) == ""
+    for damaged in (content.replace(b"0123abc", b"0123abb"), to_checked_json({"id": "a"})):
+        home.write(ATTEMPT, damaged)
+        assert read_note(home, ATTEMPT) == ""

@@ -17,7 +17,7 @@ from tiny_run import TINY
 from trishul_ray.errors import ArtifactsError, CorruptFileError, InputError, RunError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.checkpoint import run_folder
-from trishul_ray.report.summary import TABLES, RunSummary, read_metrics
+from trishul_ray.report.summary import ATTEMPT, TABLES, RunSummary, read_metrics, read_note
 from trishul_ray.runs.folder import open_run
 from trishul_ray.runs.runner import run_experiment, run_steps
 from trishul_ray.tracking.progress import RunProgress, format_bytes
@@ -220,7 +220,7 @@ def test_longer_run_extends_a_shorter_run(tiny, shorter, more, expected):
     assert re.findall(r"^(?:training|round \d)", shown, re.MULTILINE) == ["training", *rounds]
     whole = drain(run_steps(tiny(*longer, runs="twin"), quiet(), extras=False))[1]
     assert extended.summary.state_sha256 == whole.summary.state_sha256
-    assert extended.summary.attempt == json.loads(extended.home.read("attempt.json"))["attempt"]
+    assert extended.summary.attempt == read_note(extended.home, ATTEMPT)
     assert numbers(extended) == numbers(whole)
 
 

@@ -159,7 +159,7 @@ def test_a_sweep_with_a_cell_that_fails_always_and_one_that_fails_once(
     }
     assert unlisted(tmp_path) == []
     failure = json.loads(run_folder(broken).read("failure.json"))
-    assert failure["reason"] == result.failures["mine: broken"]
+    assert failure["text"] == result.failures["mine: broken"]
     for experiment in experiments.values():
         assert_as_inline(experiment, inline_result)
 

@@ -31,8 +31,9 @@ from trishul_ray.tasks.sums import client_metrics
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-#: File of a run's folder with the reason why it has no result.
-FAILURE = "failure.json"
+#: Notes in a run's folder, see :func:`read_note`: the name of the attempt that its files belong to,
+#: and the reason why it has no result.
+ATTEMPT, FAILURE = "attempt.json", "failure.json"
 #: File of a run's folder with the scores of generated answers, which `trishul eval` writes.
 EVALUATION = "eval.json"
 #: Files of a finished run's numbers, which reports read.
@@ -282,17 +283,18 @@ def flatten(fields: Json, prefix: str = "") -> Json:
     return flat
 
 
-def attempt_of(home: Store) -> str:
-    """Return the name of the attempt that a run's folder belongs to, or an empty string."""
-    try:
-        return str(from_checked_json(home.read("attempt.json"), "attempt.json")["attempt"])
-    except (FileNotFoundError, CorruptFileError):
-        return ""
+def read_note(home: Store, name: str) -> str:
+    """Return the text of a note; empty if it is missing, damaged or of another run."""
+    with suppress(FileNotFoundError, CorruptFileError):
+        found = from_checked_json(home.read(name), name)
+        if found.get("id") == home.name:
+            return str(found.get("text", ""))
+    return ""
 
 
-def write_attempt(home: Store, attempt: str) -> None:
-    """Write the name of the attempt that a run's folder belongs to."""
-    home.write("attempt.json", to_checked_json({"attempt": attempt}))
+def write_note(home: Store, name: str, text: str) -> None:
+    """Write a note into a run's folder."""
+    home.write(name, to_checked_json({"id": home.name, "text": text}))
 
 
 def write_result(home: Store, summary: RunSummary) -> RunSummary:

@@ -20,7 +20,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import build_experiment
 from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.federation.checkpoint import CheckpointStore, open_checkpoints, run_folder
-from trishul_ray.report.summary import attempt_of, run_ids, write_attempt
+from trishul_ray.report.summary import ATTEMPT, read_note, run_ids, write_note
 from trishul_ray.runs.mlflow_log import delete_logged
 from trishul_ray.storage.locks import file_lock, lease
 from trishul_ray.storage.redaction import redact
@@ -43,7 +43,7 @@ class RunFolder:
     @property
     def attempt(self) -> str:
         """Name of the attempt that its files belong to, or an empty text."""
-        if attempt := attempt_of(self.home):
+        if attempt := read_note(self.home, ATTEMPT):
             return attempt
         checkpoint = self.checkpoints.newest()
         return "" if checkpoint is None else checkpoint.attempt
@@ -93,13 +93,13 @@ class RunFolder:
 
         A run that is rejected before its first checkpoint leaves no files.
         """
-        existed = self.home.exists("attempt.json")
+        existed = self.home.exists(ATTEMPT)
         try:
             with self.accessible():
                 self.home.remove_unfinished()
                 # Before there is a run in MLflow: a driver killed in between finds it by this name.
                 attempt = self.attempt or uuid.uuid4().hex
-                write_attempt(self.home, attempt)
+                write_note(self.home, ATTEMPT, attempt)
                 self.home.write("config.yaml", self.experiment.to_yaml())
             yield attempt
         except InputError:

@@ -133,7 +133,7 @@ class CellRun:
         name: Its name in messages.
         tags: Tags of its MLflow run.
         replaces: Attempt of a stale run with the same id that the trial deletes first, as
-            ``attempt_of`` returns it; None resumes an existing run.
+            ``read_note`` returns it; None resumes an existing run.
     """
 
     experiment: Experiment

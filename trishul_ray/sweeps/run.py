@@ -16,7 +16,7 @@ from trishul_ray.errors import InputError, how_to_install
 from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.rows import check_rows
 from trishul_ray.report.outcomes import SweepOutcome
-from trishul_ray.report.summary import attempt_of
+from trishul_ray.report.summary import ATTEMPT, read_note
 from trishul_ray.runs.folder import RunFolder
 from trishul_ray.runs.mlflow_log import log_finished
 from trishul_ray.storage.store import Store
@@ -161,7 +161,7 @@ def cell_runs(
             tags[id] = cell_tags(sweep, cell) | tags.get(id, {})
     runs, names = distinct(sweeps), cell_names(sweeps)
     homes = {id: RunFolder.of(runs[id]).home for id in missing if states[id].status == "stale"}
-    stale = {id: attempt_of(home) for id, home in homes.items()}
+    stale = {id: read_note(home, ATTEMPT) for id, home in homes.items()}
     return {id: CellRun(runs[id], names[id], tags[id], stale.get(id)) for id in missing}
 
 

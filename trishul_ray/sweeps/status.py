@@ -15,9 +15,16 @@ from trishul_ray.experiment.experiment import id_of
 from trishul_ray.experiment.identity import local_sources
 from trishul_ray.federation.messages import changed_sources, comparable
 from trishul_ray.report.outcomes import CellOutcome, CellStatus, SweepOutcome
-from trishul_ray.report.summary import FAILURE, NUMBERS, RunSummary, run_ids, unscored
+from trishul_ray.report.summary import (
+    FAILURE,
+    NUMBERS,
+    RunSummary,
+    read_note,
+    run_ids,
+    unscored,
+    write_note,
+)
 from trishul_ray.runs.folder import RunFolder
-from trishul_ray.storage.integrity import from_checked_json, to_checked_json
 from trishul_ray.storage.redaction import redact
 from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.cells import Cell, Sweep
@@ -85,8 +92,7 @@ def examine(
 
 def record_failure(experiment: Experiment, reason: str) -> None:
     """Store the reason why a run has no result; its next finished run deletes the file."""
-    note = {"id": experiment.id, "reason": redact(reason)}
-    RunFolder.of(experiment).home.write(FAILURE, to_checked_json(note))
+    write_note(RunFolder.of(experiment).home, FAILURE, redact(reason))
 
 
 def collect(sweeps: Sequence[Sweep], states: Mapping[str, CellState]) -> tuple[SweepOutcome, ...]:
@@ -154,13 +160,10 @@ def _read_state(home: Store, experiment: Experiment) -> CellState:
 
 
 def _without_result(home: Store) -> CellState:
-    try:
-        failure = from_checked_json(home.read(FAILURE), FAILURE)
-        return CellState("failed", str(failure["reason"]))
-    except FileNotFoundError:
-        return CellState("missing", "not finished yet" if home.names() else "not run yet")
-    except CorruptFileError:
-        return CellState("failed", "the last run failed")
+    names = home.names()
+    if FAILURE in names:
+        return CellState("failed", read_note(home, FAILURE) or "the last run failed")
+    return CellState("missing", "not finished yet" if names else "not run yet")
 
 
 def _compare(state: CellState, before: Mapping[str, str], now: Mapping[str, str]) -> CellState:

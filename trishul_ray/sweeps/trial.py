@@ -20,7 +20,7 @@ from trishul_ray.data.dataset import ScoredSplit, score_name
 from trishul_ray.errors import BusyError, FailsAgainError, InputError, RunError, one_line
 from trishul_ray.federation.on_ray.driver import Workers
 from trishul_ray.federation.on_ray.process import WorkerEnvironment
-from trishul_ray.report.summary import NUMBERS, attempt_of
+from trishul_ray.report.summary import ATTEMPT, NUMBERS, read_note
 from trishul_ray.runs.folder import RunFolder
 from trishul_ray.runs.runner import FinishedRun, RunSteps, run_steps
 from trishul_ray.sweeps.cells import CellRun, FindRun
@@ -127,7 +127,7 @@ class CellTrial(tune.Trainable):
     def _run(self, run: CellRun) -> RunSteps:
         # A generator: nothing happens before the first step, where Tune handles errors.
         home = RunFolder.of(run.experiment).home
-        old = run.replaces is not None and run.replaces == attempt_of(home)
+        old = run.replaces is not None and run.replaces == read_note(home, ATTEMPT)
         options: dict[str, Any] = {"workers": self._workers, "extras": False, "tags": run.tags}
         finished = yield from run_steps(run.experiment, self._progress, fresh=old, **options)
         if finished.repeated and finished.summary.damaged_files(home, NUMBERS):
