@@ -173,7 +173,6 @@ class Place:
             "sources": summary.sources,
             "hashes": {k: v for k, v in summary.sha256.items() if k != "metrics.parquet"},
             "damaged": summary.damaged_files(home),
-            "logged": summary.logged,
             "files": self.files(),
         }
         with closing(sqlite3.connect(self.root / "runs/mlflow.db")) as base:
@@ -197,6 +196,8 @@ class Place:
                 found["artifacts"] = sorted(
                     path.relative_to(artifacts).as_posix() for path in artifacts.rglob("*")
                 )
+                tags = dict(base.execute("select key, value from tags where run_uuid = ?", (uuid,)))
+                found["logged"] = tags.get("trishul.result") == summary.checksum
                 found["logged result"] = (artifacts / "result.json").read_bytes() == home.read(
                     "result.json"
                 )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -46,8 +47,10 @@ WORDS = ["one", "two", "three"]
 
 
 @pytest.fixture(scope="module")
-def tuned(cache, tmp_path_factory):
+def tuned(cache, tmp_path_factory, empty_store):
     """A run of a second on instructions."""
+    runs = tmp_path_factory.mktemp("runs")
+    shutil.copy(empty_store, runs / "mlflow.db")
     return trishul_ray.run(
         "synthetic/instructions",
         method="fedit",
@@ -60,9 +63,9 @@ def tuned(cache, tmp_path_factory):
         optimizer={"lr": 0.01},
         evaluation={"limit": 16},
         backend="inline",
-        mlflow=False,
+        mlflow=True,
         progress="off",
-        runs=tmp_path_factory.mktemp("runs"),
+        runs=runs,
         cache=cache,
     )
 
@@ -132,6 +135,20 @@ def test_answers_and_scores_do_not_depend_on_batches(tuned):
     assert [*found["value"]] == [scores["rouge_l"], None, scores["rouge_l"], None]
     assert [*found["gap"]] == ["", "evaluated differently", "", "not measured"]
     assert [*read([longer], score="rouge_l")["value"]] == [scores["rouge_l"]]
+
+
+def test_evaluation_is_logged_when_mlflow_answers_again(tuned):
+    from mlflow.tracking import MlflowClient
+
+    database = Path(tuned.path).parent / "mlflow.db"
+    content = database.read_bytes()
+    database.write_bytes(b"this is not a database" * 99)
+    with pytest.raises(InputError, match="MLflow store does not answer"):
+        evaluate_run(tuned.path, rows=40)
+    database.write_bytes(content)
+    scores = evaluate_run(tuned.path, rows=40)["tuned"]
+    run = MlflowClient(f"sqlite:///{database}").get_run(tuned.summary["mlflow_run_id"])
+    assert run.data.metrics["eval/rouge_l"] == scores["rouge_l"]
 
 
 def test_answers_are_limited_in_tokens(tuned):

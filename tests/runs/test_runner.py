@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,14 +166,28 @@ def test_model_exported_later_is_in_mlflow(tiny):
     client = MlflowClient(f"sqlite:///{run_folder(experiment).root}/../mlflow.db")
     before = client.get_run(first.mlflow_run_id)
     again = run_experiment(experiment, quiet())
-    assert again.repeated and again.summary.logged
+    assert again.repeated
     (after,) = client.search_runs([before.info.experiment_id])
     assert after.info.run_id == before.info.run_id and after.info.status == "FINISHED"
     assert after.info.end_time == before.info.end_time
+    assert after.data.tags["trishul.result"] == again.summary.checksum
     artifacts = Path(after.info.artifact_uri.removeprefix("file://"))
     for name in (*again.summary.files, "result.json"):
         assert (artifacts / name).read_bytes() == again.home.read(name)
     assert "adapter/README.md" in again.summary.files
+
+
+@pytest.mark.slow
+def test_finished_run_is_logged_to_a_new_database(tiny, mlflow_store, empty_store):
+    from mlflow.tracking import MlflowClient
+
+    experiment = tiny("tracking.mlflow=true")
+    run_experiment(experiment, quiet())
+    shutil.copy(empty_store, mlflow_store)
+    assert run_experiment(experiment, quiet()).repeated
+    client = MlflowClient(f"sqlite:///{mlflow_store}")
+    (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    assert run.data.tags["trishul.id"] == experiment.id and run.info.status == "FINISHED"
 
 
 @pytest.mark.slow

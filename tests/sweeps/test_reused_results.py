@@ -1,6 +1,7 @@
 """A sweep shows results that were made for another MLflow experiment; nothing runs again."""
 
 import io
+import shutil
 
 from mlflow.tracking import MlflowClient
 from rich.console import Console
@@ -14,7 +15,7 @@ from trishul_ray.sweeps.run import reproduce
 from trishul_ray.tracking.progress import RunProgress, SweepProgress
 
 
-def test_shared_reused_result_is_logged_once(mlflow_store, tmp_path, cache):
+def test_shared_reused_result_is_logged_once(mlflow_store, empty_store, tmp_path, cache):
     places = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
     words = [*TINY, *places, "tracking.mlflow=true"]
     for seed in (0, 1):
@@ -25,7 +26,9 @@ def test_shared_reused_result_is_logged_once(mlflow_store, tmp_path, cache):
         file = tmp_path / f"{name}.yaml"
         file.write_text(f"axes: {{seed: {seeds}}}\n")
         sweeps.append(load_sweep(file, [*words, "tracking.experiment=other"]))
-    for _ in range(2):
+    for lost in (False, False, True):
+        if lost:
+            shutil.copy(empty_store, mlflow_store)
         progress = SweepProgress(Console(file=io.StringIO()))
         assert reproduce(sweeps, TuneOptions(), progress).ran == 0
         client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")

@@ -97,9 +97,7 @@ class RunSummary:
         export: The exported model, as ``Export``; None if it was skipped.
         files: The files of the run. ``sha256`` has their SHA-256; None for config.yaml, in which
             some sections may be edited.
-        logged_to: The MLflow store, without credentials, and the MLflow experiment.
         unread_fields: Fields of the experiment that nothing has read.
-        logged: Whether everything has been logged; False while the process of the run ends.
         reports: Reports of stages, by their names; see ``Stage.report``.
         peak_memory: Peak of the worker that used most, of the process that finished the run.
         held: ``CPU`` and ``GPU`` of all its actors; empty without actors, or if not known.
@@ -140,12 +138,10 @@ class RunSummary:
     export: Json | None = None
     files: list[str] = field(default_factory=list)
     sha256: dict[str, str | None] = field(default_factory=dict)
-    logged_to: list[str] | None = None
     unread_fields: list[str] = field(default_factory=list)
     reports: dict[str, Json] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
     participation: dict[str, int] = field(default_factory=dict)
-    logged: bool = True
     peak_memory: PeakMemory | None = None
     held: dict[str, float] = field(default_factory=dict)
     checksum: str = ""

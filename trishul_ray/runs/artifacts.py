@@ -32,11 +32,8 @@ def write_results(
         write_tables(experiment, last, Path(scratch))
         hashes = summary.sha256 | file_hashes(Path(scratch))
         home.upload_folder(Path(scratch))
-    logged = summary.logged_to is None
     # Its presence marks the run as finished, even if the model cannot be exported.
-    summary = write_result(
-        home, replace(summary, files=sorted(hashes), sha256=hashes, logged=logged)
-    )
+    summary = write_result(home, replace(summary, files=sorted(hashes), sha256=hashes))
     return _add_model(experiment, summary, home) if model else summary
 
 
@@ -63,7 +60,6 @@ def _add_model(experiment: Experiment, summary: RunSummary, home: Store) -> RunS
             export=asdict(export),
             files=sorted({*summary.files, *hashes}),
             sha256=summary.sha256 | hashes,
-            logged=summary.logged_to is None,
         )
         return write_result(home, added)
     except Exception as error:  # of a plug-in, a disk or a bug: the scores are kept

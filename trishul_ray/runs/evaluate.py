@@ -35,14 +35,13 @@ from trishul_ray.federation.worker.context import ModelContext
 from trishul_ray.report.summary import EVALUATION, RunSummary
 from trishul_ray.runs.export import load_trained
 from trishul_ray.runs.folder import open_run
+from trishul_ray.runs.mlflow_log import log_finished
 from trishul_ray.runs.prediction import computing
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.storage.durable import Json
 from trishul_ray.storage.integrity import from_checked_json, to_checked_json
 from trishul_ray.storage.store import Store
 from trishul_ray.tasks.instruction import Instruction
-from trishul_ray.tracking.mlflow import points_of
-from trishul_ray.tracking.store import opened, tracking_uri
 from trishul_ray.version import versions
 
 #: File of a run's folder with a JSON line for each evaluated row.
@@ -110,6 +109,7 @@ def evaluate_run(
     }
     known = _read(home, about)
     if "tuned" in known and (not untuned or "untuned" in known):
+        _log(experiment, summary, home, known)
         return known
     raw = prepare_rows(experiment).dataset.split(split)
     asked = [row for n, row in enumerate(read_rows(raw, 0, len(raw))) if n in {*chosen.tolist()}]
@@ -143,22 +143,20 @@ def evaluate_run(
     home.write(ANSWERS, answers)
     about["answers_sha256"] = hashlib.sha256(answers).hexdigest()
     home.write(EVALUATION, to_checked_json(about))
-    if experiment.tracking.mlflow and summary.mlflow_run_id is not None:
-        _log(experiment, summary.mlflow_run_id, about)
+    _log(experiment, summary, home, about)
     return about
 
 
-def _log(experiment: Experiment, run: str, about: Json) -> None:
+def _log(experiment: Experiment, summary: RunSummary, home: Store, about: Json) -> None:
     """Log the scores of all rows with the run's own metrics: ``eval/rouge_l``."""
-    uri = tracking_uri(experiment.tracking.uri, experiment.storage.runs)
-    numbers = {
+    scores = {
         f"{prefix}/{name}": value
         for model, prefix in (("tuned", "eval"), ("untuned", "eval_untuned"))
         for name, value in about.get(model, {}).items()
         if isinstance(value, float)
     }
-    with opened(uri, experiment.tracking.experiment) as (client, _):
-        client.log_batch(run, metrics=points_of(numbers, about["round"]))
+    if rejected := log_finished(experiment, summary, home, {}, scores):
+        raise InputError(f"not logged to MLflow: {'; '.join(rejected)}")
 
 
 def _read(home: Store, about: Json) -> Json:

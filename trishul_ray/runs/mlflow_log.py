@@ -1,30 +1,37 @@
 """The log of a run in MLflow: its names, parameters, tags and totals.
 
-A run is logged while it goes on. A finished run whose result is requested for another experiment or
-store is logged there once, from its files, with the tag ``trishul.reused``.
+A run is logged while it goes on. The store knows what it has: a finished run whose result it lacks
+is logged from its files, as a new run with the tag ``trishul.reused``.
 """
 
 import hashlib
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 
 from trishul_ray.config.fields import RateSource
 from trishul_ray.data.coverage import Coverage
 from trishul_ray.errors import InputError, StorageError
 from trishul_ray.experiment import Experiment
-from trishul_ray.report.summary import RunSummary, flatten, read_metrics, write_result
+from trishul_ray.report.summary import RunSummary, flatten, read_metrics
 from trishul_ray.spectral.diagnostics import DIAGNOSTICS
 from trishul_ray.stages import STAGES
 from trishul_ray.storage.durable import scratch_folder
-from trishul_ray.storage.redaction import redact
 from trishul_ray.storage.store import Store
-from trishul_ray.tracking.mlflow import ID_TAG, MlflowRun, Tracker, dataset_input, find_runs
+from trishul_ray.tracking.mlflow import (
+    ID_TAG,
+    RESULT_TAG,
+    MlflowRun,
+    Tracker,
+    dataset_input,
+    find_runs,
+)
 from trishul_ray.tracking.store import SCORES, tracking_uri, ui_command
 from trishul_ray.tracking.sweep import AXIS_TAG, CELL_TAG
 from trishul_ray.version import versions
 
-#: Tag of a run whose result was made elsewhere.
+#: Tag of a run that was logged from the files of its result.
 REUSED_TAG = "trishul.reused"
 
 
@@ -48,12 +55,6 @@ def describe(experiment: Experiment) -> str:
 def mlflow_command(experiment: Experiment) -> str | None:
     """Return the command that shows the runs in a browser, or None if they are not logged."""
     return ui_command(_uri(experiment)) if experiment.tracking.mlflow else None
-
-
-def logged_to(experiment: Experiment) -> list[str] | None:
-    """Return the MLflow store and experiment of a run, or None if it is not logged."""
-    options = experiment.tracking
-    return [redact(_uri(experiment)), options.experiment] if options.mlflow else None
 
 
 def open_run(
@@ -144,7 +145,10 @@ def _grouped(name: str) -> str:
     return f"{SCORES}{name}"
 
 
-def close_run(run: Tracker, summary: RunSummary, home: Store) -> list[str]:
+def close_run(
+    run: Tracker, summary: RunSummary, home: Store,
+    scores: Mapping[str, float] = MappingProxyType({}),
+) -> list[str]:  # fmt: skip
     """End the MLflow run of a finished run with its totals and files; return the rejected parts."""
     if not isinstance(run, MlflowRun):
         return []
@@ -159,6 +163,7 @@ def close_run(run: Tracker, summary: RunSummary, home: Store) -> list[str]:
         "total/uploaded_bytes": summary.uploaded_bytes,
         "total/downloaded_bytes": summary.downloaded_bytes,
         "total/wall_seconds": summary.wall_seconds,
+        **scores,
     }
     tags = {
         "hardware.processor": hardware.processor,
@@ -168,49 +173,41 @@ def close_run(run: Tracker, summary: RunSummary, home: Store) -> list[str]:
         **{f"trishul.{k}": r["sentence"] for k, r in summary.reports.items() if "sentence" in r},
     }
     with scratch_folder("results") as scratch:
-        for name in filter(home.exists, summary.files):
+        for name in filter(home.exists, ("result.json", *summary.files)):
             file = Path(scratch, name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(home.read(name))
-        Path(scratch, "result.json").write_bytes(replace(summary, logged=True).to_json())
-        return run.end("FINISHED", metrics=metrics, tags=tags, folder=Path(scratch))
-
-
-def mark_logged(summary: RunSummary, home: Store) -> RunSummary:
-    """Record in result.json that the run is completely logged; return its content."""
-    return write_result(home, replace(summary, logged=True))
+        return run.end(
+            "FINISHED", metrics=metrics, tags=tags, folder=Path(scratch), result=summary.checksum
+        )
 
 
 def log_finished(
-    experiment: Experiment, summary: RunSummary, home: Store, tags: Mapping[str, str]
-) -> tuple[RunSummary, list[str]]:
-    """Log a finished run where the experiment asks for it, unless it is already there.
-
-    A run whose process ended before all was logged, or whose files have changed since, is
-    completed where it was logged; result.json then says so.
+    experiment: Experiment, summary: RunSummary, home: Store, tags: Mapping[str, str],
+    scores: Mapping[str, float] = MappingProxyType({}),
+) -> list[str]:  # fmt: skip
+    """Log a finished run where the experiment asks for it, unless MLflow has its result and scores.
 
     Returns:
-        The summary in result.json, and the rejected parts.
+        The rejected parts.
     """
-    options, made_here = experiment.tracking, summary.logged_to == logged_to(experiment)
-    if not options.mlflow or (made_here and summary.logged):
-        return summary, []
+    options = experiment.tracking
+    if not options.mlflow:
+        return []
     try:
-        if not made_here:
-            found = find_runs(_uri(experiment), options.experiment, summary.attempt)
-            if any(run.info.status == "FINISHED" for run in found):
-                return summary, []
-            tags = {**tags, REUSED_TAG: "True"}
+        found = find_runs(_uri(experiment), options.experiment, summary.attempt)
+        ended = [each.data for each in found if each.info.status == "FINISHED"]
+        logged = {data.tags.get(RESULT_TAG): data.metrics.items() for data in ended}
+        if summary.checksum in logged and scores.items() <= logged[summary.checksum]:
+            return []
+        tags = {**tags, REUSED_TAG: "True"}  # of a new run
         sources, unread = summary.sources, summary.unread_fields
         run = open_run(experiment, summary.attempt, summary.data, sources, tags, unread)
         for record in read_metrics(home):
             run.round(int(record["round"]), grouped_metrics(record))
-        rejected = close_run(run, summary, home)
-        if made_here and not rejected:
-            summary = mark_logged(summary, home)
+        return close_run(run, summary, home, scores)
     except (InputError, StorageError, FileNotFoundError) as error:
-        return summary, [str(error)]
-    return summary, rejected
+        return [str(error)]
 
 
 def delete_logged(experiment: Experiment, attempt: str) -> list[str]:

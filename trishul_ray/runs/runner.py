@@ -41,8 +41,6 @@ from trishul_ray.runs.mlflow_log import (
     close_run,
     grouped_metrics,
     log_finished,
-    logged_to,
-    mark_logged,
     mlflow_command,
     open_run,
 )
@@ -151,8 +149,7 @@ def _reuse(
     with suppress(StorageRefusedError):  # the user may only have permission to read
         folder.home.remove_unfinished()
     summary = restore_files(experiment, summary, folder, progress, extras=extras)
-    summary, rejected = log_finished(experiment, summary, folder.home, tags)
-    for line in rejected:
+    for line in log_finished(experiment, summary, folder.home, tags):
         progress.note(f"not logged to MLflow: {line}")
     return FinishedRun(summary, folder.home, True, mlflow_command(experiment))
 
@@ -216,7 +213,6 @@ class _Run:
             summary = replace(
                 summarize(experiment, result, coverage, wall, tracker.run_id),
                 reports=Stages.of(experiment).reports(state.stages, state.records[-1].stages),
-                logged_to=logged_to(experiment),
                 unread_fields=unread,
                 held=held,
             )
@@ -268,10 +264,7 @@ class _Run:
         except ArtifactsError as error:
             summary, lost = RunSummary.read(home), error
         home.remove(FAILURE)
-        rejected = close_run(tracker, summary, home)
-        self.note_rejected(rejected)
-        if not (rejected or summary.logged):
-            summary = mark_logged(summary, home)
+        self.note_rejected(close_run(tracker, summary, home))
         if lost is not None:
             raise lost
         return FinishedRun(summary, home, False, mlflow_command(experiment))

@@ -187,15 +187,16 @@ def _close_parent(
 ) -> None:
     """Log results that MLflow does not have, and end the MLflow runs of a sweep and its cells."""
     logs, rejected = dict[str, Status](), list[str]()
+    logged = None if status == "KILLED" else parent.results()
     for cell in sweep.cells if sweep.search is None else ():
         id, experiment = cell.experiment.id, cell.experiment
         state = states[id]
         logs[id] = "FAILED" if state.status == "failed" else "KILLED"
         if state.status == "finished" and state.summary is not None:
-            home, tags = RunFolder.of(experiment).home, cell_tags(sweep, cell)
-            summary, refused = log_finished(experiment, state.summary, home, tags)
-            states[id] = replace(state, summary=summary)
-            logs[id], rejected = "FINISHED", rejected + refused
+            logs[id] = "FINISHED"
+            if logged is not None and state.summary.checksum not in logged:
+                home, tags = RunFolder.of(experiment).home, cell_tags(sweep, cell)
+                rejected += log_finished(experiment, state.summary, home, tags)
     found = Counter(states[id].status for id in logs)
     counts = {name: found[name] for name in ("finished", "failed")}
     counts["missing"] = len(logs) - sum(counts.values())

@@ -29,6 +29,8 @@ Scalar = str | int | float | bool | None
 
 #: Tags of a run: its attempt, the id of its experiment, and the parent in MLflow's list of runs.
 ATTEMPT_TAG, ID_TAG, PARENT_TAG = "trishul.attempt", "trishul.id", "mlflow.parentRunId"
+#: Tag that a finished run gets last: the checksum of the result that is completely logged.
+RESULT_TAG = "trishul.result"
 #: Metric that a round logs last: a round with it is complete.
 ROUND_METRIC = "round"
 #: Seconds to wait for a server that has answered before. A server takes a minute to start.
@@ -47,7 +49,7 @@ class Tracker:
 
     def end(
         self, status: Status, *, metrics: Mapping[str, float] | None = None,
-        tags: Mapping[str, Scalar] | None = None, folder: Path | None = None,
+        tags: Mapping[str, Scalar] | None = None, folder: Path | None = None, result: str = "",
     ) -> list[str]:  # fmt: skip
         """End the run with its totals; return the rejected parts."""
         return []
@@ -127,9 +129,9 @@ class MlflowRun(Tracker):
 
     def end(
         self, status: Status, *, metrics: Mapping[str, float] | None = None,
-        tags: Mapping[str, Scalar] | None = None, folder: Path | None = None,
+        tags: Mapping[str, Scalar] | None = None, folder: Path | None = None, result: str = "",
     ) -> list[str]:  # fmt: skip
-        """End the run; return the rejected parts.
+        """End the run; return the rejected parts. If there are none, ``result`` is logged.
 
         A stopped run (``KILLED``) does not wait for a server. A run that had finished before keeps
         the time of its end.
@@ -148,6 +150,8 @@ class MlflowRun(Tracker):
             self._send("files", client.log_artifacts, id, str(folder))
         ended = self._ended if status == "FINISHED" else None
         self._send(f"status {status}", client.set_terminated, id, status, ended)
+        if result and not self._rejected:
+            self._send("result", client.set_tag, id, RESULT_TAG, result)
         rejected, self._rejected = self._rejected, []
         return rejected
 

@@ -8,7 +8,7 @@ another sweep or a single call has logged keeps its parent and also gets the tag
 import hashlib
 from collections.abc import Mapping, Sequence
 
-from trishul_ray.tracking.mlflow import ID_TAG, MlflowRun, Status
+from trishul_ray.tracking.mlflow import ID_TAG, RESULT_TAG, MlflowRun, Status
 
 #: Beginnings of the tags of a cell's run: the sweeps that need it, and its labels by axis. Labels
 #: are also parameters: MLflow compares runs by the first parameters that differ.
@@ -35,10 +35,21 @@ class SweepRun(MlflowRun):
     ) -> None:  # fmt: skip
         self._sweep, self._profile = tags["sweep"], tags["profile"]
         text = "\n".join([self._sweep, self._profile, *keys])
+        self._cells = f"tags.`{SWEEP_TAG}{self._sweep}` = '{self._profile}'"
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
         varying = [k.removeprefix(AXIS_TAG) for k, labels in params.items() if "," in labels]
         name = " ".join([f"{self._sweep}-{self._profile}", *varying])
         super().__init__(uri, experiment, f"sweep-{key}", name, params=params, tags=tags)
+
+    def results(self) -> set[str] | None:
+        """Return the checksums of the logged results of its cells; None if MLflow is gone."""
+        found = set[str]()
+
+        def find() -> None:
+            found.update(r.data.tags.get(RESULT_TAG, "") for r in self._search(self._cells))
+
+        self._send("runs of cells", find)
+        return None if self._rejected else found
 
     def close(
         self, cells: Mapping[str, Status], counts: Mapping[str, int], status: Status
@@ -57,12 +68,12 @@ class SweepRun(MlflowRun):
         return self.end(status, tags={f"cells.{name}": count for name, count in counts.items()})
 
     def _settle(self, cells: Mapping[str, Status]) -> None:
-        tag, others = f"{SWEEP_TAG}{self._sweep}", {*cells}
-        for run in self._search(f"tags.`{tag}` = '{self._profile}'"):
+        others = {*cells}
+        for run in self._search(self._cells):
             id = run.data.tags.get(ID_TAG, "")
             if id in cells and run.info.status != cells[id]:
                 self.client.set_terminated(run.info.run_id, cells[id])
             others.discard(id)
         for id in others:  # logged by another sweep or a single call
             for run in self._search(f"tags.`{ID_TAG}` = '{id}'"):
-                self.client.set_tag(run.info.run_id, tag, self._profile)
+                self.client.set_tag(run.info.run_id, f"{SWEEP_TAG}{self._sweep}", self._profile)
