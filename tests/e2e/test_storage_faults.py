@@ -214,6 +214,47 @@ def test_a_full_disk_ends_the_run_with_how_to_continue(trishul_here, mounted, tm
     assert first == second
 
 
+def test_a_full_cache_disk_is_one_paragraph(trishul_here, mounted, monkeypatch):
+    monkeypatch.setenv("TRISHUL_CACHE", str(mounted("-o", "size=300k")))
+    code, _, error = trishul_here("run", *TINY)
+    assert code == 1 and "Traceback" not in error, error
+    assert "No space left on device: " in words_of(error)
+    assert "to continue:" in words_of(error)
+
+
+@pytest.mark.usefixtures("mlflow_store")
+def test_full_disk_before_a_checkpoint_is_logged_once(trishul_here, mounted, tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    disk, uri = mounted("-o", "size=16k"), f"sqlite:///{tmp_path}/runs/mlflow.db"
+    words = [*TINY, f"storage.runs={disk}", "storage.retry_seconds=0.3", "tracking.mlflow=true"]
+    code, _, error = trishul_here("run", *words, f"tracking.uri={uri}")
+    assert code == 1, error
+    subprocess.run(["mount", "-o", "remount,size=100m", str(disk)], check=True)
+    code, _, error = trishul_here("run", *words, f"tracking.uri={uri}")
+    assert code == 0, error
+    client = MlflowClient(uri)
+    (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    assert run.info.status == "FINISHED"
+
+
+def test_full_disk_of_mlflow_prints_no_traceback(trishul_here, mounted, empty_store, tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    disk = mounted("-o", f"size={empty_store.stat().st_size + 40_000}")
+    shutil.copy(empty_store, disk / "mlflow.db")
+    words = [*TINY, "tracking.mlflow=true", f"tracking.uri=sqlite:///{disk}/mlflow.db"]
+    code, _, error = trishul_here("run", *words)
+    assert "Traceback" not in error and len(error.splitlines()) < 40, error
+    assert "full" in error
+    subprocess.run(["mount", "-o", "remount,size=100m", str(disk)], check=True)
+    code, _, error = trishul_here("run", *words)
+    assert code == 0 and "not logged" not in error, error
+    client = MlflowClient(words[-1].partition("=")[2])
+    (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    assert run.info.status == "FINISHED"
+
+
 def test_a_disk_too_full_for_the_mlflow_database_is_left_unchanged(trishul_here, mounted):
     disk = mounted("-o", "size=100k")
     code, _, error = trishul_here("run", *TINY, f"storage.runs={disk}", "tracking.mlflow=true")

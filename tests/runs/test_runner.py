@@ -191,6 +191,20 @@ def test_finished_run_is_logged_to_a_new_database(tiny, mlflow_store, empty_stor
 
 
 @pytest.mark.slow
+def test_rejected_start_leaves_no_mlflow_run(tiny, monkeypatch, mlflow_store):
+    from mlflow.tracking import MlflowClient
+
+    def reject(*_, **__):
+        raise InputError("too large")
+
+    monkeypatch.setattr("trishul_ray.runs.runner.ensure_pretrained", reject)
+    with pytest.raises(InputError, match="too large"):
+        run_experiment(tiny("tracking.mlflow=true"), quiet())
+    client = MlflowClient(f"sqlite:///{mlflow_store}")
+    assert client.search_runs([each.experiment_id for each in client.search_experiments()]) == []
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("mlflow_store")
 def test_run_that_starts_over_is_logged_once(tiny):
     from mlflow.entities import ViewType

@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from syncs import Syncs
 
@@ -37,6 +38,13 @@ def test_folder_is_complete_or_absent(tmp_path):
         (folder / "a").write_text("2")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
     assert (tmp_path / "new/model/a").read_text() == "1"
+
+
+def test_full_disk_names_the_folder(tmp_path):
+    full = "I/O error: No space left on device (os error 28)"
+    with pytest.raises(OSError, match="No space left") as error, complete_folder(tmp_path / "new"):
+        raise SafetensorError(full)
+    assert error.value.filename == str(tmp_path / "new")
 
 
 def test_content_is_synced_before_its_name(tmp_path, monkeypatch):

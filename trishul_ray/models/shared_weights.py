@@ -64,7 +64,11 @@ def load_resident(plan: Plan, cache: Path) -> Resident:
         commit = getattr(plan.architecture, "_commit_hash", None)
         source = weights_source(plan.files, commit, drawn=config.init == "random")
         content = {"tensors": _tensors(model, drawn), "drawn": drawn, "source": source}
-        torch.save(content, new / WEIGHTS)
+        try:
+            with (new / WEIGHTS).open("wb") as file:
+                torch.save(content, file)
+        except RuntimeError as error:  # after the OSError of a full disk
+            raise error.__context__ or error from None
 
     remove_unused_weights(cache)
     make_once(folder, write)

@@ -104,7 +104,7 @@ class RunFolder:
             yield attempt
         except InputError:
             if not (existed or self.checkpoints.store.names()):
-                self.home.remove_all()
+                self.remove()
             raise
 
 

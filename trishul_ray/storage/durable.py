@@ -16,7 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from trishul_ray.errors import InputError
+from safetensors import SafetensorError
+
+from trishul_ray.errors import InputError, first_line
 
 #: An object of JSON.
 Json: TypeAlias = dict[str, Any]
@@ -136,6 +138,11 @@ def complete_folder(folder: Path) -> Iterator[Path]:
                 path.chmod(path.stat().st_mode | readable)
             _sync(path)
         put_in_place(new, folder)
+    except SafetensorError as error:  # of a full disk
+        raise OSError(errno.EIO, first_line(error), str(folder)) from error
+    except OSError as error:
+        error.filename = error.filename or str(folder)  # a full disk names no file
+        raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
 

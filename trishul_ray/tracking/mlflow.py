@@ -77,27 +77,31 @@ class MlflowRun(Tracker):
         marks = public(tags) | {ATTEMPT_TAG: attempt} | ({PARENT_TAG: parent} if parent else {})
         # A sweep has reached the server before: this is an outage and not a wrong address.
         retrying = _retrying(self.patience if parent else 0.0)
-        run = retrying(self._find_or_create, uri, experiment, name, marks)
+        run = retrying(self._find_or_create, uri, experiment, name, marks, public(params), inputs)
         self.run_id = self._id = run.info.run_id
         self._ended = run.info.end_time if run.info.status == "FINISHED" else None
         self._metrics = run.data.metrics
-        new = {k: v for k, v in public(params).items() if k not in run.data.params}
-        values = [mlflow.entities.Param(*each) for each in new.items()]
-        retrying(self.client.log_batch, self._id, params=values)
-        if inputs:
-            retrying(self.client.log_inputs, self._id, datasets=[*inputs])
 
-    def _find_or_create(self, uri: str, experiment: str, name: str, tags: dict[str, str]) -> "Run":
+    def _find_or_create(
+        self, uri: str, experiment: str, name: str, tags: dict[str, str], params: dict[str, str],
+        inputs: "Sequence[DatasetInput]",
+    ) -> "Run":  # fmt: skip
         # The lock is held from the search to the creation: two drivers of an attempt share a run.
         with opened(uri, experiment) as (self.client, group):
             self.experiment_id = group.experiment_id
             found = self._search(f"tags.`{ATTEMPT_TAG}` = '{tags[ATTEMPT_TAG]}'")
             self._logged: set[int] | None = None if found else set()
             if not found:
-                return self.client.create_run(self.experiment_id, tags=tags, run_name=name)
-            if found[-1].info.status != "RUNNING":
-                self.client.update_run(found[-1].info.run_id, status="RUNNING")
-            return found[-1]  # the first that started
+                found = [self.client.create_run(self.experiment_id, tags=tags, run_name=name)]
+            run = found[-1]  # the first that started
+            if run.info.status != "RUNNING":
+                self.client.update_run(run.info.run_id, status="RUNNING")
+            new = {k: v for k, v in params.items() if k not in run.data.params}
+            values = [mlflow.entities.Param(*each) for each in new.items()]
+            self.client.log_batch(run.info.run_id, params=values)
+            if inputs:
+                self.client.log_inputs(run.info.run_id, datasets=[*inputs])
+            return run
 
     def _search(self, wanted: str) -> "list[Run]":
         return list(self.client.search_runs([self.experiment_id], wanted, max_results=50_000))

@@ -119,8 +119,9 @@ def open_client(uri: str) -> "MlflowClient":
     from mlflow.tracking import MlflowClient
     from sqlalchemy.exc import SQLAlchemyError
 
-    for name in ("alembic", "mlflow.store.db.utils"):  # a page of lines for every new store
-        logging.getLogger(name).setLevel(logging.WARNING)
+    # Pages of lines for every new store, and for each error, which is raised as well.
+    for name in ("alembic", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         if (file := sqlite_file(uri)) is not None and not file.exists():
             new = file.with_name(f".{file.name}.new")
