@@ -126,6 +126,17 @@ def test_a_flipped_bit_of_a_finished_run_is_noticed_and_restored(trishul_here, h
     assert "restored" not in error
 
 
+@pytest.mark.parametrize("kind", ["folder", "loop"])
+def test_folder_in_place_of_a_file_hides_no_result(trishul_here, home, kind):
+    file = home / "diagnostics.npz"
+    file.unlink()
+    file.mkdir() if kind == "folder" else file.symlink_to(file)
+    code, _, error = trishul_here("run", *TINY)
+    assert code == 0, error
+    restored = "cannot be restored" if kind == "folder" else "restored from the last checkpoint"
+    assert f"{restored}: diagnostics.npz" in words_of(error)
+
+
 @pytest.mark.parametrize("damage", ["gone", "corrupt"])
 def test_files_that_cannot_be_restored_are_named_and_not_listed(trishul_here, home, damage):
     for file in (home / "checkpoints").iterdir():

@@ -18,7 +18,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from trishul_ray.data.coverage import Coverage
-from trishul_ray.errors import CorruptFileError, InputError, own_errors
+from trishul_ray.errors import CorruptFileError, InputError, StorageRefusedError, own_errors
 from trishul_ray.experiment.experiment import ID_LENGTH, Experiment
 from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.runtime.lazy import pd, pq
@@ -202,7 +202,7 @@ class RunSummary:
         return sum(self.round_seconds)
 
     def damaged_files(self, home: Store, among: Collection[str] | None = None) -> dict[str, str]:
-        """Return the ``missing`` and ``corrupt`` files of the run's folder, by name.
+        """Return the ``missing``, ``unreadable`` and ``corrupt`` files of the run, by name.
 
         The files are read completely. With ``among``, only these files are read.
         """
@@ -214,6 +214,8 @@ class RunSummary:
                 content = home.read(name)
             except FileNotFoundError:
                 damaged[name] = "missing"
+            except StorageRefusedError:  # a folder or a loop of links in its place
+                damaged[name] = "unreadable"
             else:
                 same = expected == hashlib.sha256(content).hexdigest()
                 if not (same or (expected is None and self._is_configuration(content))):

@@ -29,7 +29,10 @@ COPY_LIMIT = 5 * 2**30
 _REFUSALS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _REFUSAL_NUMBERS = (errno.ENOENT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 _NO_BUCKET = ("NO_SUCH_BUCKET", "allow_bucket_creation")
-_REFUSAL_WORDS = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", *_NO_BUCKET)
+_REFUSAL_WORDS = (
+    *("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", *_NO_BUCKET),
+    "is a directory",  # as Arrow says, without a number
+)
 
 _logger = logging.getLogger(__name__)
 
