@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +86,15 @@ def test_store_that_does_not_answer_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write"), opened(f"sqlite:///{file}/x.db", "a"):
         pass
+
+
+def test_clock_set_back_gives_no_negative_duration(uri, monkeypatch):
+    run = open_run(uri)
+    clock = SimpleNamespace(time=lambda: 0.0, monotonic=time.monotonic)
+    monkeypatch.setattr("trishul_ray.tracking.mlflow.time", clock)
+    assert run.end("FINISHED") == []
+    info = MlflowClient(uri).get_run(run.run_id).info
+    assert info.end_time == info.start_time
 
 
 #: Ends before a transaction of this number, or before the file gets its name.

@@ -79,6 +79,7 @@ class MlflowRun(Tracker):
         retrying = _retrying(self.patience if parent else 0.0)
         run = retrying(self._find_or_create, uri, experiment, name, marks, public(params), inputs)
         self.run_id = self._id = run.info.run_id
+        self._began = run.info.start_time
         self._ended = run.info.end_time if run.info.status == "FINISHED" else None
         self._metrics = run.data.metrics
 
@@ -153,6 +154,7 @@ class MlflowRun(Tracker):
         if folder is not None:
             self._send("files", client.log_artifacts, id, str(folder))
         ended = self._ended if status == "FINISHED" else None
+        ended = ended or max(self._began, int(time.time() * 1000))  # the clock may be set back
         self._send(f"status {status}", client.set_terminated, id, status, ended)
         if result and not self._rejected:
             self._send("result", client.set_tag, id, RESULT_TAG, result)
