@@ -1,15 +1,14 @@
-"""Commands that end in mid-write, at a chosen call that changes a file or MLflow's database.
+"""Commands that end at a chosen call that changes a file or MLflow's database.
 
-The calls are seen by an audit hook of Python, which also sees what is sent to an HTTP server, and
-by SQLAlchemy's event before a commit; a process ends right before one. All that lasts gets its name
-from Python (``files.py``), and a transaction of SQLite is whole or not there, so that what is read
-changes at no other time: what Arrow, torch and safetensors write themselves goes into files that
-nobody reads before they are renamed. A file cut in half under its final name is a damaged one; see
-test_damaged_files.py.
+The calls are seen by an audit hook of Python, which also sees requests to an HTTP server, and by
+SQLAlchemy's event before a commit; a process ends right before one. Python gives all kept files
+their names (``files.py``), and SQLite writes whole transactions, so that readers see changes at no
+other time: Arrow, torch and safetensors write into files that nobody reads before they are renamed.
+For files cut in half under their final names, see test_damaged_files.py.
 
 Every run is a fork of a server that has imported everything. Its backbone is pretrained for one
 epoch. The cells of a sweep are run one after the other in the process of the sweep, in place of Ray
-Tune, whose processes no hook follows: what trials write is what runs write.
+Tune, whose processes no hook follows: trials write the same files as runs.
 """
 
 import io
@@ -65,7 +64,7 @@ from trishul_ray.tracking.progress import RunProgress
 load_experiment(None, ["uploads.codec=int4"])  # imports methods and codecs
 task_classes()  # and tasks
 
-#: Whether a test takes all that it can break; otherwise a part, which is another in each test.
+#: Whether a test takes all crash points; otherwise it takes a part, different in each test.
 ALL = os.environ.get("TRISHUL_TEST_CRASHES") == "all"
 #: Exit code of a run that was ended before a call.
 CRASHED = 88
@@ -81,7 +80,7 @@ _CALLS = {
     "os.truncate": ((0, None),),
 }
 _WRITES = os.O_CREAT | os.O_TRUNC
-#: The folders of a place with all that commands write: exports and reports are in the last one.
+#: The folders of a place with all files of commands: exports and reports are in the last one.
 FOLDERS = ("runs", "cache", "tmp", "out")
 
 
@@ -95,7 +94,7 @@ TINY = [
 
 @dataclass
 class Ended:
-    """End of a run: its exit code, its output, its calls, in order, and what was not synced."""
+    """End of a run: its exit code, its output, its calls, in order, and unsynced files."""
 
     code: int
     said: str
@@ -162,7 +161,7 @@ class Place:
         return Store.open(self.bucket or str(self.root / "runs")).child(id)
 
     def observe(self, id: str) -> dict[str, Any]:
-        """Return what must be the same after any crash, of a finished run and around it."""
+        """Return numbers and files of a finished run, which are the same after any crash."""
         home = self.home(id)
         summary = RunSummary.read(home)
         rows = pq.read_table(io.BytesIO(home.read("metrics.parquet"))).to_pydict()
@@ -237,17 +236,17 @@ def crash_everywhere(
     """Crash a command before calls ``first``, ``first + stride``, ..., repeat it each time.
 
     Args:
-        place: Where it works; each time, it begins as ``template`` is.
+        place: Where it works; each time, it begins as a copy of ``template``.
         template: A copy of the place.
         act: Run the command, which ends before the call of this number.
-        observe: Return what must be the same after any crash.
+        observe: Return numbers and files that are the same after any crash.
         first: The first call.
         stride: Number of calls of which one is a crash point, unless all are asked for.
-        again: Repeat the command, where that differs.
-        look: Return what is wrong right after a crash.
+        again: Repeat the command, if the repetition differs.
+        look: Return the faults right after a crash.
 
     Returns:
-        What is not as it was without a crash, by call.
+        The differences from a run without a crash, by call.
     """
     undisturbed = act(None)
     assert undisturbed.code == 0, undisturbed.said

@@ -15,7 +15,7 @@ def _bit(data: bytes) -> bytes:
     return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
 
 
-#: The damaged bytes of a file, given those that it had.
+#: The damaged bytes of a file, given its content.
 DAMAGE = {
     "empty": lambda data: b"",
     "half": lambda data: data[: len(data) // 2],

@@ -30,7 +30,7 @@ def place(tmp_path, fork_environment):
 
 
 def keep(place):
-    """Make the template of a place as it is now, and return it."""
+    """Return a new template, a copy of a place."""
     template = Place(place.root / "template")
     template.root.mkdir()
     template.restore(place.root)

@@ -13,7 +13,7 @@ from trishul_ray.experiment.loading import load_experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(7200 if ALL else 900)]
 
-#: A run with all kinds of files: what clients keep lies in files of its own.
+#: A run with all kinds of files: the memory of clients is in separate files.
 WORDS = [*TINY, "uploads.codec=int4", "uploads.error_feedback=true"]
 
 
@@ -52,7 +52,7 @@ def world(server, tmp_path, fork_environment, monkeypatch):
 
 @pytest.mark.parametrize("late", [False, True], ids=["killed", "killed and listed late"])
 def test_a_run_killed_before_a_request(server, world, late):
-    """What was done before its answer came is the state before the next request.
+    """A request without an answer is done before the next request.
 
     Late listings hide new files, but no hidden objects: nobody knows of a temporary object or a
     lease that no listing shows.

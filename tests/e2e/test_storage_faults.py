@@ -1,4 +1,4 @@
-"""Runs on storage that is missing, fails in mid-run, is read-only, or has lost files."""
+"""Runs on storage that is missing, fails during a round, is read-only, or has lost files."""
 
 import json
 import shutil
@@ -110,7 +110,7 @@ def test_missing_files_of_a_finished_run_are_restored(trishul_here, home, lost):
     ["adapter/adapter_model.safetensors", "adapter/README.md",
      "metrics.parquet", "diagnostics.npz", "test_rows.npz"],
 )  # fmt: skip
-def test_a_flipped_bit_of_a_finished_run_is_noticed_and_restored(trishul_here, home, name):
+def test_flipped_bit_of_a_finished_run_is_restored(trishul_here, home, name):
     before = (home / name).read_bytes()
     damaged = bytearray(before)
     damaged[len(damaged) // 2] ^= 1
@@ -138,7 +138,7 @@ def test_folder_in_place_of_a_file_hides_no_result(trishul_here, home, kind):
 
 
 @pytest.mark.parametrize("damage", ["gone", "corrupt"])
-def test_files_that_cannot_be_restored_are_named_and_not_listed(trishul_here, home, damage):
+def test_lost_files_are_named_and_not_listed(trishul_here, home, damage):
     for file in (home / "checkpoints").iterdir():
         file.unlink() if damage == "gone" else file.write_bytes(b"short")
     shutil.rmtree(home / "adapter")
@@ -150,7 +150,7 @@ def test_files_that_cannot_be_restored_are_named_and_not_listed(trishul_here, ho
     assert f"{home}/result.json" in out
 
 
-def test_a_run_without_a_valid_checkpoint_starts_over_and_says_so(trishul_here, home):
+def test_run_without_a_valid_checkpoint_starts_over(trishul_here, home):
     before = json.loads((home / "result.json").read_text())
     (home / "result.json").unlink()
     for file in (home / "checkpoints").iterdir():
@@ -178,7 +178,7 @@ def mounted(tmp_path):
     subprocess.run(["umount", "--lazy", str(folder)], capture_output=True)
 
 
-def test_a_finished_run_on_a_read_only_file_system_is_read(trishul_here, home, mounted):
+def test_finished_run_on_a_read_only_disk(trishul_here, home, mounted):
     disk = mounted("-o", "size=100m")
     place = f"storage.runs={disk}"
     shutil.copytree(home, disk / home.name)
@@ -193,7 +193,7 @@ def test_a_finished_run_on_a_read_only_file_system_is_read(trishul_here, home, m
         assert f"storage.runs='{disk}': cannot be written: Read-only file system" in error
 
 
-def test_a_full_disk_ends_the_run_with_how_to_continue(trishul_here, mounted, tmp_path):
+def test_full_disk_names_the_command_to_continue(trishul_here, mounted, tmp_path):
     disk = mounted("-o", "size=100m")
     words = [*TINY, f"storage.runs={disk}", "storage.retry_seconds=0.3"]
     experiment = load_experiment(None, words)
@@ -266,7 +266,7 @@ def test_full_disk_of_mlflow_prints_no_traceback(trishul_here, mounted, empty_st
     assert run.info.status == "FINISHED"
 
 
-def test_a_disk_too_full_for_the_mlflow_database_is_left_unchanged(trishul_here, mounted):
+def test_disk_too_full_for_mlflow_is_unchanged(trishul_here, mounted):
     disk = mounted("-o", "size=100k")
     code, _, error = trishul_here("run", *TINY, f"storage.runs={disk}", "tracking.mlflow=true")
     assert code == 2, error
@@ -323,9 +323,7 @@ def test_a_run_on_s3_is_killed_and_continued(trishul, s3_bucket, inline_result):
 
 @pytest.mark.slow
 @pytest.mark.chaos
-def test_an_object_store_that_fails_in_mid_run_is_reported_in_a_paragraph(
-    trishul, monkeypatch, inline_result
-):
+def test_failing_object_store_is_one_paragraph(trishul, monkeypatch, inline_result):
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     server = S3Server()

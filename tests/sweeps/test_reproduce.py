@@ -44,7 +44,7 @@ CASES = """
     """
 
 
-#: A search for a rate, with what is put in the place of the key.
+#: A search for a rate; a text replaces the key.
 SEARCH = """
     base: {{data.validation_share: 0.2}}
     search: {{{}, space: {{optimizer.lr: {{log: [1.0e-6, 0.1]}}}}}}
@@ -135,9 +135,7 @@ def assert_as_inline(experiment, inline_result):
     assert [{k: row[k] for k in known} for row, known in zip(rows, numbers, strict=True)] == numbers
 
 
-def test_a_sweep_with_a_cell_that_fails_always_and_one_that_fails_once(
-    sweep_file, tmp_path, inline_result
-):
+def test_sweep_with_failing_cells(sweep_file, tmp_path, inline_result):
     sweep = sweep_file(CASES)
     experiments = by_label(sweep)
     broken = experiments.pop("broken")
@@ -204,7 +202,7 @@ def test_a_sweep_with_a_cell_that_fails_always_and_one_that_fails_once(
     assert result.outcomes[1].cells[0].value == scaffold.data.metrics["Score/accuracy"]
 
 
-def test_damaged_cells_are_restored_and_run_again_only_without_a_checkpoint(sweep_file, tmp_path):
+def test_damaged_cells_are_restored_from_checkpoints(sweep_file, tmp_path):
     from mlflow.entities import ViewType
 
     sweep = sweep_file("base: {resources.backend: inline}\naxes: {seed: [0, 1, 2, 3]}")
@@ -226,7 +224,7 @@ def test_damaged_cells_are_restored_and_run_again_only_without_a_checkpoint(swee
     assert "seed=1 is corrupt and resumes at its last valid checkpoint: /" in said
     after = {seed: files_of(e) for seed, e in experiments.items()}
     content = {s: {n: f[0] for n, f in files.items()} for s, files in after.items()}
-    for seed in "012":  # no round was run: its seconds are as they were
+    for seed in "012":  # no round was run: its seconds are unchanged
         for name in ("attempt.json", "metrics.parquet"):
             assert content[seed][name] == before[seed][name][0]
     results = {s: json.loads(files["result.json"]) for s, files in content.items()}
@@ -245,7 +243,7 @@ def test_damaged_cells_are_restored_and_run_again_only_without_a_checkpoint(swee
     assert replaced.info.run_id == old["3"]["mlflow_run_id"]
 
 
-def test_command_with_nothing_to_do_imports_no_torch_and_changes_no_run(
+def test_command_with_nothing_to_do_imports_no_torch(
     tmp_path, cache, small_words, called, monkeypatch
 ):
     (tmp_path / "mine.yaml").write_text("axes: {seed: [0, 1]}\n")
@@ -321,7 +319,7 @@ def test_an_optuna_search_goes_the_same_way_again(sweep_file):
     assert again.ended == progress.ended and again.retries == []
 
 
-def test_a_missing_optuna_is_named_with_its_place_before_ray_starts(sweep_file, monkeypatch):
+def test_missing_optuna_is_named_before_ray_starts(sweep_file, monkeypatch):
     sweep = sweep_file(SEARCH.format("kind: optuna"))
     monkeypatch.setitem(sys.modules, "optuna", None)
     monkeypatch.setattr(
