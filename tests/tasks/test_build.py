@@ -161,6 +161,17 @@ def test_positions_of_roberta_begin_after_its_padding(tmp_path):
     assert build(TEXTS, f"model={tmp_path}").max_length == 64
 
 
+def test_relative_positions_have_no_limit(tmp_path):
+    from transformers import XLNetConfig
+
+    from trishul_ray.models.tokenizers import byte_tokenizer
+
+    byte_tokenizer("llama").save_pretrained(tmp_path)
+    XLNetConfig(vocab_size=300, pad_token_id=PAD).save_pretrained(tmp_path)
+    task = build(TEXTS, f"model={tmp_path}", "task.max_length=4096", "task.kind=classification")
+    assert task.max_length == 4096
+
+
 def test_a_decoder_with_a_head_must_pad_as_its_tokenizer_does(tmp_path):
     from transformers import LlamaConfig
 

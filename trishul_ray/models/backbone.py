@@ -1,6 +1,7 @@
 """One backbone of an experiment: where its files are, what it is, and how to load it."""
 
 import copy
+import math
 from collections.abc import Hashable
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +21,15 @@ from trishul_ray.models.find_model import (
     ModelKind,
     Preprocessing,
     find_model,
+    image_config,
     read_normalization,
     usual_kind,
 )
 from trishul_ray.models.shared_weights import Resident
 from trishul_ray.models.tokenizers import load_tokenizer, tokenizer_key
+
+#: Model types whose positions begin after the id of the padding token.
+_OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "camembert", "xlm-roberta-xl"})
 
 
 class Backbone:
@@ -75,6 +80,16 @@ class Backbone:
         """The kind of model that the architecture is usually used as."""
         return usual_kind(self.architecture)
 
+    @property
+    def positions(self) -> float:
+        """Most tokens of a row; without limit where positions are relative, as T5's and XLNet's."""
+        own = self.architecture
+        count = getattr(own, "max_position_embeddings", None)
+        if count is None or count < 0:
+            return math.inf
+        begins_late = own.model_type in _OFFSET_POSITIONS
+        return int(count) - ((own.pad_token_id or 0) + 1 if begins_late else 0)
+
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The fast tokenizer; raise as :func:`load_tokenizer`."""
@@ -98,12 +113,13 @@ class Backbone:
             InputError: The model cannot be found, or takes images that are not square.
             CorruptFileError: ``preprocessor_config.json`` is not readable.
         """
-        size = getattr(self.architecture, "image_size", None)
+        images = image_config(self.architecture)
+        size = getattr(images, "image_size", None)
         if isinstance(size, list | tuple):
             if len(set(size)) != 1:
                 raise InputError(f"model.name={self.name!r} takes images of {size}: not square")
             size = size[0]
-        channels = getattr(self.architecture, "num_channels", None)
+        channels = getattr(images, "num_channels", None)
         with self.files.reading():
             mean, std = read_normalization(self.location)
         return Preprocessing(self.config.image_size or size, channels, mean, std)

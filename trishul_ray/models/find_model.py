@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import RemoteEntryNotFoundError
@@ -316,6 +316,11 @@ def usual_kind(architecture: "PretrainedConfig") -> ModelKind:
     if type(architecture) in transformers.AutoModelForMaskedLM._model_mapping:
         return "sequence-classification"
     return "causal-lm"
+
+
+def image_config(architecture: Any) -> Any:
+    """Return the configuration that has the size of images, which may be the vision part's."""
+    return getattr(architecture, "vision_config", architecture)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trishul_ray.config.fields import ModelConfig, TaskConfig
 from trishul_ray.config.places import Places
 from trishul_ray.models.choose_backbone import backbone_of
+from trishul_ray.models.find_model import image_config
 
 
 @lru_cache(maxsize=32)
@@ -24,8 +25,9 @@ def row_flops(model: ModelConfig, places: Places, task: TaskConfig) -> tuple[flo
     config: Any = module.config
     generates = config.is_encoder_decoder or task.kind == "instruction"
     with torch.device("meta"):
-        if (size := model.image_size or getattr(config, "image_size", None)) is not None:
-            given = {"pixel_values": torch.empty(1, config.num_channels, size, size)}
+        images = image_config(config)
+        if (size := model.image_size or getattr(images, "image_size", None)) is not None:
+            given = {"pixel_values": torch.empty(1, images.num_channels, size, size)}
         else:
             given = {"input_ids": torch.zeros(1, task.max_length, dtype=torch.long)}
             if config.is_encoder_decoder:

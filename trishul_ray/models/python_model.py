@@ -27,7 +27,13 @@ from trishul_ray.config.fields import ModelConfig
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import cast, configure_compute, quantize_layers, run_dtype
-from trishul_ray.models.find_model import PASSED, ModelFiles, ModelKind, Preprocessing
+from trishul_ray.models.find_model import (
+    PASSED,
+    ModelFiles,
+    ModelKind,
+    Preprocessing,
+    image_config,
+)
 from trishul_ray.models.shared_weights import Resident
 from trishul_ray.models.tokenizers import tokenizer_key
 
@@ -174,7 +180,7 @@ class PythonBackbone(Backbone):
     @cached_property
     def preprocessing(self) -> Preprocessing:
         """The images of the dataset, unchanged or of side ``model.image_size`` if it is set."""
-        own = self.architecture
+        own = image_config(self.architecture)
         size = self.config.image_size or getattr(own, "image_size", None)
         return Preprocessing(size, getattr(own, "num_channels", None), None, None)
 

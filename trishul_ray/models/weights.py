@@ -23,7 +23,7 @@ from transformers import (
 from trishul_ray.adapters.targets import classifier_parameters
 from trishul_ray.config.fields import ModelConfig
 from trishul_ray.errors import CorruptFileError, InputError, first_line
-from trishul_ray.models.find_model import ModelFiles, ModelKind, quiet_transformers
+from trishul_ray.models.find_model import ModelFiles, ModelKind, image_config, quiet_transformers
 from trishul_ray.runtime.random_streams import torch_rng
 
 #: Standard deviation of the weights of a new head.
@@ -204,7 +204,7 @@ def resize_positions(model: nn.Module, image_size: int) -> None:
     Raises:
         InputError: The model has no such embeddings, or the size is not a multiple of its patch.
     """
-    config: Any = model.config
+    config = image_config(model.config)
     if getattr(config, "image_size", None) in (image_size, None):
         return
     embeddings: Any = getattr(model.base_model, "embeddings", None)

@@ -202,7 +202,7 @@ def _answer(
     order = np.argsort(-starts, kind="stable")  # alike in length, the longest first
     stops = torch.tensor(task.stop_ids(context.model))
     report(0.0)
-    positions = getattr(context.model.model.config, "max_position_embeddings", math.inf)
+    positions = task.tokens.backbone.positions
     if len(rows) and int(starts.max()) + (new_tokens or task.target_length) > positions:
         raise InputError(
             f"prompts of up to {int(starts.max())} tokens with answers of up to "

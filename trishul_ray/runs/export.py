@@ -36,7 +36,7 @@ from trishul_ray.federation.worker.context import (
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.choose_backbone import backbone_of
-from trishul_ray.models.find_model import ModelKind, quiet_transformers
+from trishul_ray.models.find_model import ModelKind, image_config, quiet_transformers
 from trishul_ray.models.python_model import PythonBackbone
 from trishul_ray.models.weights import AUTO_CLASSES
 from trishul_ray.runs.folder import open_run
@@ -256,7 +256,8 @@ def _name_backbone(context: ModelContext, place: str) -> _BackboneName:
     backbone = backbone_of(config, context.settings.storage.places)
     if isinstance(backbone, PythonBackbone):
         return _BackboneName(backbone.name.partition(":")[2])
-    resized = config.image_size not in (None, getattr(backbone.architecture, "image_size", None))
+    native = getattr(image_config(backbone.architecture), "image_size", None)
+    resized = config.image_size not in (None, native)
     if backbone.name in BUILTINS or config.init == "random" or resized:
         return _BackboneName(f"{place}/{COPY}", copied=True)
     if isinstance(backbone.location, Path):

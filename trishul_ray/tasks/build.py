@@ -32,8 +32,6 @@ _DEFAULT_TASK_KIND: "dict[ModelKind, str]" = {
     "seq2seq-lm": "text2text",
     "causal-lm": "verbalizer",
 }
-#: Model types whose positions begin after the id of the padding token.
-_OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "camembert", "xlm-roberta-xl"})
 
 
 def build_task(config: "TaskConfig", info: DatasetInfo, backbone: "Backbone") -> Task:
@@ -47,8 +45,11 @@ def build_task(config: "TaskConfig", info: DatasetInfo, backbone: "Backbone") ->
     task = _choose_task(config.kind, info, backbone)
     if info.doubt and not task.any_labels:
         raise InputError(f"{info.origin.place}: {info.doubt}")
-    if "max_length" in task.fields_read:
-        _check_length(config.max_length, backbone)
+    if "max_length" in task.fields_read and config.max_length > backbone.positions:
+        raise InputError(
+            f"task.max_length={config.max_length} exceeds the {backbone.positions} positions of "
+            f"model.name={backbone.name!r}"
+        )
     return task.build(config, info, backbone)
 
 
@@ -100,18 +101,3 @@ def _choose_task(kind: str, info: DatasetInfo, backbone: "Backbone") -> type[Tas
             f"task.kind={_DEFAULT_TASK_KIND[family]}"
         )
     return task
-
-
-def _check_length(max_length: int, backbone: "Backbone") -> None:
-    """Reject rows longer than the model's positions (T5's are relative: any length)."""
-    architecture = backbone.architecture
-    positions = getattr(architecture, "max_position_embeddings", None)
-    if positions is None:
-        return
-    if architecture.model_type in _OFFSET_POSITIONS:
-        positions -= (architecture.pad_token_id or 0) + 1
-    if max_length > positions:
-        raise InputError(
-            f"task.max_length={max_length} exceeds the {positions} positions of "
-            f"model.name={backbone.name!r}"
-        )
