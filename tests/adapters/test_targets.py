@@ -1,3 +1,4 @@
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -90,12 +91,34 @@ def test_targets_that_match_nothing_adaptable_raise(backbone, family, targets, m
         find_layers(backbone(family), targets)
 
 
-def test_a_family_without_defaults_needs_targets():
-    model = nn.Sequential(nn.Linear(3, 3))
+def test_a_model_without_query_and_value_needs_targets():
+    model = nn.Sequential(OrderedDict(query_key_value=nn.Linear(3, 3), up=nn.Linear(3, 3)))
     model.config = SimpleNamespace(model_type="nobodys")
-    with pytest.raises(InputError, match=r"adapter.targets must be set .* bert"):
+    with pytest.raises(InputError, match=r"'nobodys'; allowed: all-linear, .*: query_.*, up"):
         find_layers(model)
-    assert [layer.name for layer in find_layers(model, ["0"])] == ["0"]
+    assert [layer.name for layer in find_layers(model, ["up"])] == ["up"]
+
+
+@pytest.mark.parametrize("family", ["bert", "vit", "t5", "llama", "llama-classifier"])
+def test_all_linear_layers_are_those_of_the_blocks(backbone, family):
+    model = backbone(family)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    expected = [name for name in linear if block_of(name) != name]
+    assert [layer.name for layer in find_layers(model, ["all-linear"])] == expected
+
+
+def test_a_target_that_shares_its_weight_is_rejected(backbone):
+    model = backbone("llama")
+    head = [layer.name for layer in find_layers(model, ["lm_head", "q_proj"])]
+    assert head[-1] == "lm_head"
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with pytest.raises(InputError, match="'lm_head' shares its weight with another module"):
+        find_layers(model, ["q_proj", "lm_head"])
+    inside = model.model.layers
+    inside[1].mlp.up_proj.weight = inside[0].mlp.up_proj.weight
+    with pytest.raises(InputError, match=r"'model.layers.0.mlp.up_proj' shares its weight"):
+        find_layers(model, ["up_proj"])
+    assert len(find_layers(model, ["all-linear"])) == 2 * 7 - 2
 
 
 def test_a_model_of_no_library_is_adapted_in_all_linear_layers_but_its_head():

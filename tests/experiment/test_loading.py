@@ -91,7 +91,6 @@ def test_a_resolved_config_reads_back_as_itself(words, tmp_path):
         (["federation.rounds=[1"], "federation.rounds='[1': input should be a valid integer"),
         (["federation={rounds: 2, rounds: 3}"], "federation is a section; set a field of it"),
         (["task.verbalizers=[a, b"], "input should be a valid tuple; write a list"),
-        (["adapter.targets=q_proj"], "input should be a valid tuple; write a list: [q_proj]"),
         (["data.columns=label"], "input should be a valid dictionary; write a mapping: {name"),
         (["method=no"], "unknown method 'no'; known: fedavg"),
         (["resources.actors=0"], "resources.actors"),

@@ -14,6 +14,8 @@ from transformers import (
     ConvNextConfig,
     Dinov2Config,
     Dinov2Model,
+    LlamaConfig,
+    SiglipConfig,
     ViTConfig,
 )
 
@@ -90,6 +92,31 @@ def test_an_image_size_that_the_model_cannot_take_is_refused(saved):
     AutoModelForImageClassification.from_config(tiny).save_pretrained(saved / "hub/owner/conv")
     with pytest.raises(InputError, match=r"image_size=64: this convnext model takes only .* 32"):
         load(saved, 7, name="owner/conv", image_size=64)
+
+
+def test_image_size_of_a_vision_part_is_read(tmp_path):
+    small = {**SMALL, "image_size": 16, "patch_size": 4, "num_channels": 1}
+    SiglipConfig(vision_config=small, text_config={"vocab_size": 40}).save_pretrained(tmp_path)
+
+    def backbone(size):
+        config = ModelConfig(name=str(tmp_path), init="random", image_size=size)
+        return Backbone(config, Places(tmp_path, None))
+
+    for size in (None, 16):
+        images = backbone(size).preprocessing
+        assert (images.image_size, images.channels) == (16, 1)
+    with pytest.raises(InputError, match=r"image_size=32: this siglip.* takes only images of 16"):
+        backbone(32).load("image-classification", 3, seed=0)
+
+
+def test_shared_weights_are_known_without_weights(tmp_path):
+    LlamaConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, tie_word_embeddings=True,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    backbone = Backbone(ModelConfig(name=str(tmp_path)), Places(tmp_path, None))
+    with pytest.raises(InputError, match="'lm_head' shares its weight"):
+        find_layers(backbone.shapes, ["lm_head"])
 
 
 def test_normalization_is_read_where_it_is_given(saved):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config.fields import ModelConfig
 from trishul_ray.config.places import Places
 from trishul_ray.errors import InputError
@@ -51,6 +52,15 @@ def test_the_content_is_what_the_module_computes():
         content_of(nn.Sequential(nn.Linear(3, 2)), None),
     ]
     assert len({same, *others}) == len(others) + 1
+
+
+def test_shapes_of_a_module_share_their_weights(tmp_path):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    module[1].weight = module[0].weight
+    shapes = backbone_of(module, tmp_path).shapes
+    assert [layer.name for layer in find_layers(shapes)] == ["2"]
+    with pytest.raises(InputError, match="'0' shares its weight with another module"):
+        find_layers(shapes, ["0"])
 
 
 def test_a_module_is_kept_as_it_was_passed(tmp_path):

@@ -16,16 +16,12 @@ if TYPE_CHECKING:
 #: Linear weights that give a transformer block its score; see :func:`scored_layers`.
 BlockScores = Literal["adapted", "attention", "all"]
 
-_ENCODERS = "vit deit beit dinov2 bert roberta xlm-roberta electra camembert"
-_DECODERS = "llama mistral qwen2 qwen3 gemma gemma2"
+#: The target that stands for every linear layer, except heads and layers that share their weight.
+ALL_LINEAR = "all-linear"
 
-#: Query and value of each model family, as adapted by RAVAN (Table 9) and TRISHUL. Like them, leave
-#: out T5's cross-attention (``EncDecAttention``).
-DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(_ENCODERS.split(), ("query", "value")),
-    **dict.fromkeys(("t5", "mt5"), ("SelfAttention.q", "SelfAttention.v")),
-    **dict.fromkeys(_DECODERS.split(), ("q_proj", "v_proj")),
-}
+#: Query and value, as adapted by RAVAN (Table 9) and TRISHUL. Like them, leave out T5's
+#: cross-attention (``EncDecAttention``).
+_QUERY_AND_VALUE = (("query", "value"), ("SelfAttention.q", "SelfAttention.v"))
 
 #: Names of one layer in the papers and in different releases of transformers. A target that matches
 #: no module is looked up under its alias.
@@ -88,26 +84,32 @@ def find_layers(model: nn.Module, targets: Sequence[str] | None = None) -> list[
     """Return the linear layers that match the targets, in the model's order.
 
     A target matches every module whose dotted path equals it or ends with it: ``q_proj``,
-    ``SelfAttention.q`` or a full path. None takes query and value of the model's family, and of a
-    model that is not of transformers every linear layer but the classification head.
+    ``SelfAttention.q`` or a full path. ``all-linear`` matches every linear layer, except the heads
+    and the layers that share their weight. None takes query and value, and every linear layer of a
+    model that is not of transformers.
 
     Raises:
-        InputError: a target matches no module (the message lists the nearest names) or a module
-            that is not an ``nn.Linear``, or the family has no default.
+        InputError: a target matches no module (the message lists the nearest names), a module
+            that is not an ``nn.Linear``, or one that shares its weight with another module, or no
+            query and value are found.
     """
     if targets is None:
         targets = _default_targets(model)
-        if targets is None:
-            return _all_linear_layers(model)
     if not targets:
         raise InputError("adapter.targets is empty: name at least one module")
     paths = [name for name, _ in model.named_modules() if name]
     chosen: set[str] = set()
     for target in targets:
-        matches = _matches(paths, target) or _matches(paths, _alias(target))
+        all_linear = target == ALL_LINEAR
+        matches = _all_linear_layers(model) if all_linear else _matches(paths, target)
         if not matches:
             raise InputError(_unknown_target(model, target))
         chosen.update(matches)
+    for name in sorted(chosen & _shared_weights(model)):
+        raise InputError(
+            f"adapter.targets: {name!r} shares its weight with another module, which the adapter "
+            "would not change (tied embeddings); leave it out"
+        )
     return [spec_of(model, name) for name in paths if name in chosen]
 
 
@@ -157,40 +159,57 @@ def classifier_module(name: str) -> str | None:
     return _POOLER[0] if tuple(parts[1:3]) == _POOLER else None
 
 
-def _all_linear_layers(model: nn.Module) -> list[LayerSpec]:
+def _shared_weights(model: nn.Module) -> set[str]:
+    """Return the modules of a weight that several modules have."""
+    places: dict[nn.Parameter, list[str]] = {}
+    for path, module in model.named_modules():
+        if (weight := module._parameters.get("weight")) is not None:
+            places.setdefault(weight, []).append(path)
+    return {path for paths in places.values() if len(paths) > 1 for path in paths}
+
+
+def _all_linear_layers(model: nn.Module) -> list[str]:
     from trishul_ray.adapters.quantized import QuantizedLinear  # imports this module
 
     # Not subclasses: attention of torch reads the weight of its own kind of linear layer.
     kinds = (torch.nn.Linear, QuantizedLinear)
-    names = [name for name, module in model.named_modules() if type(module) in kinds]
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    shared = _shared_weights(model)
+    names = [
+        name
+        for name, module in model.named_modules()
+        if type(module) in kinds and module is not head and name not in shared
+    ]
     inner = [name for name in names if classifier_module(name) is None]
     if not inner:
         raise InputError(
             f"{type(model).__name__} has no linear layer to adapt, apart from a classification head"
         )
-    return [spec_of(model, name) for name in inner]
+    return inner
 
 
-def _default_targets(model: nn.Module) -> tuple[str, ...] | None:
-    """Return the targets of the model's family; None for a model that is not of transformers."""
+def _default_targets(model: nn.Module) -> tuple[str, ...]:
     family = getattr(getattr(model, "config", None), "model_type", None)
     if family is None:
-        return None
-    if family not in DEFAULT_TARGETS:
-        raise InputError(
-            f"adapter.targets must be set for the model family {family!r}; families with defaults: "
-            f"{', '.join(sorted(DEFAULT_TARGETS))}"
-        )
-    return DEFAULT_TARGETS[family]
+        return (ALL_LINEAR,)
+    paths = [name for name, _ in model.named_modules()]
+    for names in _QUERY_AND_VALUE:
+        if all(_matches(paths, name) for name in names):
+            return names
+    linear = [path for path, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
+    known = dict.fromkeys(path.rpartition(".")[2] for path in linear)
+    raise InputError(
+        f"adapter.targets: no default is known for the model family {family!r}; allowed: "
+        f"{ALL_LINEAR}, or names of its linear layers: {', '.join(known)}"
+    )
 
 
 def _matches(paths: Sequence[str], target: str) -> list[str]:
-    return [path for path in paths if path == target or path.endswith("." + target)]
-
-
-def _alias(target: str) -> str:
     parent, dot, last = target.rpartition(".")
-    return parent + dot + ALIASES.get(last, last)
+    for name in (target, parent + dot + ALIASES.get(last, last)):
+        if found := [path for path in paths if path == name or path.endswith("." + name)]:
+            return found
+    return []
 
 
 def _unknown_target(model: nn.Module, target: str) -> str:

@@ -240,7 +240,9 @@ class AdapterConfig(Section):
     """Adapters of frozen linear layers; the method chooses their kind."""
 
     targets: tuple[str, ...] | None = Field(
-        None, description="module names to adapt; default: q and v of the backbone's family"
+        None,
+        description="names of modules to adapt, or all-linear: every linear layer except heads; "
+        "default: query and value",
     )
     heads: int = Field(4, ge=1, le=64, description="mean number of heads per adapted matrix")
     rank: int | None = Field(
@@ -272,6 +274,11 @@ class AdapterConfig(Section):
         description="computation of adapted layers; auto: the cheaper one for the shape; in bf16, "
         "training is always factored",
     )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _list_of_one(cls, targets: Any) -> Any:
+        return (targets,) if isinstance(targets, str) else targets
 
 
 class RateSource(StrEnum):

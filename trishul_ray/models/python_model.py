@@ -188,7 +188,13 @@ class PythonBackbone(Backbone):
         self, kind: ModelKind | None = None, num_classes: int | None = None
     ) -> nn.Module:
         """Return the modules on the meta device."""
-        return copy.deepcopy(self.passed.module).to("meta")
+        module = self.passed.module
+        # Not by .to(), which separates the modules that share a weight.
+        memo: dict[int, Any] = {
+            id(each): nn.Parameter(each.to("meta"), each.requires_grad)
+            for each in module.parameters()
+        }
+        return copy.deepcopy(module, memo).to("meta")
 
     def load(self, kind: ModelKind, num_classes: int | None, *, seed: int) -> nn.Module:
         """Return a copy of the model in float32; the seed draws nothing."""
