@@ -150,7 +150,7 @@ def _evaluation(cell: CellOutcome) -> Mapping[str, Any]:
 
 def _differently_evaluated(evaluations: Sequence[Mapping[str, Any]]) -> list[bool]:
     """Return which evaluations used other rows or limits than most evaluations on their data."""
-    fields = ("split", "rows_sha256", "new_tokens", "answer_pattern")
+    fields = ("split", "rows_sha256", "new_tokens", "answer_pattern", "scores")
     known = pd.DataFrame(
         [
             (place, json.dumps(each.get("sources")), json.dumps([each.get(f) for f in fields]))

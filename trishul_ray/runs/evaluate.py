@@ -5,8 +5,8 @@ answer are means over rows: ``exact_match`` by SQuAD's normalisation and ``rouge
 stemming (Lin 2004), each the best over a row's right answers, ``ended``, whether an end token
 stopped it, ``answer_tokens``, its length, and ``repeated``, how much of it repeats itself. Next to
 them are the scores of the reference under the model, as in a round: ``loss``, its exponential
-``perplexity``, ``bits_per_byte``, which compares models of different tokenizers, and
-``token_accuracy``; and for rows with choices ``acc`` and ``acc_norm``.
+``perplexity``, ``bits_per_byte``, which compares models of different tokenizers and leaves out the
+end token, and ``token_accuracy``; and for rows with choices ``acc`` and ``acc_norm``.
 
 Legend: N evaluated rows.
 """
@@ -46,6 +46,8 @@ from trishul_ray.version import versions
 
 #: File of a run's folder with a JSON line for each evaluated row.
 ANSWERS = "answers.jsonl"
+#: Raise it when a score changes its meaning: runs are evaluated again.
+SCORES_VERSION = 2
 #: A smaller share of answers that end is reported.
 FEW_END = 0.5
 
@@ -101,6 +103,7 @@ def evaluate_run(
         "rows_sha256": hashlib.sha256(chosen.tobytes()).hexdigest(),
         "task": task.settings(),
         "versions": versions(),
+        "scores": SCORES_VERSION,
         "answer_pattern": experiment.task.answer_pattern,
         "split": split,
         "of": len(encoded),
@@ -211,8 +214,12 @@ def _answer(
     for begin in range(0, len(order), batch_size):
         at = order[begin : begin + batch_size]
         batch = task.prepare_batch(split.batch(rows[at]), context.device, context.dtype)
-        scored = task.score(task.predict(context.model, batch), batch)
-        labels = decode(batch["labels"].cpu().split(batch["counts"].tolist()))
+        outputs = task.predict(context.model, batch)
+        scored, sizes = task.score(outputs, batch), batch["counts"].tolist()
+        said = task.said(batch)  # as lm-evaluation-harness, score no end token in bits
+        bits = outputs.losses.double().cpu() * said / math.log(2)
+        both = zip(batch["labels"].cpu().split(sizes), said.split(sizes), strict=True)
+        labels = decode([ids[kept] for ids, kept in both])
         ids = task.generate(context.model, batch, new_tokens).cpu()
         stopped = torch.isin(ids, stops)
         ended = stopped.any(dim=1)
@@ -220,6 +227,7 @@ def _answer(
         found = {
             "loss": scored.loss,
             "terms": batch["counts"],
+            "bits": [part.sum() for part in bits.split(sizes)],
             "bytes": [len(text.encode()) for text in labels],
             "token_accuracy": scored.scores["token_accuracy"],
             "ended": ended,
@@ -340,14 +348,14 @@ def _scores(columns: dict[str, np.ndarray]) -> Json:
     """Return the scores of rows, given the numbers on each; a row's NaN counts in no mean."""
     if not len(columns["loss"]):
         return {"rows": 0}
-    sums = {name: math.fsum(columns[name]) for name in ("loss", "terms", "bytes")}
+    sums = {name: math.fsum(columns[name]) for name in ("loss", "terms", "bits", "bytes")}
     loss = sums["loss"] / sums["terms"]
     means = {name: values for name, values in columns.items() if name not in sums}
     found: Json = {"rows": len(columns["loss"]), "loss": loss}
     if loss < 700:  # otherwise it overflows
         found["perplexity"] = math.exp(loss)
     if sums["bytes"]:
-        found["bits_per_byte"] = sums["loss"] / math.log(2) / sums["bytes"]
+        found["bits_per_byte"] = sums["bits"] / sums["bytes"]
     for name, values in means.items():
         known = values[~np.isnan(values)]
         if len(known):

@@ -314,6 +314,17 @@ class Instruction(Task):
         losses: np.ndarray = self.score(self.predict(model, batch), batch).loss.cpu().numpy()
         return -losses
 
+    def said(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return which labels of a batch are before the end of their answer, bool [M], on the CPU.
+
+        The others are the end token and what a chat template writes after it.
+        """
+        labels, positions = batch["labels"].cpu(), batch["positions"].cpu()
+        ends = torch.isin(labels, torch.tensor(sorted(self.prompt.end_ids()))).long()
+        passed = ends.cumsum(dim=0)  # end tokens up to each label
+        begins = positions.diff(prepend=positions[:1] - 2) > 1  # the first label of an answer
+        return passed == (passed - ends)[begins][begins.cumsum(dim=0) - 1]
+
     def stop_ids(self, model: AdaptedModel) -> list[int]:
         """Return the ids at which generation stops: the template's and the checkpoint's."""
         module: Any = model.model
