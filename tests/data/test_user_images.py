@@ -10,6 +10,7 @@ from trishul_ray.data.coverage import measure_coverage
 from trishul_ray.data.images import resize_images
 from trishul_ray.data.prepare import find_source
 from trishul_ray.data.user.python_rows import encode_image
+from trishul_ray.errors import CorruptFileError
 
 
 def test_class_folders_become_classes(tmp_path):
@@ -114,8 +115,8 @@ def test_broken_images_are_named_at_once_or_skipped(tmp_path):
     whole = save(noise, root / "green/cut.png").read_bytes()
     (root / "green/cut.png").write_bytes(whole[: len(whole) // 2])
     (root / "red/gone.png").symlink_to(tmp_path / "nowhere.png")
-    rejected(r"3 images cannot be read: .*cut.png, .*gone.png, .*text.jpg; remove them, or set",
-             "images", root, tmp_path)  # fmt: skip
+    names = r"cut.png, .*gone.png, .*text.jpg; the first: .*cut.png: not a .*; remove them, or set"
+    rejected(rf"3 images cannot be read: .*{names}", "images", root, tmp_path)
     data = prepare_user("images", root, tmp_path, skip_broken=True)
     assert data.fingerprint == good.fingerprint
     assert data.info.origin.notes[-1] == "3 broken images skipped"
@@ -208,6 +209,16 @@ def test_pixels_of_unknown_range_are_rejected(tmp_path):
     save_classes(root, gray_values()[1:], "png")
     rejected(r"floats/a/0.tif: pixels of 32 bits, whose range is unknown", "images", root, tmp_path)
     assert len(prepare_user("images", root, tmp_path, skip_broken=True).info.skipped) == 1
+
+
+def test_images_of_12_bits_are_rejected(tmp_path):
+    few = (gray_values(16) // 16)[2:4]  # beside images that use all 16 bits
+    root = save_classes(tmp_path / "mixed", [*gray_values(16)[:2], *few], "png")
+    rejected(r"2 images .*a/3.png, .*c/2.png; the first: .*a/3.png: an image of 16 bits with",
+             "images", root, tmp_path)  # fmt: skip
+    image = root / "c/2.png", "the image"
+    with pytest.raises(CorruptFileError, match=r"^the image: .*nearly black; scale it"):
+        resize_images([image], (1, 8, 8))
 
 
 def test_images_in_a_table_are_paths_or_bytes(tmp_path):

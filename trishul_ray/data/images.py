@@ -5,7 +5,8 @@ dataset. :func:`decode_and_resize` converts user images: each is turned upright 
 orientation), resized so that its short side fits (bilinear, with antialiasing), and cropped to the
 square in its center. The side is the most frequent short side, at most :data:`MAX_SIDE`. Unless all
 images are gray, all are converted to RGB. Transparent images are shown on white. Gray images of 16
-bits are scaled to 8; images of 32-bit integers or floats, whose range is unknown, are rejected.
+bits are scaled to 8. Images of an unknown range are rejected: 32-bit integers or floats, and images
+of 16 bits that use fewer, such as 12.
 
 Legend of shapes: N images, C channels, H x W pixels.
 """
@@ -39,6 +40,9 @@ MAX_SIDE = 256
 
 #: Raise it when :func:`resize_images` changes its result: user images are prepared again.
 PREPARATION_VERSION = 4
+
+#: A gray image of 16 bits whose values are all below this one has fewer, such as a 12-bit sensor's.
+DARK = 2**13
 
 #: Broken images to name in one message.
 MAX_NAMED = 100
@@ -172,6 +176,12 @@ def _resize(
                 upright = turn_upright(image)
                 if _is_deep(upright):  # Pillow would clip values at 255: nearly all pixels white
                     values: np.ndarray = np.asarray(upright).astype(np.uint32)
+                    if 0 < (top := int(values.max())) < DARK:
+                        raise CorruptFileError(
+                            f"{where}: an image of 16 bits with values of at most {top:,} would "
+                            "become nearly black; scale it to 8 or to all 16 bits (from 12 bits: "
+                            "value * 16)"
+                        )
                     upright = Image.fromarray(((values + 128) // 257).astype(np.uint8))
                     deep += 1
                 elif upright.has_transparency_data:
@@ -228,7 +238,8 @@ def _broken_images(broken: Mapping[str, str], advice: str) -> CorruptFileError:
     """Return the error that names all images in ``broken``, which has their faults by name."""
     found = next(iter(broken.values()))
     if len(broken) > 1:
-        found = f"{len(broken)} images cannot be read: {join_limited(list(broken), MAX_NAMED)}"
+        names = join_limited(list(broken), MAX_NAMED)
+        found = f"{len(broken)} images cannot be read: {names}; the first: {found}"
     return CorruptFileError(f"{found}; {advice}")
 
 
