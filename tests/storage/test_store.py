@@ -92,6 +92,13 @@ def test_folder_is_uploaded_with_its_subfolders(tmp_path):
     assert store.child("inner").read("y.txt") == b"y"
 
 
+def test_fragment_of_an_address_is_rejected(tmp_path):
+    with pytest.raises(InputError, match=r"/x#1': write '#' as %23 in an address"):
+        Store.open(f"file://{tmp_path}/x#1")
+    for place in (f"file://{tmp_path}/x%231", f"{tmp_path}/x#1"):
+        assert Store.open(place).root == f"{tmp_path}/x#1"
+
+
 def test_unknown_scheme_is_named_without_credentials(s3_bucket):
     with pytest.raises(InputError, match="nosuch") as refused:
         Store.open("nosuch://me:t0ps3cret@bucket/runs")

@@ -51,13 +51,15 @@ class Store:
         """Open the folder at a local path or a filesystem URI; ``field`` names what the user gave.
 
         Raises:
-            InputError: The URI's scheme is unknown, it names no bucket, or its filesystem cannot be
-                reached.
+            InputError: The URI's scheme is unknown, it has a fragment, it names no bucket, or its
+                filesystem cannot be reached.
         """
         if "://" not in uri:
             path = Path(uri).expanduser().resolve()
             return cls(fs.LocalFileSystem(), str(path), redact(str(path)), retry_seconds)
         shown = redact(uri)
+        if "#" in uri:  # what follows it would be left out
+            raise InputError(f"{field}={shown!r}: write '#' as %23 in an address")
         named = uri
         if uri.startswith("s3://") and "allow_delayed_open=" not in uri:
             # An object of one part is written by one request: of one that is written in parts, S3
