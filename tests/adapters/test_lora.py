@@ -56,6 +56,26 @@ def test_values_and_gradients_are_those_of_the_formula(rank, tokens, path, scale
         torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("path", ["auto", "merged", "factored"])
+def test_dropout_acts_on_the_update_in_training(path):
+    adapter, generator = LoRA(3, 0.5, dropout=0.4), torch.Generator().manual_seed(0)
+    sizes = {"x": (2, 5, 9), "weight": (7, 9), "lora_A": (3, 9), "lora_B": (7, 3)}
+    params = {k: torch.randn(s, generator=generator).double() for k, s in sizes.items()}
+    x, weight = params.pop("x"), params.pop("weight")
+    params["lora_B"].requires_grad_()
+    frozen = FrozenLinear(weight)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        seen = functional.dropout(x, 0.4)
+        torch.manual_seed(1)
+        trained = adapter.forward(x, frozen, params, path)
+        with torch.no_grad():
+            scored = adapter.forward(x, frozen, params, path)
+    for found, inner in ((trained, seen), (scored, x)):
+        update = 0.5 * inner @ params["lora_A"].mT @ params["lora_B"].mT
+        torch.testing.assert_close(found, x @ weight.mT + update, rtol=1e-12, atol=1e-12)
+
+
 def projected_as_on_a_gpu():
     return patch.object(lora, "project", lora._Project.apply)
 

@@ -174,7 +174,8 @@ def test_the_field_is_in_the_id_if_it_is_set(small):
     ("overrides", "message"),
     [
         (["method=fullft"], "federation.stacked=2 needs a method with adapters (fedavg, "),
-        (["model.dropout=true"], "stacked clients cannot use dropout"),
+        (["model.dropout=true"], "use dropout; set federation.stacked=1 or model.dropout=false"),
+        (["adapter.dropout=0.1"], "use dropout; set federation.stacked=1 or adapter.dropout=0"),
         (["federation.stacked=0"], "federation.stacked"),
     ],
 )

@@ -102,6 +102,7 @@ def test_one_client_is_central_training(name, executor, tmp_path):
 def with_dropout(name, backbone):
     """Return options with dropout on and, where a method has it, selection by gradient."""
     options = [f"method={name}", f"model.name={backbone}", "model.dropout=true", "budget=2"]
+    options += ["adapter.dropout=0.2"]
     if "selection" in method_class(name).Config.model_fields:
         options += ["method.selection=gradient", "method.head_fraction=0.5"]
     return options
@@ -121,13 +122,12 @@ def test_dropout_draws_from_the_clients_own_stream(name, executor, dropout_backb
 
 
 def test_dropout_is_on_only_if_configured(executor, dropout_backbone, tmp_path):
-    options = with_dropout("fedit", dropout_backbone)
-    options[2:3] = ["model.dropout=false"]
+    options = ["method=fedit", f"model.name={dropout_backbone}", "budget=2"]
     plain = run(executor(*options), tmp_path, "plain").checkpoint.records
-    dropped = run(executor(*with_dropout("fedit", dropout_backbone)), tmp_path, "dropped")
-    dropped = dropped.checkpoint.records
-    assert plain[0].scores == dropped[0].scores, "evaluation knows no dropout"
-    assert plain[1].train_loss != dropped[1].train_loss
+    for option in ("model.dropout=true", "adapter.dropout=0.2"):
+        dropped = run(executor(*options, option), tmp_path, option).checkpoint.records
+        assert plain[0].scores == dropped[0].scores, "evaluation knows no dropout"
+        assert plain[1].train_loss != dropped[1].train_loss
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ OTHER = {
     "adapter.heads": "2",
     "adapter.rank": "2",
     "adapter.alpha": "3.5",
+    "adapter.dropout": "0.1",
     "adapter.matching": "published",
     "adapter.init": "rv_random_normal",
     "adapter.sigma": "0.3",

@@ -45,10 +45,9 @@ def inputs(name):
     return {"input_ids": tokens, "attention_mask": mask, **more}
 
 
-def adapt(model):
-    return AdaptedModel(
-        model, {s.name: LoRA(2) for s in find_layers(model)}, seed=0, train_head=True
-    )
+def adapt(model, dropout=0.0):
+    adapters = {spec.name: LoRA(2, dropout=dropout) for spec in find_layers(model)}
+    return AdaptedModel(model, adapters, seed=0, train_head=True)
 
 
 def gradient(adapted, given, saved=None):
@@ -85,7 +84,7 @@ def test_recomputing_survives_a_copy_and_leaves_inference_alone(tmp_path):
     model = backbone("llama-tiny", tmp_path)
     given = inputs("llama-tiny")
     want = model(**given).logits
-    recompute_activations(model, dropout=False)
+    recompute_activations(model)
     twin = copy.deepcopy(model)
     assert twin.model.layers[0].forward.block is twin.model.layers[0]
     with torch.inference_mode():
@@ -95,21 +94,20 @@ def test_recomputing_survives_a_copy_and_leaves_inference_alone(tmp_path):
     assert torch.equal(twin(**given, use_cache=True).logits, want)
 
 
-def test_dropout_is_drawn_alike_when_recomputed(tmp_path):
-    model = backbone("t5-tiny", tmp_path)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.3
+@pytest.mark.parametrize("of_adapters", [False, True])
+@pytest.mark.parametrize("name", ["t5-tiny", "bert-tiny"])
+def test_dropout_is_drawn_alike_when_recomputed(tmp_path, name, of_adapters):
     grads = []
     for recomputed in (False, True):
-        if recomputed:
-            recompute_activations(model, dropout=True)
-        adapted = adapt(model)
-        adapted.train(True)
+        model = backbone(name, tmp_path, gradient_checkpointing=recomputed)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.3
+        adapted = adapt(model, dropout=0.3 * of_adapters)
+        adapted.train(not of_adapters)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(4)
-            grads.append(gradient(adapted, inputs("t5-tiny")))
-        adapted.detach()
+            grads.append(gradient(adapted, inputs(name)))
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-6, atol=1e-7)
 
 
@@ -117,7 +115,7 @@ def test_a_model_without_blocks_says_so():
     shape = ConvNextConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], image_size=32)
     model = ConvNextForImageClassification(shape)
     with pytest.raises(InputError, match=r"model\.gradient_checkpointing: ConvNextEmbeddings"):
-        recompute_activations(model.convnext.embeddings, dropout=False)
+        recompute_activations(model.convnext.embeddings)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -69,6 +69,8 @@ class LoRA(LayerAdapter):
         rank: r.
         scale: factor of B A (alpha / r).
         train_A: train both factors, or freeze A as drawn (FFA-LoRA, arXiv 2403.12313).
+        dropout: share of the entries of the input that B A does not see in a training step; the
+            others are scaled up.
         principal: the first global state has the weight's principal components (PiSSA, arXiv
             2404.02948) as factors.
     """
@@ -77,6 +79,7 @@ class LoRA(LayerAdapter):
     scale: float = 1.0
     train_A: bool = True
     principal: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -135,13 +138,18 @@ class LoRA(LayerAdapter):
         factor_B, factor_A = self._factors(frozen.constants, params)
         d_out, d_in = weight.shape
         merged = path == "merged"
+        trained = torch.is_grad_enabled() and factor_B.requires_grad
         if path == "auto":
-            backward = torch.is_grad_enabled() and factor_B.requires_grad
-            merged = merging_pays(x.numel() // d_in, d_out, d_in, self.rank, backward=backward)
-        if merged and not frozen.factored:
+            merged = merging_pays(x.numel() // d_in, d_out, d_in, self.rank, backward=trained)
+        dropout = self.dropout if trained else 0.0
+        if merged and not frozen.factored and not dropout:
             return functional.linear(x, self.merged_weight(weight, frozen.constants, params), bias)
         factor_A, factor_B = factor_A.to(weight.dtype), factor_B.to(weight.dtype)
-        x2, thin = project(x.reshape(-1, d_in), factor_A)  # [n, d_in], [n, r]
+        x2 = x.reshape(-1, d_in)
+        if dropout:
+            thin = functional.dropout(x2, dropout) @ factor_A.mT  # [n, r]
+        else:
+            x2, thin = project(x2, factor_A)
         if self.scale != 1.0:
             thin = thin * self.scale
         up = factor_B.t()  # [r, d_out]
@@ -161,7 +169,8 @@ class LoRA(LayerAdapter):
     ) -> Tensor:
         """Compute the adapted layer for k clients, [k, n, d_in] -> [k, n, d_out].
 
-        ``auto`` is factored: weights of the clients' own could not share the frozen product.
+        ``auto`` is factored: separate weights of clients could not share the frozen product. No
+        dropout: clients would share its random masks.
         """
         weight, bias = frozen.weight, frozen.bias
         factor_B, factor_A = self._factors(frozen.constants, params)
@@ -216,7 +225,7 @@ class LoRA(LayerAdapter):
         merged = path == "merged"
         if path == "auto":
             merged = merging_pays(n, spec.d_out, spec.d_in, self.rank, backward=training)
-        if merged and not low_precision:
+        if merged and not low_precision and not (training and self.dropout):
             return n * spec.d_out * spec.d_in + 3 * merge if training else merge
         return 3 * thin if training else thin
 

@@ -259,6 +259,13 @@ class AdapterConfig(Section):
         description="LoRA's α: the update is α/r B A, where r is the full rank even if a client "
         "trains a lower one; default r, so the update is B A",
     )
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="LoRA's dropout: share of the entries of a layer's input that B A does not see "
+        "in a training step",
+    )
     init: BasisInit | None = Field(None, description="draw of the frozen bases; default: by method")
     sigma: float | None = Field(
         None, gt=0, description="entry scale of rv_random_normal; default 1/sqrt(width)"

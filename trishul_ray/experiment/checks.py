@@ -1,6 +1,7 @@
 """Settings of different sections that exclude each other. All checks raise a ValueError."""
 
 from trishul_ray.config.fields import (
+    AdapterConfig,
     EvaluationConfig,
     FederationConfig,
     ModelConfig,
@@ -72,17 +73,22 @@ def check_method(
         )
 
 
-def check_dropout(fed: FederationConfig, model: ModelConfig, resources: ResourcesConfig) -> None:
+def check_dropout(
+    fed: FederationConfig, model: ModelConfig, adapter: AdapterConfig, resources: ResourcesConfig
+) -> None:
     """Reject dropout if clients share a forward pass, or a CUDA graph repeats its random masks."""
-    if fed.stacked > 1 and model.dropout:
+    off = "model.dropout=false" if model.dropout else "adapter.dropout=0"
+    if not (model.dropout or adapter.dropout):
+        return
+    if fed.stacked > 1:
         raise ValueError(
             f"federation.stacked={fed.stacked}: stacked clients cannot use dropout; set "
-            "federation.stacked=1 or model.dropout=false"
+            f"federation.stacked=1 or {off}"
         )
-    if resources.cuda_graphs and model.dropout:
+    if resources.cuda_graphs:
         raise ValueError(
             "resources.cuda_graphs=true: a CUDA graph would repeat the random masks of dropout; "
-            "set it to false or model.dropout=false"
+            f"set it to false or {off}"
         )
 
 

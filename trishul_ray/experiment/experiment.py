@@ -150,7 +150,7 @@ class Experiment(Section):
         check_task(self.task)
         check_cohort(self.federation, self.evaluation)
         check_method(self.method, self.method_as_set, self.federation, self.model)
-        check_dropout(self.federation, self.model, self.resources)
+        check_dropout(self.federation, self.model, self.adapter, self.resources)
         check_actors(self.federation, self.resources)
         self._check_stages()
         build_method(self.method).check(self)

@@ -169,12 +169,23 @@ def set_attention(model: nn.Module) -> None:
             part.set_attn_implementation(ATTENTION)
 
 
-def recompute_activations(model: nn.Module, *, dropout: bool) -> None:
+def recomputed(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return what ``forward`` returns, and call it again in the backward pass.
+
+    The second call draws the same dropout. There is none in a CUDA graph, where the random state
+    cannot be read.
+    """
+    drawn_alike = not is_cuda_stream_capturing()
+    options |= {"use_reentrant": False, "preserve_rng_state": drawn_alike}
+    return checkpoint(forward, *args, **options)
+
+
+def recompute_activations(model: nn.Module) -> None:
     """Keep only the input of each block in a differentiated forward pass, and recompute the rest.
 
     The switch of transformers works in training mode only, which also turns dropout on; a backbone
     without dropout stays in eval mode. The input of a block need not require a gradient (frozen
-    embeddings). With ``dropout``, a repeated forward pass restores the random state.
+    embeddings).
 
     Raises:
         InputError: The model's blocks do not support it.
@@ -187,15 +198,11 @@ def recompute_activations(model: nn.Module, *, dropout: bool) -> None:
         )
     for block in blocks:
         # An attribute of the instance takes precedence over the method of its class.
-        block.forward = _CheckpointedForward(block, dropout)
+        block.forward = _CheckpointedForward(block)
 
 
 class _CheckpointedForward(BlockForward):
     """Forward of a block, checkpointed while gradients are enabled."""
-
-    def __init__(self, block: nn.Module, dropout: bool) -> None:
-        super().__init__(block)
-        self.dropout = dropout
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward: Callable[..., Any] = type(self.block).forward
@@ -204,5 +211,4 @@ class _CheckpointedForward(BlockForward):
         if kwargs.get("past_key_values") is not None:
             # A repeated forward pass would append to the cache twice.
             kwargs["past_key_values"] = None
-        kwargs |= {"use_reentrant": False, "preserve_rng_state": self.dropout}
-        return checkpoint(forward, self.block, *args, **kwargs)
+        return recomputed(forward, self.block, *args, **kwargs)

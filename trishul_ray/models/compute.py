@@ -84,5 +84,5 @@ def configure_compute(model: nn.Module, config: "ModelConfig") -> None:
         untyped.config.use_cache = False
     set_attention(model)
     if config.gradient_checkpointing:
-        recompute_activations(model, dropout=config.dropout)
+        recompute_activations(model)
     narrow_last_block(model)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertForSequenceClassification,
     LlamaForCausalLM,
@@ -25,7 +24,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import rotate_half
 
 from trishul_ray.adapters.model import BlockForward
-from trishul_ray.models.attention import ATTENTION, attention
+from trishul_ray.models.attention import ATTENTION, attention, recomputed
 
 FIRST, LAST = slice(0, 1), slice(-1, None)
 
@@ -79,10 +78,9 @@ class _ReadToken(BlockForward):
         mask = args[0] if args else kwargs.get("attention_mask")
         if mask is not None:
             mask = mask[..., self.at, :]
-        compute = partial(self.compute, self.block, hidden_states, mask, self.at, **kwargs)
-        if self.recomputing is None or not torch.is_grad_enabled():
-            return compute()
-        return checkpoint(compute, use_reentrant=False, preserve_rng_state=False)
+        again = self.recomputing is not None and torch.is_grad_enabled()
+        compute = partial(recomputed, self.compute) if again else self.compute
+        return compute(self.block, hidden_states, mask, self.at, **kwargs)
 
 
 def _ask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

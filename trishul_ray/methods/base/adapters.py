@@ -19,8 +19,8 @@ AdapterKind = Literal["lora", "ffa", "multihead"]
 
 #: Shared fields that each kind reads; see :attr:`trishul_ray.methods.base.Method.fields_read`.
 FIELDS_READ: dict[AdapterKind, frozenset[str]] = {
-    "lora": ADAPTED | {"alpha"},
-    "ffa": ADAPTED | {"matching", "alpha"},
+    "lora": ADAPTED | {"alpha", "dropout"},
+    "ffa": ADAPTED | {"matching", "alpha", "dropout"},
     "multihead": ADAPTED | {"matching", "heads", "init", "sigma"},
 }
 
@@ -54,7 +54,9 @@ def attach_adapters(
             site.lora_rank if kind == "lora" else ffa_rank(layer, site.lora_rank, options.matching)
         )
         scale = lora_scale(options.alpha, rank)
-        adapters[layer.name] = LoRA(rank, scale, train_A=kind == "lora", principal=principal)
+        adapters[layer.name] = LoRA(
+            rank, scale, train_A=kind == "lora", principal=principal, dropout=options.dropout
+        )
     return adapters
 
 
