@@ -25,7 +25,7 @@ SPEC = LayerSpec("layer", "layer", 7, 9)
     st.booleans(),
     st.booleans(),
 )
-def test_values_and_gradients_are_those_of_the_formula(rank, tokens, path, scale, train_A, on_gpu):
+def test_values_and_gradients_follow_the_formula(rank, tokens, path, scale, train_A, on_gpu):
     adapter = LoRA(rank, scale, train_A=train_A)
     generator = torch.Generator().manual_seed(0)
     weight, bias = (torch.randn(*s, generator=generator).double() for s in ((7, 9), (7,)))
@@ -118,7 +118,7 @@ def test_a_is_gaussian_with_the_documented_variance():
     assert drawn.abs().max() > 3.5 * spread  # a uniform distribution would end at 1.73
 
 
-def test_a_frozen_a_is_a_constant_and_is_not_counted():
+def test_frozen_factor_is_not_counted():
     adapter, trained = LoRA(3, train_A=False), LoRA(3)
     assert set(adapter.shapes(SPEC)) == {"lora_B"}
     drawn = adapter.constants(SPEC, 4)["lora_A"]

@@ -27,7 +27,7 @@ def test_default_targets_are_query_and_value(backbone, name):
     assert [layer.name for layer in layers] == names
 
 
-def test_widths_are_those_of_the_weight(backbone):
+def test_widths_are_the_shape_of_the_weight(backbone):
     model = backbone("llama")
     layers = find_layers(model)
     for layer in layers:
@@ -100,7 +100,7 @@ def test_a_model_without_query_and_value_needs_targets():
 
 
 @pytest.mark.parametrize("family", ["bert", "vit", "t5", "llama", "llama-classifier"])
-def test_all_linear_layers_are_those_of_the_blocks(backbone, family):
+def test_all_linear_layers_are_inside_blocks(backbone, family):
     model = backbone(family)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     expected = [name for name in linear if block_of(name) != name]
@@ -121,12 +121,12 @@ def test_a_target_that_shares_its_weight_is_rejected(backbone):
     assert len(find_layers(model, ["all-linear"])) == 2 * 7 - 2
 
 
-def test_a_model_of_no_library_is_adapted_in_all_linear_layers_but_its_head():
+def test_custom_model_adapts_all_linear_layers():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
             self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-            self.attention = nn.MultiheadAttention(3, 1)  # reads the weight of its own layer
+            self.attention = nn.MultiheadAttention(3, 1)  # reads the weight of an inner layer
             self.classifier = nn.Linear(3, 2)
 
     assert [layer.name for layer in find_layers(Net())] == ["blocks.0", "blocks.1"]

@@ -212,7 +212,7 @@ def test_pixels_of_unknown_range_are_rejected(tmp_path):
 
 
 def test_images_of_12_bits_are_rejected(tmp_path):
-    few = (gray_values(16) // 16)[2:4]  # beside images that use all 16 bits
+    few = (gray_values(16) // 16)[2:4]  # next to images that use all 16 bits
     root = save_classes(tmp_path / "mixed", [*gray_values(16)[:2], *few], "png")
     rejected(r"2 images .*a/3.png, .*c/2.png; the first: .*a/3.png: an image of 16 bits with",
              "images", root, tmp_path)  # fmt: skip

@@ -35,7 +35,7 @@ def relative(found, expected, moved=None):
     return distance / size if size else distance
 
 
-#: Adam divides by the size of a gradient, and so amplifies the rounding of those that are near 0.
+#: Adam divides by the size of a gradient, and so amplifies the rounding of gradients near 0.
 AMPLIFIED = 1e-3
 
 
@@ -68,8 +68,8 @@ VARIANTS = [[f"method={name}"] for name in STACKABLE] + [
 
 
 @pytest.mark.parametrize("overrides", VARIANTS, ids=" ".join)
-def test_each_client_trains_as_alone(overrides, second_round):
-    """After several steps, updates, kept states and losses differ by rounding alone."""
+def test_stacked_client_equals_single_client(overrides, second_round):
+    """After several steps, updates, kept states and losses differ only by rounding."""
     inline, broadcast, states = second_round(*overrides)
     jobs = [TrainJob(2, client, states.get(client, {})) for client in (0, 1, 3)]
     with deterministic(inline.experiment):
@@ -88,7 +88,7 @@ def test_each_client_trains_as_alone(overrides, second_round):
         assert beside.uploaded == report.uploaded and beside.metrics.keys() == report.metrics.keys()
 
 
-def test_clients_in_bf16_train_as_alone(second_round):
+def test_stacked_client_equals_single_client_in_bf16(second_round):
     """Up to what bf16 rounds in a forward, 2^-8 of each entry, over four steps."""
     for method in ("fedit", "fedex", "trishul"):
         options = ["model.precision=bf16", "optimizer.name=sgd", "optimizer.lr=0.1"]
@@ -156,7 +156,7 @@ def test_a_run_is_the_unstacked_one_up_to_rounding(overrides, small, drive_to_en
         assert record.uploaded_parameters == expected.uploaded_parameters
 
 
-def test_more_than_the_cohort_is_all_of_it(small, drive_to_end):
+def test_larger_stack_is_the_whole_cohort(small, drive_to_end):
     def states(stacked):
         experiment = small("resources.backend=inline", f"federation.stacked={stacked}")
         result = run_of(experiment, drive_to_end)
@@ -165,7 +165,7 @@ def test_more_than_the_cohort_is_all_of_it(small, drive_to_end):
     assert states(3) == states(50) != states(2)
 
 
-def test_the_field_is_in_the_id_if_it_is_set(small):
+def test_stack_size_changes_the_id(small):
     ids = {small(f"federation.stacked={count}").id for count in (1, 2, 3)}
     assert len(ids) == 3 and small().id in ids
 
@@ -179,7 +179,7 @@ def test_the_field_is_in_the_id_if_it_is_set(small):
         (["federation.stacked=0"], "federation.stacked"),
     ],
 )
-def test_what_cannot_be_stacked_is_refused(small, overrides, message):
+def test_unstackable_options_are_rejected(small, overrides, message):
     with pytest.raises((InputError, ValidationError)) as caught:
         small("federation.stacked=2", *overrides)
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -192,7 +192,7 @@ def stacked_model(model, targets):
     return adapted, vectors, torch.zeros_like(vectors)
 
 
-def test_a_head_of_other_layers_is_refused():
+def test_head_of_other_layers_is_rejected():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -203,8 +203,8 @@ def test_a_head_of_other_layers_is_refused():
         adapted.check_stackable()
 
 
-def test_inputs_that_do_not_tell_clients_apart_are_refused():
-    """Such as those of a model that puts positions before examples."""
+def test_inputs_of_mixed_clients_are_rejected():
+    """Such as a model that puts positions before examples."""
 
     class Net(nn.Module):
         def __init__(self):

@@ -31,7 +31,7 @@ EVERY = [
     methods.resumes,
     methods.exports,
 ]
-#: Clients of ``local`` send nothing, so that the global model stays as it was.
+#: Clients of ``local`` send nothing, so that the global model stays unchanged.
 EXCEPTIONS = {
     ("fedsb", methods.starts_pretrained),
     ("local", methods.exports),
@@ -51,13 +51,11 @@ def test_it_keeps_a_promise_of_the_contract(name, check, executor, tmp_path):
 
 
 @pytest.mark.parametrize("name", [n for n in SINGLE if method_class(n).mean_is_enough])
-def test_what_says_that_the_mean_is_enough_moves_by_it_alone(name, executor, tmp_path):
+def test_mean_decides_the_next_state(name, executor, tmp_path):
     methods.mean_decides(tmp_path, name, executor)
 
 
-def test_a_method_that_needs_more_than_the_mean_may_not_say_otherwise(
-    executor, tmp_path, monkeypatch
-):
+def test_false_promise_about_the_mean_is_rejected(executor, tmp_path, monkeypatch):
     """HetLoRA weighs uploads by their norms."""
     monkeypatch.setattr(method_class("hetlora"), "mean_is_enough", True)
     with pytest.raises(BrokenPromiseError, match="next states of two cohorts of one mean"):
@@ -158,7 +156,7 @@ def test_ambient_threads_change_nothing(name, executor, wide_backbone, tmp_path)
     assert len(digests) == 1
 
 
-def test_invalid_hyperparameters_are_refused():
+def test_invalid_hyperparameters_are_rejected():
     for name in METHODS:
         config = method_class(name).Config
         with pytest.raises(ValidationError, match="nonsense"):

@@ -63,7 +63,7 @@ def backbone():
 
 
 def built(words):
-    """Return the adapters, how they compute, and the start; or None if the fields are refused."""
+    """Return the adapters, how they compute, and the start; or None if the fields are rejected."""
     experiment = load_experiment(None, words)
     model = copy.deepcopy(backbone())
     method = build_method(experiment.method, experiment.adapter)
@@ -80,7 +80,7 @@ def built(words):
 
 
 @pytest.mark.parametrize(("name", "kind", "rank"), CASES)
-def test_a_field_is_in_the_identity_if_it_changes_something(name, kind, rank):
+def test_identity_has_fields_with_an_effect(name, kind, rank):
     words = [*BASE, f"method={name}", *rank]
     if kind != "-":
         words.append(f"method.adapter={kind}")

@@ -85,7 +85,7 @@ def test_another_image_size_interpolates_positions_as_transformers_does(saved):
     assert Backbone(config, Places(saved, saved / "hub")).preprocessing.image_size == 12
 
 
-def test_an_image_size_that_the_model_cannot_take_is_refused(saved):
+def test_unsupported_image_size_is_rejected(saved):
     with pytest.raises(InputError, match="image_size=13 is not a multiple of the model's patch, 2"):
         load(saved, 7, image_size=13)
     tiny = ConvNextConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], image_size=32)
@@ -149,13 +149,13 @@ def test_unreadable_checkpoints_are_named(saved, damage):
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_a_pointer_of_git_lfs_is_named_with_its_remedy(saved, file):
+def test_git_lfs_pointer_is_named(saved, file):
     (saved / "hub/owner/vit" / file).write_text(LFS)
     with pytest.raises(CorruptFileError, match=f"{file} is a pointer of Git LFS.* `git lfs pull`"):
         load(saved, 7)
 
 
-def test_a_pickle_is_not_read_and_the_line_that_converts_it_works(saved):
+def test_pickle_is_converted_by_the_suggested_line(saved):
     folder, right = saved / "hub/owner/vit", load(saved, 7)
     torch.save(right.state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -171,7 +171,7 @@ def test_a_pickle_is_not_read_and_the_line_that_converts_it_works(saved):
 
 @pytest.mark.parametrize("how", ["gptq", "awq", "bitsandbytes"])
 @pytest.mark.parametrize("init", ["pretrained", "random"])
-def test_a_quantized_checkpoint_is_refused_before_its_weights_are_read(saved, how, init):
+def test_quantized_checkpoint_is_rejected_early(saved, how, init):
     file = saved / "hub/owner/vit/config.json"
     config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": how}}
     file.write_text(json.dumps(config))
@@ -193,7 +193,7 @@ def test_code_of_a_checkpoint_is_never_run(saved):
     assert not (saved / "ran").exists()
 
 
-def test_names_that_lead_nowhere_are_refused(saved):
+def test_unknown_names_are_rejected(saved):
     with pytest.raises(InputError, match=r"'vit-digit' is neither .*did you mean 'vit-digits'"):
         load(saved, 10, name="vit-digit")
     with pytest.raises(InputError, match=r"'vit-digits' is not pretrained yet .*trishul run"):
@@ -206,7 +206,7 @@ def test_names_that_lead_nowhere_are_refused(saved):
         load(saved, 10, name="owner/none")
 
 
-def test_a_backbone_is_resolved_once_and_pickles_as_configuration_and_places(saved, monkeypatch):
+def test_backbone_is_resolved_once(saved, monkeypatch):
     backbone = Backbone(ModelConfig(name="owner/vit"), Places(saved, saved / "hub"))
     searched = []
     find_model = backbone_module.find_model
@@ -241,7 +241,7 @@ except InputError as error:
 """
 
 
-def test_without_network_one_line_says_where_it_was_looked_for(tmp_path):
+def test_missing_model_without_network_is_one_line(tmp_path):
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", OFFLINE, str(tmp_path)],

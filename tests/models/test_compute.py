@@ -80,7 +80,7 @@ def test_recomputed_activations_give_the_same_gradient(name, tmp_path):
     assert sum(recomputed) < 0.5 * sum(kept)
 
 
-def test_recomputing_survives_a_copy_and_leaves_inference_alone(tmp_path):
+def test_recomputing_survives_a_copy(tmp_path):
     model = backbone("llama-tiny", tmp_path)
     given = inputs("llama-tiny")
     want = model(**given).logits
@@ -147,7 +147,7 @@ def test_float32_attention_is_attention_in_float32(tmp_path):
     torch.testing.assert_close(got, attention.o(heads.bfloat16()), rtol=0.01, atol=0.02)
 
 
-def test_casting_leaves_what_is_computed_and_what_is_counted(tmp_path):
+def test_casting_keeps_computed_buffers(tmp_path):
     model = backbone("llama-tiny", tmp_path)
     frequencies = model.model.rotary_emb.inv_freq.clone()
     cast(model, torch.bfloat16)
@@ -166,7 +166,7 @@ def test_no_keys_and_values_are_kept_in_training(tmp_path):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_mask_is_left_out_during_a_capture_as_at_any_other_time(monkeypatch, causal):
+def test_mask_is_left_out_during_a_capture(monkeypatch, causal):
     """Transformers would build one, and other kernels would compute the attention."""
     lengths = [(q, kv) for q, kv in itertools.product((1, 4, 8), (4, 8)) if q <= kv]
     for (q, kv), causal_skip, skip, local in itertools.product(

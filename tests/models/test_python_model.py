@@ -63,7 +63,7 @@ def test_shapes_of_a_module_share_their_weights(tmp_path):
         find_layers(shapes, ["0"])
 
 
-def test_a_module_is_kept_as_it_was_passed(tmp_path):
+def test_module_is_kept_unchanged(tmp_path):
     module = Scaled()
     backbone = backbone_of(module, tmp_path)
     module.layer.weight.data.zero_()

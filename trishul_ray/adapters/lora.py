@@ -87,7 +87,7 @@ class LoRA(LayerAdapter):
 
     @property
     def reads(self) -> Reads:
-        """The factors in the weight's dtype, unless a subclass has a forward of its own."""
+        """The factors in the weight's dtype, unless a subclass defines another forward."""
         return "casts" if self._computes_as(LoRA) else "trainables"
 
     def shapes(self, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
@@ -238,7 +238,7 @@ def project(x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Return x, for a product with the frozen weight, and ``x factor^T``.
 
     x is [n, d_in] or [k, n, d_in], the factor [r, d_in] or [k, r, d_in]. On a GPU the gradient of x
-    through the thin product is added to that of the other one as it is computed, in one kernel.
+    through the thin product is added to the gradient of the other product, in one kernel.
     """
     if not x.is_cpu and torch.is_grad_enabled():
         both = _Project.apply(x, factor)  # type: ignore[no-untyped-call]
@@ -255,7 +255,7 @@ class _Project(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor | None, thin: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Add to ``dx``, which the product with the frozen weight has made for this call alone."""
+        """Add to ``dx``, which the product with the frozen weight has made only for this call."""
         x, factor = ctx.saved_tensors
         need_x, need_factor = ctx.needs_input_grad
         if need_x:

@@ -171,7 +171,7 @@ def _shared_weights(model: nn.Module) -> set[str]:
 def _all_linear_layers(model: nn.Module) -> list[str]:
     from trishul_ray.adapters.quantized import QuantizedLinear  # imports this module
 
-    # Not subclasses: attention of torch reads the weight of its own kind of linear layer.
+    # Not subclasses: attention of torch reads the weight of a special linear layer.
     kinds = (torch.nn.Linear, QuantizedLinear)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     shared = _shared_weights(model)

@@ -94,7 +94,7 @@ class Instruction(Task):
             by_row=config.loss == "rows",
             groups=info.groups,
         )
-        _ = task.prompt  # refuses a template now
+        _ = task.prompt  # rejects a template now
         return task
 
     @cached_property
@@ -174,11 +174,11 @@ class Instruction(Task):
     ) -> dict[str, Tensor]:
         """Convert encoded rows to the model's inputs, padded to the right; ``dtype`` is not used.
 
-        No mask and no positions are passed: under causal attention, a label never sees what stands
-        to the right of it.
+        No mask and no positions are passed: under causal attention, a label never sees the
+        tokens to the right of it.
 
         Returns:
-            ``input_ids`` int64 [b, W]; ``positions`` int64 [M], the labelled ones of all rows, as
+            ``input_ids`` int64 [b, W]; ``positions`` int64 [M], the labeled ones of all rows, as
             numbers of the flat [b * W]; ``labels`` int64 [M]; on the CPU, ``counts`` int64 [b],
             how many labels a row has, and ``start`` int64 [b], where its last answer begins;
             ``group`` and ``client`` if the rows have them.
@@ -201,7 +201,7 @@ class Instruction(Task):
         return super().inputs(batch) | {"use_cache": False}
 
     def losses(self, model: AdaptedModel, batch: Mapping[str, Tensor], clients: int) -> Tensor:
-        """Return the loss of each client's rows; logits are those of labelled positions alone."""
+        """Return the loss of each client's rows; only labeled positions have logits."""
         from trishul_ray.tasks.label_loss import scores_of, weighted_losses  # imports torch
 
         counts = batch["counts"].view(clients, -1)  # [clients, rows of each]
@@ -236,7 +236,7 @@ class Instruction(Task):
         return widened(logits), None
 
     def predict(self, model: AdaptedModel, batch: Mapping[str, Tensor]) -> LabelScores:
-        """Return what the model says of the labels."""
+        """Return the model's scores of the labels."""
         from trishul_ray.tasks.label_loss import label_scores, scores_of  # imports torch
 
         hidden, head = self._before_labels(model, batch)
@@ -295,7 +295,7 @@ class Instruction(Task):
     ) -> np.ndarray:
         """Return the log-likelihood of the answer of every row, without its end token, [N].
 
-        What is scored is not generated: it may be longer than ``task.target_length``.
+        Nothing is generated: an answer may be longer than ``task.target_length``.
         """
         ends = self.prompt.end_ids()
         ids, spans = [], np.zeros((len(rows), 1, 2), dtype=np.int32)
