@@ -1,4 +1,4 @@
-"""Tasks by dataset and backbone, and the one line for those that do not go together."""
+"""Tasks by dataset and backbone, and the one-line errors of pairs that do not fit."""
 
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def test_the_task_follows_from_rows_and_family(info, overrides, kind, model_kind
     assert task.num_classes == (2 if head else None)
 
 
-def test_what_is_not_set_follows_from_the_dataset():
+def test_unset_fields_follow_from_the_dataset():
     task = build(TEXTS, "model=t5-tiny")
     assert task.template.text == "text: {text} more: {more}"
     assert task.class_texts == ("bad", "good") and task.start_id == PAD
@@ -136,18 +136,18 @@ def test_what_is_not_set_follows_from_the_dataset():
         ),
     ],
 )
-def test_what_does_not_go_is_refused_in_one_line(info, overrides, says):
+def test_unsuitable_tasks_are_rejected_in_one_line(info, overrides, says):
     with pytest.raises(InputError, match=says) as caught:
         build(info, *overrides)
     assert "\n" not in str(caught.value)
 
 
-def test_another_kind_is_refused():
+def test_unknown_kind_is_rejected():
     with pytest.raises(InputError, match=r"task\.kind: 'ranking' is unknown; known: auto, class"):
         load_experiment(None, ["task.kind=ranking"])
 
 
-def test_a_kind_is_one_task_for_each_kind_of_rows():
+def test_kind_is_registered_once_per_rows():
     with pytest.raises(ValueError, match="'verbalizer:text' is taken"):
         register("verbalizer")(SequenceClassification)
 
@@ -172,7 +172,7 @@ def test_relative_positions_have_no_limit(tmp_path):
     assert task.max_length == 4096
 
 
-def test_a_decoder_with_a_head_must_pad_as_its_tokenizer_does(tmp_path):
+def test_decoder_with_head_pads_like_its_tokenizer(tmp_path):
     from transformers import LlamaConfig
 
     from trishul_ray.models.tokenizers import byte_tokenizer

@@ -123,7 +123,7 @@ def decoder():
 
 
 @pytest.mark.parametrize("template", ["alpaca", "plain", "turns", CHATML, LLAMA3, FORGETS, KIND])
-def test_an_answer_follows_what_is_generated_from_and_ends(tokens, template):
+def test_answer_follows_its_prompt_and_ends(tokens, template):
     prompt = prompt_of(tokens, template, max_length=600)
     text = tokens.tokenizer.decode
     for row, found in zip(ROWS, prompt.encode(ROWS, "rows"), strict=True):
@@ -144,7 +144,7 @@ def test_only_control_tokens_end_answers(tokens, template, expected):
     assert ends == {convert(token) for token in ("<sep>", "</s>") if token in expected}
 
 
-def test_all_answers_of_a_conversation_are_labels_or_the_last_one(tokens):
+def test_all_answers_or_the_last_are_labels(tokens):
     def labels(template, every_turn=True):
         (found,) = prompt_of(tokens, template, every_turn=every_turn).encode([TALK], "rows")
         decode = tokens.tokenizer.decode
@@ -173,7 +173,7 @@ def test_templates_read_further_keys(tokens):
     assert found.ids.count(tokens.tokenizer.sep_token_id) == 2  # of the template only
 
 
-def test_the_end_token_is_a_label_where_it_is_the_padding_too(tokens, split_of):
+def test_end_token_that_pads_is_a_label(tokens, split_of):
     tokens.tokenizer.pad_token = tokens.tokenizer.eos_token
     task = Instruction(tokens, template="plain", max_length=120, target_length=60)
     batch = batch_of(task, split_of(ROWS))
@@ -197,7 +197,7 @@ def test_a_template_sees_no_clock(tokens):
     assert tokens.tokenizer.decode(found.ids).startswith("26 Jul 2024")
 
 
-def test_a_long_answer_is_cut_without_an_end_and_a_long_prompt_keeps_its_answer(tokens):
+def test_long_answers_and_prompts_are_cut(tokens):
     long = "word " * 60
     for template in ("plain", CHATML):
         prompt = prompt_of(tokens, template, max_length=100, target_length=20)
@@ -211,7 +211,7 @@ def test_a_long_answer_is_cut_without_an_end_and_a_long_prompt_keeps_its_answer(
         assert tokens.tokenizer.decode(asked.ids[start:stop], skip_special_tokens=True)[:3] == "yes"
 
 
-def test_a_long_conversation_loses_its_first_turns_and_keeps_the_system_message(tokens):
+def test_long_conversation_loses_its_first_turns(tokens):
     (found,) = prompt_of(tokens, CHATML, max_length=60).encode([TALK], "rows")
     text = tokens.tokenizer.decode(found.ids, skip_special_tokens=True)
     assert found.cut == TURNS_DROPPED
@@ -230,12 +230,12 @@ def test_a_long_conversation_loses_its_first_turns_and_keeps_the_system_message(
         ("{% for m in messages %}{{ raise_exception('no') }}{% endfor %}", ROWS, "cannot render"),
     ],
 )
-def test_what_a_template_cannot_do_is_refused(tokens, template, rows, said):
+def test_unsuitable_templates_are_rejected(tokens, template, rows, said):
     with pytest.raises(InputError, match=said.replace("{", "\\{")):
         prompt_of(tokens, template).encode(rows, "rows")
 
 
-def test_the_loss_is_that_of_transformers(task_of, split_of, decoder):
+def test_loss_equals_transformers(task_of, split_of, decoder):
     split = split_of(ROWS)
     for by_row in (False, True):
         task = task_of(by_row=by_row)
@@ -255,7 +255,7 @@ def test_the_loss_is_that_of_transformers(task_of, split_of, decoder):
         torch.testing.assert_close(apart, rows, rtol=1e-12, atol=0)
 
 
-def test_padding_its_id_and_the_order_of_rows_change_nothing(task_of, tokens, split_of, decoder):
+def test_padding_and_order_of_rows_change_nothing(task_of, tokens, split_of, decoder):
     split, task = split_of(ROWS), task_of()
     batch = batch_of(task, split)
     scores = task.score(task.predict(decoder, batch), batch).loss
@@ -289,7 +289,7 @@ def test_a_loss_in_chunks_is_the_plain_one(chunk, bias):
     assert scores.right.tolist() == (head(hidden).argmax(-1) == labels).tolist()
 
 
-def test_what_follows_a_label_is_not_seen_and_what_is_before_it_is(task_of, split_of, decoder):
+def test_labels_see_only_earlier_tokens(task_of, split_of, decoder):
     task = task_of()
     batch = batch_of(task, split_of(ROWS))
     loss = task.losses(decoder, batch, 3)
@@ -302,7 +302,7 @@ def test_what_follows_a_label_is_not_seen_and_what_is_before_it_is(task_of, spli
     assert moved[0] != loss[0] and torch.equal(moved[1:], loss[1:])
 
 
-def test_rows_in_one_sequence_have_the_loss_of_rows_in_a_batch(task_of, split_of, decoder):
+def test_packed_rows_have_the_same_loss(task_of, split_of, decoder):
     task = task_of()
     batch = batch_of(task, split_of(ROWS))
     ids, places, labels = [], [], []
@@ -321,7 +321,7 @@ def test_rows_in_one_sequence_have_the_loss_of_rows_in_a_batch(task_of, split_of
     torch.testing.assert_close(loss, scores.sum(), rtol=1e-9, atol=0)
 
 
-def test_answers_are_those_of_single_steps_and_a_limit_only_cuts_them(task_of, split_of, decoder):
+def test_answers_equal_single_steps_up_to_a_limit(task_of, split_of, decoder):
     batch = batch_of(task_of(), split_of(ROWS))
     short, long = task_of(target_length=5), task_of(target_length=10)
     with torch.inference_mode():
@@ -337,9 +337,7 @@ def test_answers_are_those_of_single_steps_and_a_limit_only_cuts_them(task_of, s
                 ids = torch.cat([ids, best[None]])
 
 
-def test_a_learned_row_is_generated_and_a_batch_generates_as_single_rows(
-    task_of, split_of, decoder
-):
+def test_learned_rows_are_generated_in_any_batch(task_of, split_of, decoder):
     split, task = split_of(ROWS[:2]), task_of()
     batch = batch_of(task, split)
     parameters = [*decoder.model.parameters()]
@@ -366,7 +364,7 @@ def test_a_learned_row_is_generated_and_a_batch_generates_as_single_rows(
     assert decoder.model.generation_config.repetition_penalty == 50.0
 
 
-def test_what_was_cut_is_counted(task_of, split_of):
+def test_cuts_are_counted(task_of, split_of):
     task = task_of(max_length=40, target_length=12)
     split = split_of(ROWS)
     encoded = task.encode(split, lambda done: None)
