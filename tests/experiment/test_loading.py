@@ -74,6 +74,7 @@ def test_a_resolved_config_reads_back_as_itself(words, tmp_path):
         (["partition.kind=shards"], "'shards': input should be 'iid', 'dirichlet' or 'natural'"),
         (["budget=huge"], "budget='huge'"),
         (["budget=0"], "budget=0"),
+        (["tracking.experiment="], "experiment='': string should have at least 1 character"),
         (["seed=-1"], "seed=-1: input should be greater than or equal to 0"),
         (["seed=1.5"], "seed=1.5"),
         (["method.lam=-1"], "method.lam=-1: input should be greater than or equal to 0"),

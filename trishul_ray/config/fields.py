@@ -525,7 +525,7 @@ class TrackingConfig(Section):
 
     mlflow: bool = not_in_id(True, "log to MLflow")
     uri: str | None = not_in_id(None, "MLflow tracking URI; default sqlite:///<runs>/mlflow.db")
-    experiment: str = not_in_id("trishul", "MLflow experiment name")
+    experiment: str = not_in_id("trishul", "MLflow experiment name", min_length=1)
     parent_run: str | None = not_in_id(None, "MLflow run id of the sweep of this run")
 
 
