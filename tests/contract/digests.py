@@ -142,7 +142,8 @@ def plain(value):
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items() if not str(k).endswith("seconds")}
+        left_out = "seconds", "state_sha256"  # the state itself is compared
+        return {str(k): plain(v) for k, v in value.items() if not str(k).endswith(left_out)}
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
     if isinstance(value, np.ndarray):

@@ -24,7 +24,7 @@ from trishul_ray.cli.run import run
 from trishul_ray.cli.runs import rm, show
 from trishul_ray.cli.submit import submit
 from trishul_ray.cli.sweeps import report, sweep
-from trishul_ray.cli.trained import evaluate, export
+from trishul_ray.cli.trained import evaluate, export, verify
 from trishul_ray.errors import InputError, RunError, describe_os_error, stop_signals
 from trishul_ray.storage.redaction import redact
 from trishul_ray.version import NUMERICS, __version__
@@ -52,7 +52,10 @@ def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            hidden=True,  # the help has to fit one screen, and ``doctor`` shows the version
         ),
     ] = False,
 ) -> None:
@@ -65,6 +68,7 @@ app.command("table", hidden=True)(sweep)  # an alias of sweep
 app.command(short_help="Write tables and figures of finished runs: HTML, LaTeX, CSV.")(report)
 app.command("eval")(evaluate)
 app.command()(export)
+app.command()(verify)
 app.command(short_help="Run a command on a Ray cluster, and show its output.")(submit)
 app.command("list")(list_)
 app.command()(show)

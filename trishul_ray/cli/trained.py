@@ -1,10 +1,11 @@
-"""Commands on the model of a run: export it, and score what it generates."""
+"""Commands on a finished run: export its model, score its answers, and verify its rounds."""
 
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 from trishul_ray.cli.output import (
     Plugins,
@@ -53,6 +54,38 @@ def export(
 
     written = export_run(run_id, directory, merged=merged, runs=runs, client=client, rank=rank)
     print_line(f"{written.note}, after round {written.round}: {directory}")
+
+
+def verify(
+    run_id: Run,
+    rounds: Annotated[
+        str, typer.Option(metavar="N|all", help="How many rounds to repeat, from the first.")
+    ] = "2",
+    runs: Runs = "runs",
+    plugin: Plugins = None,
+) -> None:
+    """Repeat rounds of a finished run, and compare the state after each.
+
+    The run may be a folder copied from another machine, if its data and backbone are here. Exit
+    code 1: a state differs. Then the first difference of software or hardware is printed.
+    """
+    from trishul_ray.runs.verify import verify_run
+
+    if not (rounds == "all" or rounds.isdecimal()):
+        raise InputError(f"--rounds {rounds!r}: must be a number of rounds, or all")
+    number = None if rounds == "all" else int(rounds)
+    with show_progress() as progress:
+        found = verify_run(run_id, number, runs=runs, progress=progress.task_progress("verifying"))
+    table = Table("round", "recorded", "found", "equal", "largest difference")
+    for each in found.rounds:
+        name, size = each.difference or ("", 0.0)
+        shown = f"{name} {size:.2g}" if name else ""
+        equal = "yes" if each.equal else "no"
+        table.add_row(str(each.round), each.recorded[:12], each.found[:12], equal, shown)
+    print_table(table)
+    if not found.equal:
+        print_line(f"the states differ; {found.stack or 'software and hardware are the same'}")
+        raise typer.Exit(1)
 
 
 def evaluate(

@@ -33,6 +33,7 @@ class RoundRecord:
         per_client: Headline on each client's test rows; only of the last scored round.
         stages: Numbers of stages, by name.
         personal: Headline of each client's own model on them, likewise.
+        state_sha256: Digest of the global state after the round; see ``state_digest``.
         participation: In how many rounds each client has counted, likewise; without those held out.
     """
 
@@ -54,6 +55,7 @@ class RoundRecord:
     personal: dict[str, float] = field(default_factory=dict)
     participation: dict[str, int] = field(default_factory=dict, metadata=OPTIONAL)
     stages: dict[str, float] = field(default_factory=dict, metadata=OPTIONAL)
+    state_sha256: str = field(default="", metadata=OPTIONAL)
     missing: dict[str, str] = field(default_factory=dict, metadata=OPTIONAL)
 
     @property

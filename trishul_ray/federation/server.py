@@ -119,6 +119,7 @@ class Server:
         if restored is None:
             with deterministic(experiment):
                 self.checkpoint.state = self._initial_state()
+            self.checkpoint.records[0].state_sha256 = state_digest(self.checkpoint.state)
             lines = self._begin()
         elif changed := changed_sources(restored.sources, self.spec.sources):
             raise RunError(
@@ -231,6 +232,7 @@ class Server:
             record = self._aggregate(number, sent, cohort, outcome, comparison)
         self.transfers.remember(record)
         self.checkpoint.matrices |= everyone
+        record.state_sha256 = state_digest(self.checkpoint.state)
         record.seconds = time.perf_counter() - began
         return record
 

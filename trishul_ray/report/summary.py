@@ -100,6 +100,8 @@ class RunSummary:
         unread_fields: Fields of the experiment that nothing has read.
         reports: Reports of stages, by their names; see ``Stage.report``.
         peak_memory: Peak of the worker that used most, of the process that finished the run.
+        states: Digest of the global state before round 1 and after each round; see
+            ``state_digest``.
         held: ``CPU`` and ``GPU`` of all its actors; empty without actors, or if not known.
         checksum: Hash of the bytes of all other fields; empty until the file is written.
     """
@@ -144,6 +146,7 @@ class RunSummary:
     participation: dict[str, int] = field(default_factory=dict)
     peak_memory: PeakMemory | None = None
     held: dict[str, float] = field(default_factory=dict)
+    states: list[str] = field(default_factory=list)
     checksum: str = ""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")

@@ -125,6 +125,7 @@ def summarize(
         ranks=spec.ranks,
         block_squared_norms=spec.block_norms,
         state_sha256=result.digest,
+        states=[record.state_sha256 for record in records],
         attempt=result.checkpoint.attempt,
         mlflow_run_id=run_id,
         versions=versions(),
