@@ -189,7 +189,7 @@ class ChatPrompt(Prompt):
         texts = [message["content"] for message in row[:-1]]
         if not any(texts):
             raise InputError(
-                f"task.max_length={self.max_length}: the chat template alone, and the answer, take "
+                f"task.max_length={self.max_length}: only the chat template and the answer take "
                 f"{self.max_length + excess} tokens in a row of {where}: raise it, or lower "
                 "task.target_length"
             )
@@ -294,7 +294,7 @@ def _forms(text: str) -> dict[str, str]:
     except yaml.YAMLError as error:
         raise InputError(f"task.template: not YAML ({first_line(error)})") from error
     if not isinstance(forms, dict) or forms.keys() != {"with_input", "without_input"}:
-        raise InputError("task.template: a file of prompts has with_input and without_input alone")
+        raise InputError("task.template: a file of prompts has only with_input and without_input")
     return {name: str(form) for name, form in forms.items()}
 
 
@@ -327,7 +327,7 @@ def build_prompt(
             raise InputError(
                 f"task.template=chat: the tokenizer of {tokens.backbone.name!r} has "
                 f"{'several chat templates' if own else 'no chat template'}; allowed: "
-                f"{', '.join((*PROMPTS, *CHATS))}, or a text or file of your own"
+                f"{', '.join((*PROMPTS, *CHATS))}, or a custom text or file"
             )
         text = own
     else:

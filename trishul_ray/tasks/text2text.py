@@ -96,7 +96,7 @@ class Text2Text(Task):
 
     @classmethod
     def further_arguments(cls, config: TaskConfig, info: DatasetInfo) -> dict[str, Any]:
-        """Return the arguments that a subclass takes besides those of :class:`Text2Text`."""
+        """Return the arguments of a subclass in addition to the arguments of :class:`Text2Text`."""
         return {}
 
     def settings(self) -> Json:
@@ -257,7 +257,7 @@ class TextToClass(Text2Text):
         return super().settings() | {"class_texts": list(self.class_texts)}
 
     def answers(self, outputs: Any, classes: Sequence[str]) -> list[str]:
-        """Return the names of the classes that were generated; other texts as they are."""
+        """Return the names of the classes that were generated, and other texts unchanged."""
         numbers = self._predicted(outputs.texts).tolist()
         return [
             text if k < 0 else classes[k] for text, k in zip(outputs.texts, numbers, strict=True)
@@ -300,7 +300,7 @@ class TextToClass(Text2Text):
         return torch.tensor([numbers.get(normalize(text), -1) for text in texts])
 
     def score_texts(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``accuracy`` [b]: whether a text is that of the row's class."""
+        """Return ``accuracy`` [b]: whether a text is the text of the row's class."""
         return {"accuracy": (self._predicted(texts) == batch["classes"].cpu()).double()}
 
     def score(self, outputs: Any, batch: Mapping[str, Tensor]) -> RowScores:
