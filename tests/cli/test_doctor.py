@@ -17,9 +17,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from trishul_ray.cli import doctor
-from trishul_ray.data.user.python_rows import store_rows
 from trishul_ray.storage import durable as files
-from trishul_ray.storage.durable import KEPT_SECONDS, scratch_folder
+from trishul_ray.storage.durable import scratch_folder
+from trishul_ray.storage.integrity import KEPT_SECONDS, make_once
 
 
 @pytest.fixture(autouse=True)
@@ -122,13 +122,13 @@ def test_old_leftovers_are_removed(called, monkeypatch, tmp_path):
     monkeypatch.setattr(files, "_SHORT", ())
     monkeypatch.chdir(tmp_path)
     old = [
-        tmp_path / "cache/data/raw/table-0123456789ab",
+        make_once(tmp_path / "cache", "data/raw/table-0123456789ab", Path.touch),
         tmp_path / "cache/weights/.key.01234567.tmp",
         Path("runs/0123/.result.json.01234567.tmp"),
         tmp_path / ".trishul-test.abcdefgh.tmp",
     ]
     new = [path.with_name(path.name.replace("a", "b").replace("0", "1")) for path in old[1:]]
-    for path in (*old, *new):
+    for path in (*old[1:], *new):
         path.mkdir(parents=True)
     for path in old:
         os.utime(path, (time.time() - 2 * KEPT_SECONDS,) * 2)
@@ -139,29 +139,6 @@ def test_old_leftovers_are_removed(called, monkeypatch, tmp_path):
     assert code == 0
     assert out.splitlines() == [*(f"removed {path}" for path in old), "4 removed"]
     assert not any(path.exists() for path in old) and all(path.exists() for path in new)
-
-
-def test_unused_rows_are_removed_after_a_month(called, monkeypatch, tmp_path):
-    cache = tmp_path / "cache"
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TRISHUL_CACHE", str(cache))
-    monkeypatch.setattr(files, "_SHORT", ())
-    passed = [{"text": "a", "label": 0}]
-    old, used = store_rows(passed, cache, {}), store_rows(passed * 2, cache, {})
-    (cache / "weights").mkdir()
-    weights = [cache / "weights" / name for name in ("old", "used")]
-    for place in (old, used, *weights):
-        place.mkdir(exist_ok=True)
-        if place != weights[1]:
-            os.utime(place, (time.time() - 2 * KEPT_SECONDS,) * 2)
-    assert store_rows(passed * 2, cache, {}) == used  # which is a use
-    code, out, _ = called("doctor", "--clean")
-    assert code == 0 and out.splitlines() == [
-        f"removed {old}",
-        f"removed {weights[0]}",
-        "2 removed",
-    ]
-    assert used.is_dir() and weights[1].is_dir()
 
 
 def test_user_without_a_home_gets_the_variable(tmp_path):

@@ -182,7 +182,7 @@ def test_missing_names_and_folders_are_reported(tmp_path):
     with pytest.raises(InputError, match=r"lacks cifar100/test-\*\.parquet of uoft-cs/cifar100"):
         prepare("cifar100", cache=tmp_path, hub=tmp_path / "hub")
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"storage.cache: cannot create"):
+    with pytest.raises(InputError, match=r"storage.cache: cannot write"):
         prepare("digits", cache=tmp_path / "file", hub=None)
 
 

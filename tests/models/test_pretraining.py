@@ -67,8 +67,8 @@ def test_vit_tiny_reads_enlarged_digits(digits):
 
 def test_saved_weights_load_back(digits, tmp_path):
     model = new_backbone(VIT_DIGITS)
-    folder = VIT_DIGITS.folder(tmp_path)
-    make_once(folder, partial(save_backbone, model, VIT_DIGITS, digits.train))
+    save = partial(save_backbone, model, VIT_DIGITS, digits.train)
+    folder = make_once(tmp_path, VIT_DIGITS.place, save)
     save_backbone(model, VIT_DIGITS, digits.train, tmp_path / "again")
     for file in folder.glob("[!.]*"):
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()

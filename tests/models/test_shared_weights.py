@@ -2,7 +2,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from trishul_ray.errors import CorruptFileError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.compute import cast, run_dtype
-from trishul_ray.storage.durable import KEPT_SECONDS
 from trishul_ray.storage.integrity import SEAL, take_remarks
 
 ROOT = Path(__file__).parents[2]
@@ -156,17 +154,6 @@ def test_a_malformed_checkpoint_leaves_no_file(bert, tmp_path):
     with pytest.raises(CorruptFileError, match=r"word_embeddings\.weight of checkpoint"):
         resident(bert, "sequence-classification", 3, tmp_path)
     assert not list((tmp_path / "weights").glob("*/weights.pt"))
-
-
-def test_what_nobody_opened_for_a_month_is_removed(bert, tmp_path):
-    folder = tmp_path / "weights"
-    folder.mkdir()
-    old, young = folder / "old", folder / "young"
-    for entry, age in ((old, KEPT_SECONDS + 60), (young, KEPT_SECONDS - 60)):
-        entry.mkdir()
-        os.utime(entry, (time.time() - age,) * 2)
-    resident(bert, "sequence-classification", 3, tmp_path)
-    assert young.exists() and not old.exists()
 
 
 HOLD = """

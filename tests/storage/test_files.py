@@ -4,13 +4,17 @@ import errno
 import fcntl
 import os
 import tempfile
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
+from filelock import FileLock
 from safetensors.torch import save_file
 from syncs import Syncs
 
+from trishul_ray.errors import InputError
 from trishul_ray.storage import durable
 from trishul_ray.storage.durable import (
     LOG_SECONDS,
@@ -23,7 +27,14 @@ from trishul_ray.storage.durable import (
     scratch_folder,
     write_file,
 )
-from trishul_ray.storage.integrity import find_corruption, make_once, record_checksums
+from trishul_ray.storage.integrity import (
+    KEPT_SECONDS,
+    find_corruption,
+    make_once,
+    record_checksums,
+    remove_unused,
+    take_remarks,
+)
 
 
 def test_folder_is_complete_or_absent(tmp_path):
@@ -84,7 +95,7 @@ def test_tensors_have_the_folders_read_permissions(tmp_path, umask, mode):
 
 
 def test_unfinished_files_are_removed_after_a_day(tmp_path):
-    old, foreign = tmp_path / "a" / ".model.01234567.tmp", tmp_path / ".mine.tmp"
+    old, foreign = tmp_path / "a" / ".model.01234567.tmp", tmp_path / ".notes.saturday.tmp"
     old.mkdir(parents=True)
     foreign.touch()
     for path in (old, foreign):
@@ -114,19 +125,50 @@ def test_changed_files_of_a_folder_are_named(tmp_path):
 def test_folder_is_made_once_without_leftovers(tmp_path):
     (tmp_path / ".rows.01234567.tmp").mkdir()  # of a killed process
     for _ in range(2):
-        make_once(tmp_path / "rows", lambda new: (new / "a").touch(exist_ok=False))
-    assert {path.name for path in tmp_path.iterdir()} == {"rows", "rows.lock"}
+        make_once(tmp_path, "rows", lambda new: (new / "a").touch(exist_ok=False))
+    assert {path.name for path in tmp_path.iterdir()} == {"CACHEDIR.TAG", "rows", "rows.lock"}
+
+
+def test_only_a_separate_cache_is_marked(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").touch()
+    write_file(tmp_path / "new/.CACHEDIR.TAG.01234567.tmp", b"")  # of a killed process
+    for cache in (tmp_path / "mine", tmp_path / "new"):
+        make_once(cache, "rows/a", lambda new: (new / "b").touch())
+    assert not (tmp_path / "mine/CACHEDIR.TAG").exists()
+    assert (tmp_path / "new/CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172")
+
+
+def test_only_unused_folders_of_the_cache_are_removed(tmp_path):
+    def age(*paths):
+        for path in paths:
+            os.utime(path, (time.time() - 2 * KEPT_SECONDS,) * 2)
+
+    key, data = "0123456789abcdef", "data/raw/table-0123456789ab"
+    names = f"weights/{key}", f"rows/{4 * key}", data, "weights/mine"
+    made = [make_once(tmp_path, name, lambda new: (new / "a").touch()) for name in names]
+    foreign = [tmp_path / name for name in (f"weights/{key[::-1]}", "rows/thesis.json", "x")]
+    foreign[0].mkdir()
+    foreign[1].touch()
+    foreign[2].mkdir()
+    age(*made, *foreign)
+    with FileLock(f"{made[1]}.lock"):  # another process uses it
+        assert remove_unused(tmp_path) == [made[0], made[2]]
+    take_remarks()
+    make_once(tmp_path, f"weights/{key}", lambda new: (new / "a").touch())
+    assert take_remarks() == (f"{made[1]} was not used for a month: removed",)
+    assert made[3].is_dir() and all(path.exists() for path in foreign)
 
 
 @pytest.mark.timeout(20)
-def test_file_system_without_locks_is_an_error(tmp_path, monkeypatch):
+def test_cache_without_locks_is_rejected(tmp_path, monkeypatch):
     def missing(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     (tmp_path / "rows.lock").touch()
     monkeypatch.setattr("fcntl.flock", missing)
-    with pytest.raises(OSError, match="not implemented"):
-        make_once(tmp_path / "rows", lambda folder: None)
+    with pytest.raises(InputError, match=r"rows: .*not implemented; set TRISHUL_CACHE"):
+        make_once(tmp_path, "rows", Path.mkdir)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from trishul_ray.storage.durable import (
     remove_unfinished,
     why_not_writable,
 )
+from trishul_ray.storage.integrity import remove_unused
 from trishul_ray.storage.redaction import redact
 from trishul_ray.storage.store import Store
 from trishul_ray.tracking.store import is_server, sqlite_file, tracking_uri
@@ -72,16 +73,10 @@ def result_of(check: Callable[[], str]) -> tuple[str, str]:
 def remove_leftovers(cache: Path, runs: str = "runs") -> list[Path]:
     """Remove unused files, and return their paths.
 
-    These are failed and outdated preparations of user data, folders of finished Ray sessions and
-    temporary files of killed processes. Rows passed from Python and prepared weights, which later
-    runs may need, are kept for a month.
+    These are folders of finished Ray sessions, temporary files of killed processes, and data and
+    weights in the cache that no run has used for a month.
     """
-    # They import torch, which the checks may find broken.
-    from trishul_ray.data.cache import remove_unused_data
-    from trishul_ray.models.shared_weights import remove_unused_weights
-
-    removed = [*remove_unused_data(cache), *remove_unused_weights(cache)]
-    removed += remove_unfinished(cache)
+    removed = [*remove_unused(cache), *remove_unfinished(cache)]
     if "://" not in runs:
         removed += remove_unfinished(Path(runs))
     return removed + remove_abandoned()

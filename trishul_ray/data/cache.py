@@ -17,7 +17,6 @@ from trishul_ray.data.dataset import (
     PreparedDataset,
     write_split,
 )
-from trishul_ray.storage.durable import remove_unused
 from trishul_ray.storage.integrity import make_once
 
 #: The description of a dataset, and the columns [N, ...] of every split.
@@ -37,15 +36,13 @@ def prepared(
 ) -> PreparedDataset:
     """Return a prepared folder, whose rows ``make`` returns if it is missing or damaged."""
     digest = hashlib.sha256(f"{FORMAT_VERSION}\n{key}".encode()).hexdigest()[:12]
-    folder = cache / "data" / step / f"{name.replace('/', '-')}-{digest}"
 
     def write(new: Path) -> None:
-        remove_unused_data(cache)
         info, columns = make()
         for split in splits:
             write_split(new / f"{split}.arrow", columns[split], info)
 
-    make_once(folder, write)
+    folder = make_once(cache, f"data/{step}/{name.replace('/', '-')}-{digest}", write)
     return PreparedDataset(folder, splits)
 
 
@@ -64,12 +61,3 @@ def derived(
     """
     parent = f"{dataset.fingerprint}\n{dataset.info!r}\n{key}"
     return prepared(cache, step, dataset.info.name, parent, (*dataset.split_names, *added), make)
-
-
-def remove_unused_data(cache: Path) -> list[Path]:
-    """Remove data that were not used for a month from a cache, and return their folders.
-
-    A process that has mapped a file keeps it.
-    """
-    folders = [*(cache / "data").glob("*/[!.]*"), *(cache / "rows").glob("[!.]*")]
-    return remove_unused(folder for folder in folders if folder.is_dir())

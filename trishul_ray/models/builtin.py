@@ -80,9 +80,14 @@ class Builtin:
             key.append(self.model_type)
         return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
 
+    @property
+    def place(self) -> str:
+        """The folder of the pretrained weights in a cache."""
+        return f"models/{self.name}-{self.hash}"
+
     def folder(self, cache: Path) -> Path:
         """Return the folder of the pretrained weights in a cache; a damaged one is removed."""
-        folder = cache / "models" / f"{self.name}-{self.hash}"
+        folder = cache / self.place
         discard_damaged(folder)
         return folder
 

@@ -64,7 +64,7 @@ def ensure_pretrained(
         train = _train_on_ray if on_ray else _train_here
         save_backbone(train(builtin, places), builtin, split, new)
 
-    make_once(builtin.folder(places.cache), make)
+    make_once(places.cache, builtin.place, make)
 
 
 def recipe_of(builtin: Builtin) -> Recipe:

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from trishul_ray.models.compute import cast, configure_compute, quantize_layers, run_dtype
 from trishul_ray.models.find_model import source_files, weights_source
 from trishul_ray.models.weights import Plan, build_weights, draw_head
-from trishul_ray.storage.durable import remove_unused
 from trishul_ray.storage.integrity import make_once, stamp
 
 #: Part of every file's key. Raise it when the content of the files changes.
@@ -55,7 +54,6 @@ def load_resident(plan: Plan, cache: Path) -> Resident:
     """Load a backbone with shared weights; see :meth:`Backbone.load_resident`."""
     config, seed = plan.config, plan.seed
     key = weights_key(plan)
-    folder = cache / FOLDER / key
 
     def write(new: Path) -> None:
         model, drawn = build_weights(plan)
@@ -70,8 +68,7 @@ def load_resident(plan: Plan, cache: Path) -> Resident:
         except RuntimeError as error:  # after the OSError of a full disk
             raise error.__context__ or error from None
 
-    remove_unused_weights(cache)
-    make_once(folder, write)
+    folder = make_once(cache, f"{FOLDER}/{key}", write)
     stored: dict[str, Any] = torch.load(folder / WEIGHTS, mmap=True, weights_only=True)
     with torch.device("meta"):
         model = plan.module()
@@ -139,13 +136,3 @@ def _assign(model: Any, tensors: Mapping[str, Tensor]) -> None:
         model.get_submodule(module)._buffers[last] = tensors[name]
     if left := [name for name, tensor in _tensors(model).items() if tensor.is_meta]:
         raise RuntimeError(f"{type(model).__name__}: {left[0]} is not among the prepared weights")
-
-
-def remove_unused_weights(cache: Path) -> list[Path]:
-    """Remove weights that no process has opened for a month; open mappings stay valid.
-
-    Returns:
-        The folders that were removed.
-    """
-    folders = (cache / FOLDER).glob("[!.]*")
-    return remove_unused(folder for folder in folders if folder.is_dir())

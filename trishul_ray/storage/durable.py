@@ -11,20 +11,43 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from safetensors import SafetensorError
 
-from trishul_ray.errors import InputError, first_line
+from trishul_ray.errors import CorruptFileError, InputError, first_line
 
 #: An object of JSON.
 Json: TypeAlias = dict[str, Any]
 
-#: Seconds after its last use that a folder of the cache is kept; it is made again when needed.
-KEPT_SECONDS = 30 * 24 * 3600.0
+
+def check_name(name: str) -> str:
+    """Return the name of a file in a folder; raise a CorruptFileError if it is of none."""
+    if name.startswith("/") or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+        raise CorruptFileError(f"{name!r} is not the name of a file in a folder")
+    return name
+
+
+def join(folder: Path, name: str) -> Path:
+    """Return the path of the file or folder ``name`` in a folder.
+
+    Raises:
+        CorruptFileError: The name or a link leaves the folder, or it is neither file nor folder.
+    """
+    path = folder / check_name(name)
+    real = Path(os.path.realpath(path))
+    if not real.is_relative_to(os.path.realpath(folder)):
+        raise CorruptFileError(f"{path} is a link to {real}, which is outside the folder")
+    if real.exists() and not (real.is_file() or real.is_dir()):
+        raise CorruptFileError(f"{path} is neither a file nor a folder")
+    return path
+
+
+#: Names of :func:`temporary_name` and of :func:`scratch_folder`.
+_UNFINISHED = (f".*.{'[0-9a-f]' * 8}.tmp", ".trishul-*.????????.tmp")
 
 #: Seconds after its last change that an unfinished file is kept: its process may still write it.
 UNFINISHED_SECONDS = 24 * 3600.0
@@ -40,16 +63,6 @@ _SHORT = ("/tmp", "/var/tmp")
 
 #: Errors of file systems that cannot sync a folder, or a file that this user cannot read.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES)
-
-
-def make_cache_folder(folder: Path) -> None:
-    """Create ``folder`` and its parents, or raise an InputError."""
-    try:
-        make_folder(folder)
-    except OSError as error:
-        raise InputError(
-            f"storage.cache: cannot create {folder}: {error.strerror}; set TRISHUL_CACHE"
-        ) from error
 
 
 def nearest_existing(folder: Path) -> Path:
@@ -172,21 +185,8 @@ def remove_unfinished(folder: Path) -> list[Path]:
 
     A process may still write a file that has changed within :data:`UNFINISHED_SECONDS`.
     """
-    return _remove_older([*folder.rglob(".*.????????.tmp")], UNFINISHED_SECONDS)
-
-
-def remove_unused(paths: Iterable[Path]) -> list[Path]:
-    """Remove files and folders that were not used for :data:`KEPT_SECONDS`, and return their paths.
-
-    The modification time counts as the last use.
-    """
-    return _remove_older(paths, KEPT_SECONDS)
-
-
-def _remove_older(paths: Iterable[Path], seconds: float) -> list[Path]:
-    oldest = time.time() - seconds
-    removed = []
-    for path in paths:
+    oldest, removed = time.time() - UNFINISHED_SECONDS, []
+    for path in [p for pattern in _UNFINISHED for p in folder.rglob(pattern)]:
         with suppress(OSError):  # another process may be faster
             if path.lstat().st_mtime < oldest:
                 if path.is_dir() and not path.is_symlink():

@@ -7,18 +7,20 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
-from trishul_ray.errors import CorruptFileError, first_line
-from trishul_ray.storage.durable import Json, complete_folder, make_cache_folder, write_file
+from trishul_ray.errors import CorruptFileError, InputError, first_line
+from trishul_ray.storage.durable import Json, complete_folder, make_folder, write_file
 
 #: Beginning of a pointer file of Git LFS.
 _LFS = b"version https://git-lfs.github.com/spec/"
@@ -29,6 +31,13 @@ SETTLING_SECONDS = 2.0
 
 #: A file in a folder of the cache with the checksums of the others.
 SEAL = ".xxh128"
+
+#: Seconds after its last use that a folder of the cache is kept; it is made again when needed.
+KEPT_SECONDS = 30 * 24 * 3600.0
+
+#: The folders in a cache, and their folders that :func:`remove_unused` may remove.
+_PARTS = frozenset({"data", "layers", "models", "rows", "weights"})
+_REMOVABLE = ("weights/*", "rows/*", "data/*/*")
 
 #: Between the other fields of an object of JSON and the hex digits of its checksum.
 _CHECKSUM = b',\n  "checksum": "'
@@ -114,8 +123,8 @@ def _files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())
 
 
-def make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Create a folder of the cache with checksums unless it exists undamaged; record its use.
+def make_once(cache: Path, name: str, make: Callable[[Path], None]) -> Path:
+    """Return the folder ``name`` of a cache; ``make`` writes its files if it does not exist.
 
     The first process to lock it makes it; the others wait. A damaged folder is replaced; its open
     mappings stay valid.
@@ -123,16 +132,51 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
     Raises:
         InputError: The cache cannot be written.
     """
-    make_cache_folder(folder.parent)
-    with FileLock(f"{folder}.lock", fallback_to_soft=False):
+    folder = cache / name
+    try:
+        _mark(cache)
+        make_folder(folder.parent)
+        held = FileLock(f"{folder}.lock", fallback_to_soft=False).acquire()
+    except OSError as error:
+        fault = f"{error.filename or folder}: {error.strerror}"
+        raise InputError(f"storage.cache: cannot write {fault}; set TRISHUL_CACHE") from error
+    with held:
         for unfinished in folder.parent.glob(f".{folder.name}.*.tmp"):
             shutil.rmtree(unfinished)  # of a killed process, which held this lock
         _remove_damaged(folder)
         if not folder.is_dir():
+            for unused in remove_unused(cache):
+                remark(f"{unused} was not used for a month: removed")
             with complete_folder(folder) as new:
                 make(new)
                 record_checksums(new)
         os.utime(folder)
+    return folder
+
+
+def _mark(cache: Path) -> None:
+    """Mark a cache that has no other files, so that backups skip it."""
+    tag = cache / "CACHEDIR.TAG"
+    names = {path.name for path in cache.glob("*") if path.suffix != ".tmp"}
+    if not tag.exists() and names <= _PARTS:
+        write_file(tag, b"Signature: 8a477f597d28d172789f06886806bc55\n# of trishul-ray\n")
+
+
+def remove_unused(cache: Path) -> list[Path]:
+    """Remove the folders of a cache that no process has used for a month, and return their paths.
+
+    A folder is only removed if :func:`make_once` has made it, as its name and checksums show. Open
+    mappings stay valid. The modification time of a folder is its last use.
+    """
+    oldest, removed = time.time() - KEPT_SECONDS, []
+    for seal in (seal for part in _REMOVABLE for seal in cache.glob(f"{part}/{SEAL}")):
+        folder = seal.parent
+        lock = FileLock(f"{folder}.lock", timeout=0, fallback_to_soft=False)
+        with suppress(OSError, Timeout), lock:  # another process uses or removes it
+            if re.search("[0-9a-f]{12}$", folder.name) and folder.stat().st_mtime < oldest:
+                shutil.rmtree(folder)
+                removed.append(folder)
+    return removed
 
 
 def discard_damaged(folder: Path) -> None:

@@ -39,14 +39,12 @@ def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
     """
     image = columns.get("image", "image")
     tables = {split: _plain(table, image) for split, table in to_splits(rows).items()}
-    folder = cache / ROWS / _hash_of(tables)
 
     def write(new: Path) -> None:
         for split, table in tables.items():
             pq.write_table(table, new / f"{split}.parquet")
 
-    make_once(folder, write)
-    return folder
+    return make_once(cache, f"{ROWS}/{_hash_of(tables)}", write)
 
 
 def _hash_of(tables: Mapping[str, pa.Table]) -> str:
