@@ -8,12 +8,13 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from pyarrow import fs
 from s3_server import options_at
 
-from trishul_ray.errors import InputError, StorageError, StorageRefusedError
+from trishul_ray.errors import CorruptFileError, InputError, StorageError, StorageRefusedError
 from trishul_ray.storage import store as storage
 from trishul_ray.storage.store import Store
 
@@ -99,12 +100,64 @@ def test_fragment_of_an_address_is_rejected(tmp_path):
         assert Store.open(place).root == f"{tmp_path}/x#1"
 
 
+@pytest.mark.parametrize("name", ["/etc/passwd", "../b", "a/../../b", "a\0b", "a//b"])
+@pytest.mark.parametrize("place", ["local", "s3"])
+def test_names_outside_the_folder_are_rejected(s3_bucket, tmp_path, place, name):
+    root = s3_bucket("runs") if place == "s3" else str(tmp_path / "runs")
+    Store.open(root).write("b", b"mine")
+    store = Store.open(root).child("abc")
+    overwrite = partial(store.write, data=b"theirs")
+    for action in (store.child, store.read, store.exists, store.remove, overwrite):
+        with pytest.raises(CorruptFileError, match="is not the name of a file in a folder"):
+            action(name)
+    assert Store.open(root).read("b") == b"mine"
+
+
+@pytest.mark.timeout(10)
+def test_links_outside_and_pipes_are_rejected(tmp_path):
+    folder, secret = tmp_path / "runs" / "abc", tmp_path / "secret"
+    folder.mkdir(parents=True)
+    secret.write_text("mine")
+    (folder / "link").symlink_to(secret)
+    (folder / "dangling").symlink_to(tmp_path / "new")
+    (folder / "adapter").symlink_to(tmp_path)
+    (folder / "inside").symlink_to(folder / "a.txt")
+    os.mkfifo(folder / "pipe")
+    (tmp_path / ".a.01234567.tmp").touch()
+    (tmp_path / "moved").symlink_to(folder.parent)
+    store = Store.open(str(tmp_path / "moved")).child("abc")
+    overwrite = partial(store.write, data=b"theirs")
+    for name in ("link", "dangling", "adapter", "adapter/secret", "pipe"):
+        for action in (store.read, store.remove, store.child, overwrite):
+            with pytest.raises(CorruptFileError, match=r"outside the folder|neither a file nor"):
+                action(name)
+    store.write("a.txt", b"1")
+    assert store.read("inside") == b"1"
+    store.remove_unfinished()
+    store.remove_all()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("runs", "moved", "secret", ".a.01234567.tmp")
+    }
+    assert secret.read_text() == "mine"
+
+
 def test_unknown_scheme_is_named_without_credentials(s3_bucket):
     with pytest.raises(InputError, match="nosuch") as refused:
         Store.open("nosuch://me:t0ps3cret@bucket/runs")
     assert "t0ps3cret" not in str(refused.value)
     store = Store.open(s3_bucket("runs").replace("s3://", "s3://me:t0ps3cret@"))
     assert "t0ps3cret" not in store.uri
+
+
+@pytest.mark.parametrize(("letter", "written"), [("ä", "%C3%A4"), (" ", "%20"), ("%", "%25")])
+def test_letters_to_encode_are_named(letter, written):
+    with pytest.raises(InputError, match=f"write '{letter}' as {written}"):
+        Store.open(f"s3://bucket/a{letter}")
+
+
+def test_empty_part_of_an_address_is_rejected(s3_bucket):
+    with pytest.raises(InputError, match=r"storage\.runs=.*the path has an empty part"):
+        Store.open(s3_bucket("a//b"))
 
 
 def test_child_address_keeps_its_options(s3_bucket):

@@ -18,33 +18,10 @@ from typing import Any, TypeAlias
 
 from safetensors import SafetensorError
 
-from trishul_ray.errors import CorruptFileError, InputError, first_line
+from trishul_ray.errors import InputError, first_line
 
 #: An object of JSON.
 Json: TypeAlias = dict[str, Any]
-
-
-def check_name(name: str) -> str:
-    """Return the name of a file in a folder; raise a CorruptFileError if it is of none."""
-    if name.startswith("/") or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
-        raise CorruptFileError(f"{name!r} is not the name of a file in a folder")
-    return name
-
-
-def join(folder: Path, name: str) -> Path:
-    """Return the path of the file or folder ``name`` in a folder.
-
-    Raises:
-        CorruptFileError: The name or a link leaves the folder, or it is neither file nor folder.
-    """
-    path = folder / check_name(name)
-    real = Path(os.path.realpath(path))
-    if not real.is_relative_to(os.path.realpath(folder)):
-        raise CorruptFileError(f"{path} is a link to {real}, which is outside the folder")
-    if real.exists() and not (real.is_file() or real.is_dir()):
-        raise CorruptFileError(f"{path} is neither a file nor a folder")
-    return path
-
 
 #: Names of :func:`temporary_name` and of :func:`scratch_folder`.
 _UNFINISHED = (f".*.{'[0-9a-f]' * 8}.tmp", ".trishul-*.????????.tmp")

@@ -7,16 +7,18 @@ disk) is retried with growing pauses for the store's ``retry_seconds``.
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import quote
 
 import tenacity
 from pyarrow import fs
 
-from trishul_ray.errors import InputError, StorageError, StorageRefusedError
+from trishul_ray.errors import CorruptFileError, InputError, StorageError, StorageRefusedError
 from trishul_ray.storage.durable import temporary_name, write_file
 from trishul_ray.storage.redaction import redact
 
@@ -35,6 +37,13 @@ _REFUSAL_WORDS = (
 )
 
 _logger = logging.getLogger(__name__)
+
+
+def check_name(name: str) -> str:
+    """Return the name of a file inside a folder, or raise a CorruptFileError."""
+    if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+        raise CorruptFileError(f"{name!r} is not the name of a file in a folder")
+    return name
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,11 @@ class Store:
         try:
             filesystem, root = fs.FileSystem.from_uri(named)
         except (ValueError, OSError) as error:
-            raise InputError(f"{field}={shown!r} cannot be opened: {reason(error)}") from error
+            odd = re.search(r"[^!-~]|%(?![0-9a-fA-F]{2})", uri)
+            why = f"write {odd[0]!r} as {quote(odd[0])}" if odd else reason(error)
+            raise InputError(f"{field}={shown!r} cannot be opened: {why}") from error
+        if "//" in root and not isinstance(filesystem, fs.LocalFileSystem):
+            raise InputError(f"{field}={shown!r}: the path has an empty part, '//'")
         if not root.strip("/"):
             raise InputError(f"{field}={shown!r}: name a bucket or folder, as s3://bucket/runs")
         return cls(filesystem, root, redact(uri.rstrip("/")), retry_seconds)
@@ -85,12 +98,27 @@ class Store:
 
     def child(self, name: str) -> "Store":
         """Return the folder ``name`` inside this one."""
-        return Store(self.filesystem, f"{self.root}/{name}", self.place(name), self.retry_seconds)
+        return Store(self.filesystem, self._path(name), self.place(name), self.retry_seconds)
 
     def parent(self) -> "Store":
         """Return the parent folder; messages name its path, not its address."""
         root = self.root.rpartition("/")[0]
         return Store(self.filesystem, root, root, self.retry_seconds)
+
+    def _path(self, name: str) -> str:
+        """Return the path of the file or folder ``name`` inside this one on its filesystem.
+
+        Raises:
+            CorruptFileError: The name or a link leaves this folder, or it is a pipe or a device.
+        """
+        path = f"{self.root}/{check_name(name)}"
+        if self.is_local:
+            real = os.path.realpath(path)
+            if not Path(real).is_relative_to(os.path.realpath(self.root)):
+                raise CorruptFileError(f"{path} is a link to {real}, which is outside the folder")
+            if os.path.exists(real) and not (os.path.isfile(real) or os.path.isdir(real)):
+                raise CorruptFileError(f"{path} is neither a file nor a folder")
+        return path
 
     def place(self, name: str) -> str:
         """Return the address of the file or folder ``name`` inside this one, for messages."""
@@ -121,17 +149,18 @@ class Store:
         self._retry("write", name, lambda: self._write(name, data))
 
     def _write(self, name: str, data: bytes) -> None:
+        target = self._path(name)
         if self.is_local:
-            write_file(Path(self.root, name), data)
+            write_file(Path(target), data)
             return
-        self.filesystem.create_dir(self.root, recursive=True)
-        target = f"{self.root}/{name}"
+        folder, _, file = target.rpartition("/")
+        self.filesystem.create_dir(folder, recursive=True)
         if not data or len(data) > COPY_LIMIT:  # an empty object has no part to publish
             self._stream(target, data)
             return
         # Never directly to the target: a stream that fails or is interrupted is closed, and an
         # object store would publish the part written so far.
-        temporary = f"{self.root}/{temporary_name(name)}"
+        temporary = f"{folder}/{temporary_name(file)}"
         try:
             self._stream(temporary, data)
             self.filesystem.move(temporary, target)
@@ -151,9 +180,9 @@ class Store:
             FileNotFoundError: The file does not exist.
             StorageError: It cannot be read.
         """
+        path = self._path(name)
 
         def attempt() -> bytes:
-            path = f"{self.root}/{name}"
             with self.filesystem.open_input_stream(path, compression=None) as stream:
                 return bytes(stream.readall())
 
@@ -161,7 +190,7 @@ class Store:
 
     def exists(self, name: str = "") -> bool:
         """Return whether a file or folder ``name`` (or this folder itself) exists."""
-        path = f"{self.root}/{name}" if name else self.root
+        path = self._path(name) if name else self.root
         info = self._retry("look up", name, lambda: self.filesystem.get_file_info(path))
         return bool(info.type != fs.FileType.NotFound)
 
@@ -171,6 +200,8 @@ class Store:
 
     def _list(self, *, below: bool = False) -> list[fs.FileInfo]:
         inside = fs.FileSelector(self.root, allow_not_found=True, recursive=below)
+        if below and self.is_local:  # a selector follows links, also in circles
+            inside = [str(path) for path in Path(self.root).rglob("*")]
         return self._retry("list", "", lambda: list(self.filesystem.get_file_info(inside)))
 
     def written(self) -> dict[str, float]:
@@ -186,7 +217,7 @@ class Store:
 
     def remove(self, name: str) -> None:
         """Delete a file if it exists."""
-        path = f"{self.root}/{name}"
+        path = self._path(name)
         with suppress(FileNotFoundError):
             self._retry("delete", name, lambda: self.filesystem.delete_file(path))
 
@@ -197,21 +228,19 @@ class Store:
         """
         for info in self._list(below=True):
             if info.base_name.startswith(".") and info.base_name.endswith(".tmp"):
-                self.remove(info.path.removeprefix(f"{self.root}/"))
+                with suppress(CorruptFileError):  # a link
+                    self.remove(info.path.removeprefix(f"{self.root}/"))
 
     def remove_all(self) -> None:
         """Delete this folder and its content, if it exists."""
         if self.exists():
             self._retry("delete", "", lambda: self.filesystem.delete_dir(self.root))
 
-    def upload_folder(self, folder: Path, names: Iterable[str] | None = None) -> None:
-        """Copy files of a local folder into this one, by their paths in it; None: all below it."""
-        if names is None:
-            files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-            names = [path.relative_to(folder).as_posix() for path in files]
-        for name in names:
-            parent, _, file = name.rpartition("/")
-            (self.child(parent) if parent else self).write(file, (folder / name).read_bytes())
+    def upload_folder(self, folder: Path) -> None:
+        """Copy all files below a local folder into this one, by their paths in it."""
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                self.write(path.relative_to(folder).as_posix(), path.read_bytes())
 
     def _retry(self, verb: str, name: str, action: Callable[[], T]) -> T:
         """Call ``action`` until it succeeds, fails permanently, or the retry time has passed.
