@@ -20,7 +20,7 @@ from tiny_run import SMALL
 
 from trishul_ray.contract.methods import untimed
 
-# A loaded machine is no failure; timing belongs into benchmarks.
+# A busy machine must not fail a test; benchmarks measure time.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
@@ -56,17 +56,16 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
-    """Prepared data: the caller's cache if there is one, so that repeated test runs share it.
+    """The cache of this machine: the caller's if there is one, so that repeated test runs share it.
 
     Otherwise all workers share one, in which each backbone is pretrained once.
     """
-    if given := os.environ.get("TRISHUL_CACHE"):
-        return Path(given)
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    (folder / "cache").mkdir(exist_ok=True)
-    return folder / "cache"
+    found = Path(os.environ.setdefault("TRISHUL_CACHE", str(folder / "cache")))
+    found.mkdir(exist_ok=True)
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -150,10 +149,10 @@ def inline_result(cache, tmp_path_factory):
     results = {}
 
     def run(experiment):
-        # Rounds that are scored are no part of the id.
+        # The id does not depend on the scored rounds.
         key = experiment.id, *sorted(experiment.scored_rounds)
         if key not in results:
-            fields = experiment.to_dict()
+            fields = experiment.to_dict(sources=True)
             fields["storage"]["runs"] = str(tmp_path_factory.mktemp("inline"))
             own = build_experiment(fields)
             assert own.id == experiment.id
@@ -164,7 +163,7 @@ def inline_result(cache, tmp_path_factory):
 
 
 def finish(driver):
-    """Drive to the end; the result, with everything told on the way as ``events``."""
+    """Return the result of a run, with all its reports as ``events``."""
     standing = driver.begin()
     told, events = list(standing.records), list(standing.events)
     while not standing.finished:
@@ -172,7 +171,7 @@ def finish(driver):
         told += standing.records
         events += standing.events
     final = driver.final()
-    # Each record is told once, in order, whatever happened.
+    # Each record is reported once and in order after any fault.
     assert [record.round for record in told] == [
         record.round for record in final.checkpoint.records
     ]

@@ -29,6 +29,7 @@ def invented_summary(headline="accuracy", **known):
     rows = RowCounts(500, 500, 500)
     known = {
         "headline": headline,
+        "attempt": "",
         "mlflow_run_id": None,
         "data": Coverage("", "", None, rows, rows),
         "hardware": invented_hardware(),

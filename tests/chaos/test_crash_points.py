@@ -12,7 +12,7 @@ from trishul_ray.report.summary import RunSummary
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run, and what is there before it.
+    """A run, and the files before it.
 
     Attributes:
         words: Its overrides.
@@ -63,7 +63,7 @@ def place(tmp_path_factory, fork_environment):
 def crash_run(place, scenario, first, stride):
     """Crash a run before calls ``first``, ``first + stride``, ..., and repeat it each time.
 
-    Returns what is not as it was without a crash, by call.
+    Returns the differences from a run without a crash, by call.
     """
     place.restore(place.root / "warm")
     template = Place(place.root / "template")

@@ -59,7 +59,7 @@ def logged(database):
                     "status": status,
                     "tags": sorted(tags),
                     "counts": {k: v for k, v in tags.items() if k.startswith(("axis.", "cells."))},
-                    "params": pairs("params", uuid) | {"tracking.parent_run": ""},
+                    "params": pairs("params", uuid),
                     "metrics": {k: v for k, v in metrics.items() if "second" not in k},
                 }
             )

@@ -96,7 +96,7 @@ def test_a_password_in_the_address_is_written_nowhere(
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
     words = [*TINY, "tracking.mlflow=true", f"tracking.uri={address}", "tracking.experiment=own"]
     code, shown, error = called("run", "--show", *words)
-    assert code == 0 and "http://***@" in shown and PASSWORD not in shown + error
+    assert code == 0 and PASSWORD not in shown + error
     code, said, error = trishul("run", *words).end()
     assert code == 0 and PASSWORD not in said + error, error
     (config,) = tmp_path.glob("runs/*/config.yaml")
@@ -105,9 +105,7 @@ def test_a_password_in_the_address_is_written_nowhere(
     assert {"result.json", "mlflow.db"} <= {path.name for path in kept}
     assert [path for path in kept if PASSWORD.encode() in path.read_bytes()] == []
 
-    # The file that the run has written is run again, with the credentials of the environment.
-    code, _, error = called("run", config)
-    assert code == 2 and "credentials are never written" in error
+    # The file that the run has written is run again, with the store of the environment.
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     code, _, error = called("run", config)
     assert code == 0, error

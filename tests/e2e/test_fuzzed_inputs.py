@@ -1,4 +1,4 @@
-"""Changed inputs of every kind: each is read, or refused in one line, and leaves nothing behind.
+"""Changed inputs of every kind: each is read, or rejected in one line, and leaves nothing behind.
 
 An input is a sound one with random changes, drawn by its number; one that fails can be had again.
 """
@@ -75,7 +75,7 @@ def sweeps(folder):
 
 
 def mirrors(folder):
-    """Changed tables of one's own in every format."""
+    """Changed user tables in every format."""
     rows = [{"text": f"word {n}", "label": n % 2} for n in range(40)]
     sink = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows), sink)
@@ -157,7 +157,7 @@ def results(folder):
         id=id, final={"round": 3, "accuracy": 0.5, "loss": 1.5}, best={"round": 2, "accuracy": 0.6},
         round_seconds=[1.0] * 3, versions={"numerics": "5"}, config=experiment.to_dict(),
         identity=experiment.identity(), state_sha256="0" * 64, files=["metrics.parquet"],
-        sha256={"metrics.parquet": "0" * 64, "config.yaml": None},
+        sha256={"metrics.parquet": "0" * 64, "config.yaml": "0" * 64},
     ).to_dict()  # fmt: skip
 
     def read(rng, show):

@@ -32,7 +32,7 @@ def test_two_trials_at_once(small, inline_result, tmp_path):
     request = tune.PlacementGroupFactory([{}, *slices.bundles()])
     tuner = tune.Tuner(
         tune.with_resources(trial, request),
-        param_space={"fields": tune.grid_search([e.to_dict() for e in experiments])},
+        param_space={"fields": tune.grid_search([e.to_dict(sources=True) for e in experiments])},
         run_config=tune.RunConfig(storage_path=str(tmp_path / "tune"), name="two", verbose=0),
     )
     results = {result.metrics["id"]: result.metrics for result in tuner.fit()}

@@ -98,18 +98,17 @@ def test_copy_has_the_id_of_its_fields():
     assert "id" not in first.to_dict()
 
 
-def test_credentials_of_stores_reach_another_process_and_no_file():
-    places = {
-        "storage.runs": "s3://key:hunter2@bucket/runs",
-        "tracking.uri": "http://me:hunter2@host:5000",
-    }
-    experiment = load_experiment(None, [f"{name}={value}" for name, value in places.items()])
+def test_places_reach_another_process_and_no_file():
+    words = [
+        "storage.runs=s3://key:hunter2@bucket/runs", "storage.cache=/my/hunter2",
+        "storage.hub=hunter2", "tracking.uri=http://me:hunter2@host:5000",
+    ]  # fmt: skip
+    experiment = load_experiment(None, words)
     assert b"hunter2" not in experiment.to_yaml()
     assert "hunter2" not in json.dumps(experiment.to_dict())
     sent = pickle.loads(pickle.dumps(experiment))
     for other in (sent, Experiment.model_validate(experiment.to_dict(sources=True))):
-        assert other.storage.runs == places["storage.runs"]
-        assert other.tracking.uri == places["tracking.uri"]
+        assert (other.storage, other.tracking) == (experiment.storage, experiment.tracking)
     assert Experiment.model_validate(experiment.to_dict()).id == experiment.id
 
 

@@ -40,7 +40,7 @@ def accuracy(model: torch.nn.Module, split) -> float:
     return float(torch.cat(right).float().mean())
 
 
-def test_training_is_repeatable_and_leaves_globals_alone(digits):
+def test_training_is_repeatable_and_keeps_globals(digits):
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
     first = train_backbone(SHORT, digits.split("pretrain"))
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -80,7 +80,7 @@ def test_saved_weights_load_back(digits, tmp_path):
     assert (images.mean, images.std) == (digits.info.mean, digits.info.std)
 
 
-def test_everything_that_decides_the_weights_is_in_the_folders_name():
+def test_folder_name_depends_on_the_recipe():
     other = dataclasses.replace(
         VIT_DIGITS, architecture={**VIT_DIGITS.architecture, "patch_size": 4}
     )

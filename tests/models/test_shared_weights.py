@@ -54,7 +54,7 @@ def assert_same_bits(one, two):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("name", "kind", "classes"), KINDS)
-def test_shared_weights_are_those_of_a_plain_load(name, kind, classes, precision, tmp_path):
+def test_shared_weights_equal_a_plain_load(name, kind, classes, precision, tmp_path):
     config = ModelConfig(name=name, init="random", precision=precision)
     want = plain(config, kind, classes, tmp_path, seed=3)
     first, second = (resident(config, kind, classes, tmp_path, seed=3).model for _ in range(2))
@@ -77,7 +77,7 @@ def bert(tmp_path):
     return ModelConfig(name=str(tmp_path / "bert"))
 
 
-def test_a_head_that_is_drawn_is_no_part_of_the_file(bert, tmp_path):
+def test_drawn_head_is_not_stored(bert, tmp_path):
     kind = "sequence-classification"
     models = [resident(bert, kind, 3, tmp_path, seed=n).model for n in (0, 1, 0)]
     for model, seed in zip(models, (0, 1, 0), strict=True):
@@ -104,7 +104,7 @@ def test_whatever_decides_the_weights_is_in_the_files_name(bert, tmp_path):
     assert len(names) == 5 and name(bert) != before
 
 
-def test_the_source_is_what_lies_in_the_folder_not_when_or_where(bert, tmp_path):
+def test_source_depends_only_on_the_content(bert, tmp_path):
     kind = "sequence-classification"
     first = resident(bert, kind, 3, tmp_path).source
     shutil.copytree(tmp_path / "bert", tmp_path / "copy")

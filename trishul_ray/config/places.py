@@ -1,8 +1,12 @@
-"""The folders of this machine outside an experiment: the cache and the hub's mirror."""
+"""The places of this machine, which are not stored with a run: the cache and the hub's mirror."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+#: The fields of an experiment, by section, with places and MLflow runs of this machine.
+#: They are not stored with a run, and are not read from one: a run may come from elsewhere.
+PLACES = {"storage": {"runs", "cache", "hub"}, "tracking": {"uri", "parent_run"}}
 
 
 @dataclass(frozen=True)

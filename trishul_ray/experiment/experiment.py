@@ -36,6 +36,7 @@ from trishul_ray.config.fields import (
     TaskConfig,
     TrackingConfig,
 )
+from trishul_ray.config.places import PLACES
 from trishul_ray.config.section import Section, identifies, not_in_id
 from trishul_ray.experiment.checks import (
     check_actors,
@@ -54,7 +55,6 @@ from trishul_ray.methods.base import (
 from trishul_ray.plugins.loading import Plugin, find_plugin, find_stored
 from trishul_ray.stages import STAGES, Stages, noted_hashes, stage_names
 from trishul_ray.storage.durable import Json
-from trishul_ray.storage.redaction import redact_fields
 from trishul_ray.version import NUMERICS
 
 #: LoRA rank per adapted matrix of each named budget (paper, "Parameter Budget").
@@ -279,12 +279,10 @@ class Experiment(Section):
     def to_dict(self, *, sources: bool = False) -> Json:
         """Return all fields as plain JSON values, for ``Experiment.model_validate``.
 
-        Credentials in addresses of stores are masked, since files and pages show these values. With
-        ``sources``, for another process, they are not masked, and the texts of plug-ins are kept.
+        The places of this machine are left out, since files and pages show these values. With
+        ``sources``, for another process, they and the texts of plug-ins are included.
         """
-        fields = self.model_dump(mode="json")
-        if not sources:
-            fields |= redact_fields({name: fields[name] for name in ("storage", "tracking")})
+        fields = self.model_dump(mode="json", exclude=None if sources else PLACES)
         fields |= fields.pop("stages")
         for plugin in fields["plugins"] if not sources else ():
             del plugin["source"]
@@ -296,7 +294,7 @@ class Experiment(Section):
         return received, (self.to_dict(sources=True),)
 
     def to_yaml(self) -> bytes:
-        """Return all fields as YAML, which ``trishul run`` reads."""
+        """Return all fields but places as YAML, which ``trishul run`` reads."""
         fields = self.to_dict()
         text: str = yaml.dump(fields, Dumper=_YAML, sort_keys=False, allow_unicode=True)
         return text.encode()

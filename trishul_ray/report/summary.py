@@ -11,21 +11,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
-import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from trishul_ray.data.coverage import Coverage
 from trishul_ray.errors import CorruptFileError, InputError, StorageRefusedError, own_errors
 from trishul_ray.experiment.experiment import ID_LENGTH, Experiment
-from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.runtime.lazy import pd, pq
 from trishul_ray.runtime.memory import PeakMemory
 from trishul_ray.storage.durable import Json
 from trishul_ray.storage.integrity import from_checked_json, to_checked_json
-from trishul_ray.storage.store import Store
+from trishul_ray.storage.store import Store, check_name
 from trishul_ray.tasks.sums import client_metrics
 
 if TYPE_CHECKING:
@@ -41,8 +39,8 @@ NUMBERS = ("metrics.parquet", "diagnostics.npz")
 #: Files of a finished run that can be written without the backbone.
 TABLES = ("config.yaml", *NUMBERS, "test_rows.npz")
 
-#: Sections of a finished run's config.yaml that may be edited: they change no number.
-_EDITED = ("name", "storage", "tracking", "resources")
+#: The name of a file in the folder of a run.
+FileName = Annotated[str, AfterValidator(check_name)]
 
 #: Columns of :func:`list_runs`, and their fields.
 _COLUMNS = {
@@ -95,8 +93,7 @@ class RunSummary:
         identity: The text whose hash is the id.
         sources: Content behind names of public data and weights; see ``WorkerSpec``.
         export: The exported model, as ``Export``; None if it was skipped.
-        files: The files of the run. ``sha256`` has their SHA-256; None for config.yaml, in which
-            some sections may be edited.
+        files: The files of the run. ``sha256`` has their SHA-256.
         unread_fields: Fields of the experiment that nothing has read.
         reports: Reports of stages, by their names; see ``Stage.report``.
         peak_memory: Peak of the worker that used most, of the process that finished the run.
@@ -138,8 +135,8 @@ class RunSummary:
     identity: Json
     sources: dict[str, str]
     export: Json | None = None
-    files: list[str] = field(default_factory=list)
-    sha256: dict[str, str | None] = field(default_factory=dict)
+    files: list[FileName] = field(default_factory=list)
+    sha256: dict[FileName, str] = field(default_factory=dict)
     unread_fields: list[str] = field(default_factory=list)
     reports: dict[str, Json] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
@@ -217,22 +214,12 @@ class RunSummary:
                 content = home.read(name)
             except FileNotFoundError:
                 damaged[name] = "missing"
-            except StorageRefusedError:  # a folder or a loop of links in its place
+            except (StorageRefusedError, CorruptFileError):  # a folder, link or pipe in its place
                 damaged[name] = "unreadable"
             else:
-                same = expected == hashlib.sha256(content).hexdigest()
-                if not (same or (expected is None and self._is_configuration(content))):
+                if hashlib.sha256(content).hexdigest() != expected:
                     damaged[name] = "corrupt"
         return damaged
-
-    def _is_configuration(self, content: bytes) -> bool:
-        """Return whether a config.yaml describes this run; some sections may be edited."""
-        try:
-            found = parse_yaml(content)
-            same = {name: found[name] for name in self.config.keys() - _EDITED}
-        except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError):
-            return False
-        return same.items() <= self.config.items()
 
 
 @cache

@@ -39,10 +39,12 @@ def read_finished(
     else:
         return summary, unscored(experiment, summary.scored_rounds)
     try:
-        config = parse_yaml(home.read("config.yaml"))
-        before = experiment.evaluation.model_copy(update={"every": config["evaluation"]["every"]})
+        config = parse_yaml(home.read("config.yaml"), texts=True)
+        before = experiment.evaluation.model_copy(
+            update={"every": int(config["evaluation"]["every"])}
+        )
         return None, unscored(experiment, before.scored_rounds(experiment.federation.rounds))
-    except (FileNotFoundError, yaml.YAMLError, KeyError, TypeError):
+    except (FileNotFoundError, yaml.YAMLError, KeyError, TypeError, ValueError):
         return None, ""  # not started, or damaged: the result will list the scored rounds
 
 

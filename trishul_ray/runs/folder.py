@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from trishul_ray.config.places import PLACES
 from trishul_ray.errors import (
     BusyError,
     CorruptFileError,
@@ -111,7 +112,8 @@ class RunFolder:
 def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
     """Return the folder of a run and its experiment.
 
-    ``run`` is an id in ``runs``, the beginning of an id, or the folder of a run.
+    ``run`` is an id in ``runs``, the beginning of an id, or the folder of a run. The cache, the
+    hub's mirror and the MLflow store are places of this machine.
 
     Raises:
         InputError: There is no such run, several begin so, or its config.yaml describes another.
@@ -131,9 +133,11 @@ def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
         (name,) = found
     home = store.child(name)
     try:
-        fields = parse_yaml(home.read("config.yaml"))
+        fields = parse_yaml(home.read("config.yaml"), texts=True)
+        for section, names in PLACES.items():
+            fields[section] = {k: v for k, v in fields[section].items() if k not in names}
         fields["storage"]["runs"] = folder or runs
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
         place = home.place("config.yaml")
         raise CorruptFileError(f"{place} is damaged: repeat the run, which restores it") from error
     experiment = build_experiment(fields, note=False)

@@ -167,10 +167,7 @@ def write_tables(experiment: Experiment, last: Checkpoint, folder: Path) -> None
         np.savez_compressed(folder / "test_rows.npz", **dict(sorted(test_rows.items())))
 
 
-def file_hashes(folder: Path) -> dict[str, str | None]:
-    """Return the SHA-256 of every file below a folder, by its path in it, in order.
-
-    None for config.yaml, whose places may be edited.
-    """
+def file_hashes(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file below a folder, by its path in it, in order."""
     files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-    return {n: None if n == "config.yaml" else digest(files[n]) for n in sorted(files)}
+    return {name: digest(files[name]) for name in sorted(files)}

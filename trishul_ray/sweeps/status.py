@@ -148,7 +148,7 @@ def _read_state(home: Store, experiment: Experiment) -> CellState:
         return _without_result(home)
     except CorruptFileError as error:
         return CellState("corrupt", str(error))
-    same_numerics = summary.versions["numerics"] == str(NUMERICS)
+    same_numerics = summary.versions.get("numerics") == str(NUMERICS)
     if not same_numerics or id_of(summary.identity) != experiment.id:
         return CellState("stale", f"{home.place('result.json')} belongs to another experiment")
     if damaged := summary.damaged_files(home, NUMBERS):

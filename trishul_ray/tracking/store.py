@@ -60,14 +60,13 @@ def tracking_uri(uri: str | None, runs: str) -> str:
     Raises:
         InputError: The store is neither a SQLite file nor a database nor a server.
     """
-    named = os.environ.get(_VARIABLE)
-    if named and uri in (None, redact(named)):  # config.yaml has it without credentials
-        uri = named
+    if uri is None:
+        uri = os.environ.get(_VARIABLE) or None
     if uri is None:
         if "://" in runs and not runs.startswith("file://"):
             raise InputError(
                 f"tracking.uri: storage.runs={runs!r} is remote and cannot contain a SQLite file; "
-                "name an MLflow server, or set tracking.mlflow=false"
+                f"set {_VARIABLE} to an MLflow server, or tracking.mlflow=false"
             )
         uri = f"{runs.removeprefix('file://')}/mlflow.db"
     if f"://{MASK}@" in uri:
