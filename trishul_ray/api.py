@@ -35,6 +35,7 @@ from trishul_ray.sweeps.cells import Sweep, TuneOptions
 from trishul_ray.sweeps.loading import load_sweep
 from trishul_ray.sweeps.run import reproduce
 from trishul_ray.tracking.progress import RunProgress, SweepProgress
+from trishul_ray.tracking.terminal import PlainConsole
 
 #: Display of a run's progress: none, lines, or a live bar on a terminal or in a notebook (elsewhere
 #: lines); always on standard error.
@@ -269,7 +270,7 @@ def _console(kind: Progress) -> Console:
     if kind not in get_args(Progress):
         raise InputError(f"progress={kind!r}: must be {', '.join(map(repr, get_args(Progress)))}")
     live = None if kind == "rich" else False
-    return Console(stderr=True, quiet=kind == "off", force_terminal=live, force_jupyter=live)
+    return PlainConsole(stderr=True, quiet=kind == "off", force_terminal=live, force_jupyter=live)
 
 
 def _read_sweep(

@@ -9,15 +9,15 @@ import yaml
 from rich.table import Column, Table
 
 from trishul_ray.cli import output
+from trishul_ray.tracking.progress import RunProgress
+from trishul_ray.tracking.terminal import PlainConsole
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 
 def printed(monkeypatch, capsys, table, width, terminal=True):
     file = io.StringIO()
-    console = output.plain_console(
-        width=width, force_terminal=terminal, color_system=None, file=file
-    )
+    console = PlainConsole(width=width, force_terminal=terminal, color_system=None, file=file)
     monkeypatch.setattr(output, "out", console)
     output.print_table(table)
     return file.getvalue() + capsys.readouterr().out
@@ -43,6 +43,27 @@ def test_table_fits_the_terminal_and_is_complete(monkeypatch, capsys, width):
 def test_pipe_gets_the_full_table(monkeypatch, capsys):
     text = printed(monkeypatch, capsys, wide_table(), 40, terminal=False)
     assert "+0.0012 (−0.0034 to +0.0056); 2 of 15 seen" in text
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2Ja\r\x9b31m"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_names_do_not_control_the_terminal(monkeypatch, capsys, terminal, called):
+    table = Table(EVIL, Column(EVIL), title=EVIL)
+    table.add_row(EVIL, EVIL)
+    text = printed(monkeypatch, capsys, table, 80, terminal)
+    file = io.StringIO()
+    console = PlainConsole(width=80, force_terminal=terminal, color_system=None, file=file)
+    with RunProgress(2, console) as progress:
+        progress.phase(EVIL)
+        progress.note(f"class {EVIL}")
+    text += file.getvalue()
+    assert r"class \x1b]0;owned\x1b[2Ja\x9b31m" in text
+    for start in ("\x1b]", "\x1b[2J", "\x07", "\x9b", "a\r"):
+        assert start not in text
+    code, _, error = called("run", f"dataset={EVIL}")
+    assert code == 2 and "\x1b" not in error and r"\x1b[2Ja" in error
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

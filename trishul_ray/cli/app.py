@@ -27,6 +27,7 @@ from trishul_ray.cli.sweeps import report, sweep
 from trishul_ray.cli.trained import evaluate, export, verify
 from trishul_ray.errors import InputError, RunError, describe_os_error, stop_signals
 from trishul_ray.storage.redaction import redact
+from trishul_ray.tracking.terminal import escape_controls
 from trishul_ray.version import NUMERICS, __version__
 
 # Commands import torch and the rest of the package only when they are called.
@@ -122,7 +123,7 @@ def _usage(error: Any) -> str:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(f"error: {redact(message)}", file=sys.stderr)
+    print(f"error: {escape_controls(redact(message))}", file=sys.stderr)
     sys.exit(code)
 
 

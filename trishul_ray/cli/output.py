@@ -5,7 +5,6 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,14 +21,13 @@ from trishul_ray.errors import (
 )
 from trishul_ray.plugins.loading import load_plugin
 from trishul_ray.storage.redaction import redact
+from trishul_ray.tracking.terminal import PlainConsole
 
 if TYPE_CHECKING:
     from trishul_ray.tracking.progress import RunProgress
 
-# Names of a user are printed unchanged: "[red]" is not markup, and ":a:" not an emoji.
-plain_console = partial(Console, markup=False, emoji=False, highlight=False)
-out = plain_console()
-err = plain_console(stderr=True)
+out = PlainConsole()
+err = PlainConsole(stderr=True)
 
 #: Base class of Typer's usage errors. Typer bundles a private copy of Click's exceptions, whose
 #: only public subclass is BadParameter.
@@ -73,8 +71,8 @@ def print_table(table: Table) -> None:
     """Print a table on standard output: folded on a terminal, at its full width in a file."""
     for column in table.columns:
         column.overflow = "fold"  # by default the end of a long word is cut
-    full = plain_console(width=10**4).measure(table).maximum
-    console = out if out.is_terminal else plain_console(width=max(out.width, full))
+    full = PlainConsole(width=10**4).measure(table).maximum
+    console = out if out.is_terminal else PlainConsole(width=max(out.width, full))
     console.print(table)
 
 

@@ -1,11 +1,14 @@
 """The commands ``show`` and ``rm``: one stored run."""
 
 import json
+import shlex
 from typing import Annotated
 
 import typer
 
 from trishul_ray.cli.output import AsJson, Plugins, Run, Runs, err, print_field, print_line
+from trishul_ray.storage.redaction import redact
+from trishul_ray.tracking.terminal import escape_controls
 
 
 def show(
@@ -29,7 +32,13 @@ def show(
         done = 0 if checkpoint is None else checkpoint.round
         print_line(describe(experiment))
         print_field("rounds", f"{done} of {experiment.federation.rounds}; the run has not finished")
-        print_field("continue", f"trishul run {home.place('config.yaml')}")
+        words = [
+            "trishul",
+            "run",
+            home.place("config.yaml"),
+            f"storage.runs={experiment.storage.runs}",
+        ]
+        print_field("continue", redact(shlex.join(words)))
         return
     if as_json:
         print_line(json.dumps(summary.to_dict(), indent=2, ensure_ascii=False))
@@ -50,7 +59,8 @@ def rm(
 
     home, experiment = open_run(run, runs)
     if not yes:
-        typer.confirm(f"Remove {home.uri}: {describe(experiment)}?", abort=True)
+        question = f"Remove {home.uri}: {describe(experiment)}?"
+        typer.confirm(escape_controls(question), abort=True)
     folder = RunFolder.of(experiment)
     with folder.locked(read_only=False):
         for rejected in folder.remove():

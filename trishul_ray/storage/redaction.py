@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from typing import Any
 
 MASK = "***"
 # Words in the name of a secret field; "tokens" and "tokenizer" are not secret.
@@ -11,12 +10,13 @@ _SECRET_WORDS = frozenset(
 )
 
 _SECRET_PAIRS = frozenset({"api_key", "access_key", "secret_key", "private_key"})
+# Each pattern reads a text once: nothing is tried again from every letter of a long word.
 # Up to the last @ of the host: a password may also have one.
-_USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/\s]+@")
+_USERINFO = re.compile(r"://[^/\s]+@")
 
 _QUERY = re.compile(
-    r"(?P<name>[?&;][\w.-]*(?:token|secret|password|signature|credential|api_?key|access_key|sig)"
-    r"[\w.-]*=)[^&;\s]+",
+    r"([?&;](?=[\w.-]*(?:token|secret|password|signature|credential|api_?key|access_key|sig))"
+    r"[\w.-]*+=)[^&;\s]+",
     re.IGNORECASE,
 )
 
@@ -35,15 +35,6 @@ def is_secret_name(key: str) -> bool:
 
 def redact(text: str) -> str:
     """Mask credentials in URIs, secret query values and well-known tokens in a text."""
-    text = _USERINFO.sub(rf"\g<scheme>{MASK}@", text)
-    text = _QUERY.sub(rf"\g<name>{MASK}", text)
+    text = _USERINFO.sub(f"://{MASK}@", text)
+    text = _QUERY.sub(rf"\1{MASK}", text)
     return _KNOWN_TOKENS.sub(MASK, text)
-
-
-def redact_fields(fields: Any) -> Any:
-    """Return plain JSON values with :func:`redact` applied to every text in them."""
-    if isinstance(fields, dict):
-        return {name: redact_fields(value) for name, value in fields.items()}
-    if isinstance(fields, list):
-        return [redact_fields(value) for value in fields]
-    return redact(fields) if isinstance(fields, str) else fields

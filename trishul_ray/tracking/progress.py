@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from trishul_ray.storage.redaction import redact
+from trishul_ray.tracking.terminal import PlainConsole
 
 #: Seconds between two plain lines about a preparation.
 PLAIN_INTERVAL = 5.0
@@ -58,7 +59,7 @@ class RunProgress:
     headline = "accuracy"
 
     def __init__(self, total_rounds: int, console: Console | None = None) -> None:
-        self._total, self._console = total_rounds, console or Console(stderr=True)
+        self._total, self._console = total_rounds, console or PlainConsole(stderr=True)
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._uploaded = 0.0
         self._scores: dict[str, float] = {}
