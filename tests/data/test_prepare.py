@@ -290,7 +290,7 @@ def test_derived_rows_have_their_own_names(tmp_path):
         ]
         for data in derived:
             assert data.info.classes == data.info.groups == data.info.clients == names
-            assert data.info.origin.name == config.path
+            assert data.info.origin.name == f"{names[0]}.parquet"
         kept = {data.info.groups[number] for number in chosen.train.column("group")}
         assert kept == {*names} - {"b"}
 

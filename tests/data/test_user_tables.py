@@ -83,6 +83,7 @@ def test_incomplete_rows_are_named_or_skipped(tmp_path, suffix):
     rows[3]["topic"], rows[4]["topic"] = "cars\u00a0", "\tfood"
     data = prepare_user("table", encoded(tmp_path / f"b{suffix}", rows), tmp_path, columns=COLUMNS)
     assert stored(data) == stored(clean)
+    assert data.info.origin.name == f"b{suffix}"
     assert data.info.origin.notes == ("2 values of column 'topic' stripped or composed (NFC)",)
     rows[1]["topic"], rows[2]["topic"], rows[4]["body"] = "\u00a0", "", " "
     if suffix != ".csv":

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from filelock import FileLock
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from syncs import Syncs
 

@@ -82,7 +82,8 @@ def test_store_that_does_not_answer_is_named(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"127\.0\.0\.1:9.*does not answer") as caught:
         open_client("http://user:hunter2@127.0.0.1:9")
     assert "hunter2" not in str(caught.value)
-    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="is a folder"), opened(f"sqlite:///{tmp_path}", "a"):
+        pass
     with pytest.raises(InputError, match="cannot write"), opened(f"sqlite:///{file}/x.db", "a"):
         pass
 

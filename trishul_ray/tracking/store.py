@@ -164,6 +164,8 @@ def opened(uri: str, name: str) -> "Iterator[tuple[MlflowClient, Experiment]]":
     file = sqlite_file(uri)
     with contextlib.ExitStack() as stack:
         if file is not None:
+            if file.is_dir():
+                raise InputError(f"tracking.uri: {file} is a folder; choose another file")
             try:
                 make_folder(file.parent)
                 stack.enter_context(FileLock(f"{file}.lock", timeout=120, fallback_to_soft=False))

@@ -66,6 +66,11 @@ class UserData(ABC):
             raise InputError(f"data.path={self.path!r} does not exist; it must be {expected}")
         return path
 
+    @property
+    def _origin(self) -> Origin:
+        """The user's files by the last part of their path, since cards of shared models show it."""
+        return Origin("file", Path(str(self.path)).expanduser().resolve().name)
+
     def key(self, hub: Path | None) -> str:
         """Return a text that changes if the rows or the settings may change."""
         settings = self.path, sorted(self.columns.items()), self.test_share, self.skip_broken
@@ -133,7 +138,7 @@ class ImageFolder(UserData):
             labels = [numbers[nfc(name)] for _, name in files]
             columns = {"image": [str(file) for file, _ in files], "label": labels}
             tables[split] = [pa.table(columns, metadata=metadata)]
-        return Origin("file", str(self.path)), tables
+        return self._origin, tables
 
     def _image_folder(self) -> Path:
         return Path()
@@ -219,7 +224,7 @@ class TableFiles(UserData):
     def _read_tables(self, hub: Path | None) -> tuple[Origin, Mapping[str, Sequence[pa.Table]]]:
         files = self._find_files()
         tables = {split: [read_table(file) for file in found] for split, found in files.items()}
-        return Origin("file", str(self.path)), tables
+        return self._origin, tables
 
     def _image_folder(self) -> Path:
         return self._find_files()["train"][0].parent

@@ -93,7 +93,10 @@ def ray_session(
             if joins_cluster():
                 address = os.environ["RAY_ADDRESS"]
                 action = f"cannot join the cluster at RAY_ADDRESS={address}"
-                remedy = "; if the cluster requires a token, set RAY_AUTH_MODE=token"
+                remedy = (
+                    "; unset RAY_ADDRESS to run on this machine; if the cluster requires a token, "
+                    "set RAY_AUTH_MODE=token"
+                )
                 _check_answers(address)
                 stack.callback(_end_ray)
                 with _held_signals(), _ends_if_stuck():
