@@ -89,10 +89,10 @@ def verify_run(
         summary = RunSummary.read(home)
     except FileNotFoundError:
         raise InputError(f"run {experiment.id} has not finished: repeat it to continue") from None
-    if summary.versions["numerics"] != str(NUMERICS):
+    if (numerics := summary.versions.get("numerics")) != str(NUMERICS):
         raise InputError(
-            f"run {experiment.id} has numerics {summary.versions['numerics']}, this version has "
-            f"{NUMERICS}: install trishul-ray {summary.versions['trishul_ray']}"
+            f"run {experiment.id} has numerics {numerics}, this version has {NUMERICS}: install "
+            f"trishul-ray {summary.versions.get('trishul_ray')}"
         )
     if not summary.states:
         raise InputError(f"run {experiment.id} has no digests of its rounds: repeat it")
