@@ -155,7 +155,7 @@ def arrays_digest(state: Arrays) -> str:
     digest = hashlib.sha256()
     for key in sorted(state):
         digest.update(f"{key} {state[key].dtype} {state[key].shape}\n".encode())
-        digest.update(np.ascontiguousarray(state[key]).tobytes())
+        digest.update(np.ascontiguousarray(state[key]).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 
