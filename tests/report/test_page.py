@@ -17,6 +17,7 @@ from invented_outcomes import (
 )
 
 from trishul_ray.data.coverage import Coverage, RowCounts
+from trishul_ray.errors import CorruptFileError
 from trishul_ray.report.layouts import Evaluated, FigureLayout
 from trishul_ray.report.outcomes import DrawnFigure
 from trishul_ray.report.page import write_report
@@ -303,3 +304,6 @@ def test_a_page_shows_later_evaluations(report, tmp_path):
         cell.home.write(EVALUATION, to_checked_json(scores))
     (number,) = report(sweep).find("span", **{"class": "value"})
     assert number.words == "50.00 ± 0.00"
+    sweep.cells[0].home.write(EVALUATION, to_checked_json({"tuned": {"rouge_l": ["0.5"]}}))
+    with pytest.raises(CorruptFileError, match=r"eval\.json has other fields"):
+        report(sweep)

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
+from trishul_ray.errors import CorruptFileError
 from trishul_ray.report.layouts import CostName, EvalShare, TableLayout, Target
 from trishul_ray.report.outcomes import CellOutcome, SweepHead, is_loss, unit_of
 from trishul_ray.report.summary import EVALUATION
@@ -21,6 +23,8 @@ from trishul_ray.storage.integrity import from_checked_json
 if TYPE_CHECKING:
     from pandas import DataFrame, MultiIndex
 
+#: The scores of the evaluated models, also by group.
+_SCORES = TypeAdapter(list[dict[str, float | dict[str, Any] | None]])
 #: Displayed names of numeric labels, by the last part of their field.
 _SYMBOLS = {"alpha": "α", "lam": "λ"}
 
@@ -144,8 +148,13 @@ def _evaluation(cell: CellOutcome) -> Mapping[str, Any]:
     """Return the content of eval.json of a cell's run; empty unless it evaluates this result."""
     if cell.summary is None or not cell.home.exists(EVALUATION):
         return {}
-    found = from_checked_json(cell.home.read(EVALUATION), cell.home.place(EVALUATION))
-    return found if found["state_sha256"] == cell.summary.state_sha256 else {}
+    place = cell.home.place(EVALUATION)
+    found = from_checked_json(cell.home.read(EVALUATION), place)
+    try:
+        _SCORES.validate_python([found[name] for name in ("tuned", "untuned") if name in found])
+    except ValidationError as error:
+        raise CorruptFileError(f"{place} has other fields ({error.errors()[0]['msg']})") from error
+    return found if found.get("state_sha256") == cell.summary.state_sha256 else {}
 
 
 def _differently_evaluated(evaluations: Sequence[Mapping[str, Any]]) -> list[bool]:
