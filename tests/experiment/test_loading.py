@@ -59,8 +59,6 @@ def test_a_resolved_config_reads_back_as_itself(words, tmp_path):
         (["method=lora"], "method=fedit is LoRA with plain averaging"),
         (["seed=0-4"], "write a range of a sweep as 0..4"),
         (["local_epochs=1", "stacked=2"], "set federation.local_steps instead of"),
-        (["local_epochs=1", "devices.kind=lognormal"], "set them instead of federation.local_ep"),
-        (["local_epochs=1", "privacy.noise=1"], "privacy.clip='auto' depends on federation.local_"),
         (["optimizer.learning_rate=1"], "did you mean 'optimizer.lr'?"),
         (["federation.num_rounds=1"], "did you mean 'federation.rounds'?"),
         (["alpha=0.3"], "'alpha' may be partition.alpha or adapter.alpha: name its section"),

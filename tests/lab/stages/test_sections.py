@@ -4,6 +4,7 @@ import pytest
 from contract.digests import outcome
 from method_runs import BY_MEAN, resumed
 
+from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import build_experiment, load_experiment
 
 #: Settings of one section each, no two alike.
@@ -50,6 +51,19 @@ def test_off_a_section_is_in_no_id_and_no_file_and_on_it_is_in_both():
             assert build_experiment(on.to_dict()).id == on.id
     assert len({each.id for each in found}) == len(found)
     assert load_experiment(None, ["lr=0.125"]).optimizer.lr == 0.125  # not ambiguous
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("devices.kind=lognormal", "set them instead of federation.local_epochs"),
+        ("privacy.noise=1", "privacy.clip='auto' depends on federation.local_steps"),
+    ],
+)
+def test_epochs_are_rejected_if_steps_count(setting, message):
+    with pytest.raises(InputError) as caught:
+        load_experiment(None, ["federation.local_epochs=1", setting])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("sections", TOGETHER)
