@@ -76,8 +76,8 @@ class RunResult:
 
     @property
     def digest(self) -> str:
-        """See :func:`state_digest`."""
-        return state_digest(self.checkpoint.state)
+        """Digest of the state after the last round; see :func:`state_digest`."""
+        return self.checkpoint.records[-1].state_sha256
 
 
 class Server:
