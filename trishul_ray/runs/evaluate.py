@@ -34,7 +34,7 @@ from trishul_ray.federation.prepare import prepare_dataset, prepare_rows
 from trishul_ray.federation.worker.context import ModelContext
 from trishul_ray.report.summary import EVALUATION, RunSummary
 from trishul_ray.runs.export import load_trained
-from trishul_ray.runs.folder import open_run
+from trishul_ray.runs.folder import open_finished
 from trishul_ray.runs.mlflow_log import log_finished
 from trishul_ray.runs.prediction import computing
 from trishul_ray.runtime.random_streams import numpy_rng
@@ -80,11 +80,7 @@ def evaluate_run(
             exceed the backbone's positions.
         RunError: The data or the backbone have changed since the run.
     """
-    home, experiment = open_run(run, runs)
-    try:
-        summary = RunSummary.read(home)
-    except FileNotFoundError:
-        raise InputError(f"run {experiment.id} has not finished: repeat it to continue") from None
+    home, experiment, summary = open_finished(run, runs)
     dataset, task, sources = prepare_dataset(experiment, progress)
     if not isinstance(task, Instruction):
         raise InputError(

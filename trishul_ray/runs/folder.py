@@ -21,7 +21,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.loading import build_experiment
 from trishul_ray.experiment.yaml_files import parse_yaml
 from trishul_ray.federation.checkpoint import CheckpointStore, open_checkpoints, run_folder
-from trishul_ray.report.summary import ATTEMPT, read_note, run_ids, write_note
+from trishul_ray.report.summary import ATTEMPT, RunSummary, read_note, run_ids, write_note
 from trishul_ray.runs.mlflow_log import delete_logged
 from trishul_ray.storage.locks import file_lock, lease
 from trishul_ray.storage.redaction import redact
@@ -147,3 +147,12 @@ def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
             "run, which restores it"
         )
     return home, experiment
+
+
+def open_finished(run: str, runs: str) -> tuple[Store, Experiment, RunSummary]:
+    """Return also the summary of a finished run, or raise an InputError; see :func:`open_run`."""
+    home, experiment = open_run(run, runs)
+    try:
+        return home, experiment, RunSummary.read(home)
+    except FileNotFoundError:
+        raise InputError(f"run {experiment.id} has not finished: repeat it to continue") from None

@@ -10,7 +10,7 @@ from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.messages import changed_sources
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.report.summary import RunSummary, read_metrics
-from trishul_ray.runs.folder import open_run
+from trishul_ray.runs.folder import open_finished
 from trishul_ray.runs.results import hardware
 from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.version import NUMERICS, versions
@@ -84,11 +84,7 @@ def verify_run(
         >>> verify_run("1f0c2f", rounds=None).equal  # doctest: +SKIP
         True
     """
-    home, experiment = open_run(run, runs)
-    try:
-        summary = RunSummary.read(home)
-    except FileNotFoundError:
-        raise InputError(f"run {experiment.id} has not finished: repeat it to continue") from None
+    home, experiment, summary = open_finished(run, runs)
     if (numerics := summary.versions.get("numerics")) != str(NUMERICS):
         raise InputError(
             f"run {experiment.id} has numerics {numerics}, this version has {NUMERICS}: install "
