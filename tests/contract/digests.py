@@ -107,7 +107,7 @@ CONFIGURATIONS = {
 @cache
 def known(name):
     """Return whether this installation has the method and the sections of a configuration."""
-    if not Path(trishul_ray.__file__).with_name("lab").exists():  # a copy of the core alone
+    if not Path(trishul_ray.__file__).with_name("lab").exists():  # a copy of only the core
         try:
             experiment_of(name)
         except InputError:
@@ -153,7 +153,7 @@ def plain(value):
 
 
 def outcome(checkpoint):
-    """Return all that a run leaves, but seconds and the name of the attempt."""
+    """Return the state and records of a run, without seconds and the name of the attempt."""
     left = plain(checkpoint)
     for name in ("attempt", "sources", "info"):
         del left[name]

@@ -78,19 +78,19 @@ class Stage:
         name: The section's name; :func:`register_stage` sets it.
         example: Fields, with values other than the defaults, with which ``trishul check`` runs it.
         wire: The place in the row of stages; larger is nearer to the wire.
-        moves_beyond_mean: Whether the next state is another one than the mean of what clients have.
-        hides_clients: Whether no client may be told apart: a client without a finite loss sends
-            zeros instead of ending the run, and no quorum is counted.
+        moves_beyond_mean: Whether the next state differs from the mean of the clients' models.
+        hides_clients: Whether clients must be indistinguishable: a client without a finite loss
+            sends zeros instead of ending the run, and no quorum is counted.
         reads_changes: Whether :meth:`aggregate` needs the change of each client; the server then
             keeps all uploads of a round.
         summed: Metrics of changes of which a round's record has the sum over clients; of others it
             has the mean.
-        numbers: Names in a round's record, beside those that begin with the section's name, that
-            MLflow shows in the section's group.
-        registries: Fields that name something registered, and its registry. The plug-ins of what
-            they name are noted with the run.
-        plan: What is known of the run, on the server alone.
-        memory: What the stage keeps between rounds, on the server alone; hooks change it in place.
+        numbers: Names in a round's record, in addition to names that begin with the section's
+            name, that MLflow shows in the section's group.
+        registries: Fields that name a registered object, and its registry. The plug-ins of these
+            objects are stored with the run.
+        plan: Facts of the run, only on the server.
+        memory: Values that the stage keeps between rounds, only on the server; hooks change them.
         config: The section.
         settings: The part of the experiment that a stage may read.
     """

@@ -38,7 +38,7 @@ TOGETHER = {
 }
 
 
-def test_off_a_section_is_in_no_id_and_no_file_and_on_it_is_in_both():
+def test_only_set_sections_are_in_ids_and_files():
     plain = load_experiment(None, [])
     assert not ON.keys() & (plain.to_dict().keys() | plain.identity().keys())
     off = load_experiment(None, OFF)
@@ -68,11 +68,9 @@ def test_epochs_are_rejected_if_steps_count(setting, message):
 
 @pytest.mark.parametrize("sections", TOGETHER)
 @pytest.mark.parametrize("name", BY_MEAN)
-def test_every_method_that_needs_the_mean_alone_runs_and_resumes(
-    name, sections, executor, tmp_path
-):
+def test_methods_that_need_only_the_mean_resume(name, sections, executor, tmp_path):
     words = TOGETHER[sections]
-    if name == "fedsvd":  # which refuses them
+    if name == "fedsvd":  # which rejects them
         refused = ("server.optimizer", "uploads.error_feedback")
         words = [word for word in words if not word.startswith(refused)]
     whole, parts = resumed(executor(f"method={name}", *words), tmp_path)
