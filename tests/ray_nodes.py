@@ -52,7 +52,7 @@ class RayNodes:
 
     def __init__(self, start, folder):
         self._start, self._folder = start, folder
-        self.port = free_port()
+        self.port, self.metrics_port = free_port(), free_port()
         self.temporary = Path("/tmp") / f"trishul-{self.port}"  # sockets need a short path
         self.nodes = []
         self._count = 1
@@ -63,9 +63,9 @@ class RayNodes:
         mode = {"RAY_AUTH_TOKEN": "f" * 64, "RAY_AUTH_MODE": "disabled"}
         return {"RAY_ADDRESS": f"127.0.0.2:{self.port}", **mode}
 
-    def add(self, cpus=1, autoscaling=None):
+    def add(self, cpus=1, autoscaling=None, **variables):
         """Start a node, the head first; with Ray's autoscaler if it is configured."""
-        environment = dict(QUICK)
+        environment = QUICK | variables
         self._count += 1
         address = f"127.0.0.{self._count}"
         home = self._folder / f"node-{self._count}"
@@ -73,6 +73,7 @@ class RayNodes:
         if self._count == 2:
             role = ["--head", f"--port={self.port}", "--include-dashboard=false"]
             role += [f"--temp-dir={self.temporary}", "--disable-usage-stats"]
+            role.append(f"--metrics-export-port={self.metrics_port}")
         else:
             role = [f"--address=127.0.0.2:{self.port}"]
         if autoscaling is not None:

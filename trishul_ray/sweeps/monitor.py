@@ -6,6 +6,7 @@ from typing import Any
 from ray import cloudpickle, tune
 from ray.tune.experiment import Trial
 
+from trishul_ray.federation.on_ray.metrics import RunMetrics
 from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.sweeps.cells import CellRun, FindRun, TuneOptions
 from trishul_ray.sweeps.status import record_failure
@@ -55,6 +56,7 @@ class Monitor(tune.Callback):
         if getattr(error, "preempted", False):
             self.progress.move(id, _reason(error))
         else:
+            RunMetrics(self._run(trial).experiment).update("trishul_retries")
             attempts = trial.num_failures + 1, self.options.retries + 1
             self.progress.retry(id, _reason(error), *attempts)
 

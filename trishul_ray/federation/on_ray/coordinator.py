@@ -12,6 +12,7 @@ from trishul_ray.federation.on_ray.slices import Slices
 from trishul_ray.storage.durable import Json
 
 if TYPE_CHECKING:
+    from trishul_ray.federation.on_ray.metrics import RunMetrics
     from trishul_ray.federation.on_ray.pool import ActorPool
     from trishul_ray.federation.server import RoundReport, RunResult, Server
 
@@ -24,6 +25,7 @@ class Coordinator:
     """
 
     _server: "Server"
+    _metrics: "RunMetrics"
 
     def __init__(self, limit: int, slices: Slices, environment: WorkerEnvironment) -> None:
         environment.apply()
@@ -46,6 +48,7 @@ class Coordinator:
     def begin(self, run: RunRequest) -> "RoundReport":
         """Start a run or resume its newest checkpoint, and return the records so far."""
         from trishul_ray.federation.checkpoint import open_checkpoints
+        from trishul_ray.federation.on_ray.metrics import RunMetrics
         from trishul_ray.federation.on_ray.pool import ActorPool
         from trishul_ray.federation.server import Server
 
@@ -53,7 +56,8 @@ class Coordinator:
             lost = self._actors - len(self._pool.actors)
             self._clients = [*self._pool.actors, *(self._start() for _ in range(lost))]
         experiment = run.load()
-        self._pool = ActorPool(run, self._clients, self._start, self._limit)
+        self._metrics = RunMetrics(experiment)
+        self._pool = ActorPool(run, self._clients, self._start, self._limit, self._metrics)
         checkpoints = open_checkpoints(experiment)
         checkpoints.store.remove_unfinished()  # files of a killed predecessor
         self._server = Server(experiment, self._pool, checkpoints, run.attempt)
@@ -64,6 +68,7 @@ class Coordinator:
         from trishul_ray.runtime.memory import return_freed
 
         report = self._server.step()
+        self._metrics.add_rounds(report.records)
         return_freed()  # it waits for the clients of the next round
         return report
 

@@ -18,6 +18,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.experiment.fit import check_fits
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.on_ray.coordinator import Coordinator
+from trishul_ray.federation.on_ray.metrics import RunMetrics
 from trishul_ray.federation.on_ray.pool import cause_of, run_error
 from trishul_ray.federation.on_ray.process import RunRequest, WorkerEnvironment
 from trishul_ray.federation.on_ray.session import joins_cluster
@@ -205,6 +206,7 @@ class RayDriver:
             used_up = f"resources.max_restarts={limit} are used up"
             raise RunError(f"{loss}; {used_up}") from error
         self._losses += 1
+        RunMetrics(self._experiment).update("trishul_restarts")
         self._events.append(f"{loss}; another one continues from the checkpoint")
         self._workers.close()
         self.actor = self._workers.coordinator(self._experiment, self.slices)

@@ -29,6 +29,7 @@ from trishul_ray.federation.messages import (
     units_of_work,
 )
 from trishul_ray.federation.on_ray.client_actor import FETCH_SECONDS
+from trishul_ray.federation.on_ray.metrics import RunMetrics
 from trishul_ray.federation.on_ray.process import RunRequest
 from trishul_ray.federation.reduce import FAN_IN, Reducer, combine, groups, sum_groups
 from trishul_ray.stages import ArrayState, Partial
@@ -102,8 +103,9 @@ class ActorPool:
         actors: Collection[Any],
         start: Callable[[], Any],
         replacements: int,
+        metrics: RunMetrics,
     ) -> None:
-        self._run, self._start = run, start
+        self._run, self._start, self._metrics = run, start, metrics
         self._replacements = self._left = replacements
         self._pids: dict[Any, int] = {}  # of the actors that take jobs, as they started
         self._opening: dict[Any, Any] = {}  # reference of the result of open() -> actor
@@ -158,6 +160,7 @@ class ActorPool:
         self._events.append(f"{loss} ({cause_of(error)})")
         if self._left > 0:
             self._left -= 1
+            self._metrics.update("trishul_restarts")
             self._events[-1] += "; another one replaces it"
             self._open(self._start())
         if not self.actors:
@@ -174,6 +177,7 @@ class ActorPool:
             while waiting and idle:
                 call, actor = waiting.popleft(), idle.popleft()
                 running[call.submit(actor)] = call, actor
+            self._metrics.update("trishul_waiting_jobs", len(waiting))
             (done, *_), _ = ray.wait([*running, *self._opening], num_returns=1)
             if done in self._opening:
                 if (started := self._admit(done)) is not None:

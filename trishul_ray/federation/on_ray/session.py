@@ -126,6 +126,8 @@ def _start(cpus: int, fork_server: ForkServer | None, folder: str) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Only a dashboard reads the events of tasks.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+    # Nobody reads the metrics of a Ray without a dashboard.
+    os.environ.setdefault("RAY_enable_metrics_collection", "0")
     if fork_server is not None:  # forks do not replace workers that start before there is work
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     with _held_signals(), _ends_if_stuck(), without_monitors():
