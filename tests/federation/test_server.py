@@ -1,6 +1,7 @@
 """The server, inline: validation of uploads, quorum, resume past a corrupt checkpoint."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -72,6 +73,30 @@ def test_a_corrupt_checkpoint_is_reported_and_the_one_before_is_used(
     assert events[0] == f"checkpoint {newest.name} is corrupt (checksum differs): skipped"
     assert events[1] == "continuing after round 1"
     assert_same(result, inline_result(experiment))
+
+
+def test_another_stack_resumes_only_if_allowed(small):
+    experiment = small("resources.backend=inline")
+    prepared, store = prepare_run(experiment), open_checkpoints(experiment)
+    driver = InlineDriver(experiment, prepared, "a")
+    driver.step()
+    driver.close()
+    stored = store.newest()
+    (here,) = stored.stacks
+    older = replace(here, torch="2.12.0+cpu")
+    store.save(replace(stored, stacks=[older]))
+    difference = rf"torch 2\.12\.0\+cpu and not {re.escape(here.torch)}"
+    with pytest.raises(RunError, match=rf"was computed with {difference}: restore that, set res"):
+        InlineDriver(experiment, prepared, "a")
+
+    allowed = small("resources.backend=inline", "resources.mixed_stack=true")
+    assert allowed.id == experiment.id
+    driver = InlineDriver(allowed, prepared, "a")
+    assert any("from round 2 on torch" in line for line in driver.begin().events)
+    driver.step()
+    assert store.newest().stacks == [older, here]
+    assert [stack.first_round for stack in store.newest().stacks] == [0, 2]
+    driver.close()
 
 
 @pytest.mark.parametrize("method", ["ravan", "trishul"])

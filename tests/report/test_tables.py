@@ -10,6 +10,7 @@ from invented_outcomes import initialization, invent_run, invent_sweep, sensitiv
 from trishul_ray.report.layouts import TableLayout
 from trishul_ray.report.outcomes import SweepOutcome
 from trishul_ray.report.tables import Number, build_tables, make_slug
+from trishul_ray.runtime.stack import Stack
 
 
 def build(*sweeps):
@@ -304,3 +305,25 @@ def test_a_row_with_failed_runs_is_not_compared(why, verdicts):
     first = {("c", seed): 70.0 + 0.1 * int(seed) for seed in "01234"}
     second = {("c", seed): 72.0 - 0.1 * int(seed) if seed in "012" else why for seed in "01234"}
     assert kinds(single_table({"A": first, "B": second})) == verdicts
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_runs_of_a_rarer_stack_are_left_out(mixed):
+    usual = Stack("2.13.0", "2.4", "5.30", "NVIDIA L4")
+    sweep = vision()
+
+    def computed(cell, stack):
+        summary = dataclasses.replace(cell.summary, stacks=[stack])
+        return dataclasses.replace(cell, summary=summary)
+
+    cells = [
+        computed(cell, dataclasses.replace(usual, torch="2.12.0") if place in (0, 7) else usual)
+        for place, cell in enumerate(sweep.cells)
+        if cell.status == "finished"
+    ]
+    (table,) = build(dataclasses.replace(sweep, cells=tuple(cells), mixed_stacks=mixed))
+    left_out = table.runs["gap"] == "other stack"
+    assert [*left_out.to_numpy().nonzero()[0]] == ([] if mixed else [0, 7])
+    assert table.runs["value"][left_out].isna().all()
+    said = f"2 of {len(cells)} runs are left out: their stack differs from most (torch 2.12.0 and"
+    assert any(said in text for text in table.caveats) != mixed

@@ -72,9 +72,11 @@ def test_a_planted_digest_is_found(copied, called):
 
 
 def test_the_first_difference_of_the_stack_is_named(copied, called):
-    other = {"versions": lambda v: v | {"torch": "2.12.0", "numpy": "1.0"}}
-    code, out, _ = called("verify", copied(states=flip(1), **other))
-    assert code == 1 and "torch was 2.12.0, and is " in out
+    def older(stacks):
+        return [dataclasses.replace(stack, torch="2.12.0", numpy="1.0") for stack in stacks]
+
+    code, out, _ = called("verify", copied(states=flip(1), stacks=older))
+    assert code == 1 and "the states differ; the run has torch 2.12.0 and not " in out
 
 
 @pytest.mark.parametrize(

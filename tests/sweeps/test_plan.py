@@ -5,6 +5,7 @@ from summaries import invented_hardware, invented_summary
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.runtime.stack import Stack
 from trishul_ray.sweeps.cells import distinct
 from trishul_ray.sweeps.loading import load_sweep, sweep_from_axes
 from trishul_ray.sweeps.plan import plan_table, seconds_of
@@ -64,6 +65,19 @@ def test_runs_count_by_their_state(sweeps):
     assert 2.0 < float(one["hours on h100"]) < 2.1
     (one, *_), _ = planned(sweeps, "a100", **states)
     assert float(one["hours on a100"]) < 0.1
+
+
+def test_plan_reports_finished_runs_of_another_stack(sweeps):
+    first = next(iter(distinct(sweeps)))
+    experiment = distinct(sweeps)[first]
+    done = invented_summary(
+        identity=experiment.identity(),
+        config=experiment.to_dict(),
+        stacks=[Stack("2.12.0", "2.4", "5.30", "NVIDIA L4")],
+    )
+    _, notes = planned(sweeps, **{first: CellState("finished", "", done)})
+    (note,) = notes
+    assert note.startswith("1 finished runs have torch 2.12.0 and not ")
 
 
 def test_run_with_new_files_is_running(sweeps, tmp_path):

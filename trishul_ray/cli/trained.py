@@ -84,7 +84,8 @@ def verify(
         table.add_row(str(each.round), each.recorded[:12], each.found[:12], equal, shown)
     print_table(table)
     if not found.equal:
-        print_line(f"the states differ; {found.stack or 'software and hardware are the same'}")
+        why = f"the run has {found.stack}" if found.stack else "software and hardware are the same"
+        print_line(f"the states differ; {why}")
         raise typer.Exit(1)
 
 

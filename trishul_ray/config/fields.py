@@ -513,6 +513,9 @@ class ResourcesConfig(Section):
     max_restarts: int = not_in_id(
         3, "times that a dead actor is replaced in one round before the run fails", ge=0
     )
+    mixed_stack: bool = not_in_id(
+        False, "let different versions of torch or devices compute one run; bytes may then differ"
+    )
 
     @property
     def needs_gpu(self) -> bool:

@@ -26,6 +26,7 @@ from trishul_ray.experiment import Experiment
 from trishul_ray.federation.messages import Arrays
 from trishul_ray.federation.records import OPTIONAL, RoundRecord
 from trishul_ray.methods.base.messages import State
+from trishul_ray.runtime.stack import Stack
 from trishul_ray.stages import ArrayState, Memory
 from trishul_ray.storage.durable import Json
 from trishul_ray.storage.store import Store
@@ -74,6 +75,7 @@ class Checkpoint:
         test_rows: ``row``, index in the test split, and ``score`` of every row scored after
             the last round, in order; empty before, and for a task without scores of rows.
         sources: hashes of data and weights; see ``WorkerSpec``.
+        stacks: stacks that computed rounds, with the first round of each.
         info: description of the data.
         stages: memory of each stage, by its name.
         kept: memory of stages on each client, by client.
@@ -89,6 +91,7 @@ class Checkpoint:
     matrices: Arrays = field(default_factory=dict)
     test_rows: Arrays = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    stacks: list[Stack] = field(default_factory=list)
     info: DatasetInfo | None = None
     stages: dict[str, Memory] = field(default_factory=dict, metadata=OPTIONAL)
     kept: dict[int, Arrays] = field(default_factory=dict, metadata=OPTIONAL)
@@ -133,6 +136,7 @@ class Checkpoint:
             checkpoint = cls(
                 state=State(**found.pop("state")),
                 records=[RoundRecord(**record) for record in found.pop("records")],
+                stacks=[Stack(**stack) for stack in found.pop("stacks")],
                 info=None if info is None else DatasetInfo.from_json(info),
                 **found,
             )

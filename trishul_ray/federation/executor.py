@@ -5,11 +5,18 @@ from typing import Any, Protocol
 
 from trishul_ray.federation.messages import Arrays, Job, Outcome, Upload, WorkerSpec
 from trishul_ray.federation.reduce import Reducer
+from trishul_ray.runtime.stack import Stack
 from trishul_ray.stages import ArrayState, Partial
 
 
 class Executor(Protocol):
-    """Runs jobs. The results depend only on the jobs, not on the process or the order."""
+    """Runs jobs. The results depend only on the jobs, not on the process or the order.
+
+    Attributes:
+        stacks: The distinct stacks of its workers so far.
+    """
+
+    stacks: list[Stack]
 
     def describe(self, survey: Arrays) -> WorkerSpec:
         """Return the spec of the worker context that every worker builds, given the survey."""

@@ -34,6 +34,7 @@ from trishul_ray.federation.worker.context import (
 from trishul_ray.federation.worker.evaluation import EvaluatedModel, evaluate_chunk
 from trishul_ray.federation.worker.flops import count_flops
 from trishul_ray.federation.worker.local import send_change, train_clients
+from trishul_ray.runtime.stack import stack_of
 from trishul_ray.stages import ArrayState, Partial
 
 
@@ -49,6 +50,7 @@ class InlineExecutor:
         self.experiment, self.backbones = experiment, backbones or BackboneCache()
         with deterministic(experiment):
             self.context: WorkerContext = build_context(experiment, prepared, self.backbones)
+        self.stacks = [stack_of(self.context.device)]
         self._evaluated = EvaluatedModel(self.context)
 
     def describe(self, survey: Arrays) -> WorkerSpec:

@@ -14,6 +14,7 @@ from trishul_ray.adapters.layout import Layout
 from trishul_ray.data.dataset import DatasetInfo, RowSet
 from trishul_ray.runtime.lazy import torch
 from trishul_ray.runtime.memory import PeakMemory
+from trishul_ray.runtime.stack import Stack
 from trishul_ray.stages import ArrayState, StepFlops
 from trishul_ray.tasks.sums import EvalSums, Metrics
 
@@ -157,7 +158,7 @@ class WorkerSpec:
     Unknown sources are left out. ``client_mix`` is there if clients are scored by it
     (``evaluation.per_client``). ``scored`` is the number of rows of every set that is scored, and
     ``client_rows`` [C] that of every client if each client's own model is scored. ``flops`` and
-    ``shard_sizes`` [C] are there if a stage needs them.
+    ``shard_sizes`` [C] are there if a stage needs them. ``stack`` is the stack of the worker.
     """
 
     info: DatasetInfo
@@ -170,6 +171,7 @@ class WorkerSpec:
     parameters: dict[str, int]  # adapter, scalars, head (the classification head)
     heads: dict[str, int]  # core heads on each adapted matrix, by transformer block
     block_norms: dict[str, float]  # ||W||_F^2 of the adapted matrices, summed by block
+    stack: Stack
     #: Rank of the core heads of a block, of its matrix of largest rank.
     ranks: dict[str, int] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)

@@ -94,7 +94,7 @@ class Server:
         memory: Largest peak of a worker since this process began.
 
     Raises:
-        RunError: the data or the backbone differ from those of the checkpoint.
+        RunError: the data, the backbone or the stack differ from the checkpoint's.
     """
 
     def __init__(
@@ -126,6 +126,7 @@ class Server:
                 f"run {experiment.id} was started with other {changed}: restore the original, or "
                 "start over with --fresh"
             )
+        self._record_stacks(self.checkpoint.round + (restored is not None))
         self.events += lines
         self.checkpoint.sources = self.spec.sources
         self.checkpoint.info = self.spec.info
@@ -137,6 +138,25 @@ class Server:
         self.scoring = Scoring(
             experiment, self.spec, self.participants, personal=self.method.personal
         )
+
+    def _record_stacks(self, number: int) -> None:
+        """Record new stacks of workers, which compute from a round on.
+
+        Raises:
+            RunError: The run has another stack, and ``resources.mixed_stack`` is not set.
+        """
+        used = self.checkpoint.stacks
+        for stack in self.executor.stacks:
+            if stack in used:
+                continue
+            if used and not self.experiment.resources.mixed_stack:
+                raise RunError(
+                    f"run {self.experiment.id} was computed with {used[-1].difference(stack)}: "
+                    "restore that, set resources.mixed_stack=true, or start over with --fresh"
+                )
+            if used:
+                self.events.append(f"from round {number} on {stack.difference(used[-1])}")
+            used.append(replace(stack, first_round=number))
 
     def _begin(self) -> list[str]:
         """Let the stages prepare for the rounds; return lines for the reader of the run."""
@@ -215,6 +235,7 @@ class Server:
                 now.records.append(self._run_round(number))
             else:
                 self._note(self.executor.run(self.broadcast(), self.scoring.jobs(now)))
+            self._record_stacks(number)
             self.checkpoints.save(now)
         return self._report([previous])
 

@@ -7,6 +7,7 @@ Index levels are the axes of the sweep, and labels are in its order. So group by
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 #: The scores of the evaluated models, also by group.
 _SCORES = TypeAdapter(list[dict[str, float | dict[str, Any] | None]])
+#: The gap of a cell whose stack differs from the stack of most cells.
+OTHER_STACK = "other stack"
 #: Displayed names of numeric labels, by the last part of their field.
 _SYMBOLS = {"alpha": "α", "lam": "λ"}
 
@@ -111,6 +114,10 @@ def cells_frame(
             math.nan, "evaluated differently",
         )  # fmt: skip
         label = f"{score.score.replace('_', ' ')} of generated answers, {score.model}"
+    others = stack_differences(sweep, cells)
+    found.loc[[place in others for place in range(len(cells))], ["value", "gap"]] = (
+        math.nan, OTHER_STACK,
+    )  # fmt: skip
     is_percent = found["unit"] == "%"
     found["shown"] = found["value"] * np.where(is_percent, 100.0, 1.0)
     found["gap"] = found["gap"].where(found["value"].isna(), "")
@@ -142,6 +149,26 @@ def spent_until(sweep: SweepHead, cells: Sequence[CellOutcome], target: Target) 
         reached = value <= final / target.share if loss else value >= final * target.share
         found.append(float(scored.loc[reached, target.cost].min()) if reached.any() else math.inf)
     return found
+
+
+def stack_differences(sweep: SweepHead, cells: Sequence[CellOutcome]) -> dict[int, str]:
+    """Return how a cell's stack differs from the stack of most cells, by the cell's position.
+
+    Empty if ``mixed_stacks`` of the sweep allows all stacks.
+    """
+    stacks = {
+        place: tuple(cell.summary.stacks)
+        for place, cell in enumerate(cells)
+        if cell.status == "finished" and cell.summary is not None
+    }
+    if sweep.mixed_stacks or len({*stacks.values()}) < 2:
+        return {}
+    usual = Counter(stacks.values()).most_common(1)[0][0]
+    return {
+        place: next(filter(None, (a.difference(b) for a in own for b in usual)), "no stack")
+        for place, own in stacks.items()
+        if own != usual
+    }
 
 
 def _evaluation(cell: CellOutcome) -> Mapping[str, Any]:

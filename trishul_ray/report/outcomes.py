@@ -116,6 +116,7 @@ class SweepHead:
         axes: Labels of each axis, in order.
         shown: Displayed labels by axis and label, if the displayed text differs.
         overrides: Fields that the command line set and that can change a number: ``field=value``.
+        mixed_stacks: Whether tables compare cells of different stacks.
     """
 
     name: str
@@ -127,6 +128,7 @@ class SweepHead:
     tables: tuple[TableLayout, ...]
     figures: tuple[FigureLayout, ...]
     overrides: tuple[str, ...] = field(default=(), kw_only=True)
+    mixed_stacks: bool = field(default=False, kw_only=True)
 
     @property
     def made_by(self) -> str:

@@ -21,6 +21,7 @@ from trishul_ray.errors import CorruptFileError, InputError, StorageRefusedError
 from trishul_ray.experiment.experiment import ID_LENGTH, Experiment
 from trishul_ray.runtime.lazy import pd, pq
 from trishul_ray.runtime.memory import PeakMemory
+from trishul_ray.runtime.stack import Stack
 from trishul_ray.storage.durable import Json
 from trishul_ray.storage.integrity import from_checked_json, to_checked_json
 from trishul_ray.storage.store import Store, check_name
@@ -99,6 +100,7 @@ class RunSummary:
         peak_memory: Peak of the worker that used most, of the process that finished the run.
         states: Digest of the global state before round 1 and after each round; see
             ``state_digest``.
+        stacks: The stacks that computed its rounds, with the first round of each.
         held: ``CPU`` and ``GPU`` of all its actors; empty without actors, or if not known.
         checksum: Hash of the bytes of all other fields; empty until the file is written.
     """
@@ -144,6 +146,7 @@ class RunSummary:
     peak_memory: PeakMemory | None = None
     held: dict[str, float] = field(default_factory=dict)
     states: list[str] = field(default_factory=list)
+    stacks: list[Stack] = field(default_factory=list)
     checksum: str = ""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
@@ -176,6 +179,7 @@ class RunSummary:
     def to_dict(self) -> Json:
         """Return all fields but the checksum as plain JSON values."""
         fields = vars(self) | {"data": self.data.to_json(), "hardware": asdict(self.hardware)}
+        fields["stacks"] = [asdict(stack) for stack in self.stacks]
         fields["peak_memory"] = None if self.peak_memory is None else asdict(self.peak_memory)
         del fields["checksum"]
         return fields

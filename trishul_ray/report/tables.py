@@ -15,7 +15,7 @@ from scipy import stats
 
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.report.draws import draw_evidence
-from trishul_ray.report.frame import cells_frame, shown_label
+from trishul_ray.report.frame import OTHER_STACK, cells_frame, shown_label, stack_differences
 from trishul_ray.report.layouts import TableLayout
 from trishul_ray.report.outcomes import (
     DRAW,
@@ -41,7 +41,15 @@ _BIAS = {"failed": "failed runs", "not reached": "target not reached"}
 #: Verdicts of rows that are compared.
 _JUDGED = ("best", "tied", "worse", "undecided")
 #: Reasons for missing values, the most important first.
-_GAPS = (*_BIAS, "corrupt", "stale", "evaluated differently", "missing", "not measured")
+_GAPS = (
+    *_BIAS,
+    "corrupt",
+    "stale",
+    OTHER_STACK,
+    "evaluated differently",
+    "missing",
+    "not measured",
+)
 
 
 @dataclass(frozen=True)
@@ -231,7 +239,14 @@ class SweepTable:
         """Caveats of its methods, in sentences."""
         methods = dict.fromkeys(cell.method for cell in self.cells if cell.status == "finished")
         known = [method_class(name).caveat for name in methods if name in set(method_names())]
-        return [f"{text[:1].upper()}{text[1:]}." for text in known if text]
+        found = [f"{text[:1].upper()}{text[1:]}." for text in known if text]
+        if others := stack_differences(self.sweep, self.cells):
+            differences = ", ".join(dict.fromkeys(others.values()))
+            found.append(
+                f"{len(others)} of {len(self.cells)} runs are left out: their stack differs from "
+                f"most ({differences})."
+            )
+        return found
 
     @property
     def slug(self) -> str:

@@ -119,6 +119,8 @@ def extend_shorter(
             checkpoint = open_checkpoints(shorter).newest() if shorter.id in there else None
             if checkpoint is None or changed_sources(checkpoint.sources, prepared.sources):
                 continue
+            if any(stack.outdated for stack in checkpoint.stacks):
+                continue
             number, every = checkpoint.round, experiment.evaluation.diagnostics_every
             scored = {record.round for record in checkpoint.records if record.scored}
             missing = {r for r in experiment.scored_rounds if r < number} - scored

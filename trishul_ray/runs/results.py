@@ -126,6 +126,7 @@ def summarize(
         block_squared_norms=spec.block_norms,
         state_sha256=result.digest,
         states=[record.state_sha256 for record in records],
+        stacks=result.checkpoint.stacks,
         attempt=result.checkpoint.attempt,
         mlflow_run_id=run_id,
         versions=versions(),

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
@@ -12,11 +11,9 @@ from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.report.summary import RunSummary, read_metrics
 from trishul_ray.runs.folder import open_finished
 from trishul_ray.runs.results import hardware
+from trishul_ray.runtime.stack import Stack
 from trishul_ray.storage.durable import scratch_folder
-from trishul_ray.version import NUMERICS, versions
-
-#: Parts of a stack that can change the last bits of a result, the most likely first.
-STACK = ("torch", "numpy", "transformers", "cpu_capability", "gpus", "kernels", "processor")
+from trishul_ray.version import NUMERICS
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,8 @@ class Verification:
 
     Attributes:
         rounds: The rounds, ascending.
-        stack: The first part of software or hardware that differs from the recorded one, in a
-            phrase; empty if none does.
+        stack: The first part of the recorded stack that differs from this one, in a phrase; empty
+            if none does.
     """
 
     rounds: list[VerifiedRound]
@@ -112,9 +109,10 @@ def verify_run(
                 _compare(record.state_sha256, recorded, record.row(), metrics.get(record.round, {}))
                 for record, recorded in zip(driver.checkpoint.records, summary.states, strict=False)
             ]
+            difference = _stack_difference(summary, driver.spec.stack)
         finally:
             driver.close()
-    return Verification(found, _stack_difference(summary))
+    return Verification(found, difference)
 
 
 def _in_folder(experiment: Experiment, folder: str) -> Experiment:
@@ -138,10 +136,16 @@ def _compare(
     return VerifiedRound(int(row["round"]), recorded, found, worst)
 
 
-def _stack_difference(summary: RunSummary) -> str:
-    recorded: dict[str, Any] = {**asdict(summary.hardware), **summary.versions}
-    here: dict[str, Any] = {**asdict(hardware()), **versions()}
-    for name in (*STACK, *here):
-        if name in recorded and recorded[name] != here[name]:
-            return f"{name} was {recorded[name]}, and is {here[name]} here"
-    return ""
+def _stack_difference(summary: RunSummary, here: Stack) -> str:
+    for stack in summary.stacks:
+        if difference := stack.difference(here):
+            return difference
+    recorded, found = asdict(summary.hardware), asdict(hardware())
+    return next(
+        (
+            f"{name} {recorded[name]} and not {found[name]}"
+            for name in ("kernels", "processor")
+            if recorded[name] != found[name]
+        ),
+        "",
+    )

@@ -152,6 +152,7 @@ def _build(
             for field, value in overrides.items()
             if Experiment.may_identify(field)
         ),
+        mixed_stacks=file.mixed_stacks,
         cells=cells,
         file=path,
         search=search,

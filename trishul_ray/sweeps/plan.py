@@ -144,6 +144,16 @@ def plan_table(
         numbers = [count["cells"], count.total() - count["cells"], *(count[c] for c in columns)]
         table.add_row(name, *map(str, numbers), f"{hours:,.2f}")
     notes = [f"{number} runs of unknown time: {why}" for why, number in unknown.items()]
+    stacks = Counter(
+        stack.outdated
+        for state in states.values()
+        for stack in (state.summary.stacks[-1:] if state.summary else ())
+    )
+    notes += [
+        f"{number} finished runs have {difference}: tables leave out the rarer stack"
+        for difference, number in stacks.items()
+        if difference
+    ]
     reasons = Counter(f"failed: {s.reason}" for s in states.values() if s.status == "failed")
     return table, notes + [f"{number} {reason}" for reason, number in reasons.most_common(5)]
 

@@ -152,6 +152,7 @@ class SweepFile(Section):
     title: Text | None = None
     profile: Profile | None = None
     in_all: bool = True
+    mixed_stacks: bool = False
     base: FlatFields = Field(default_factory=dict)
     axes: dict[str, dict[str, AxisLabel] | None] = Field(default_factory=dict)
     excluded: tuple[Labels, ...] = Field((), alias="except")

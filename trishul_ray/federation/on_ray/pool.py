@@ -32,6 +32,7 @@ from trishul_ray.federation.on_ray.client_actor import FETCH_SECONDS
 from trishul_ray.federation.on_ray.metrics import RunMetrics
 from trishul_ray.federation.on_ray.process import RunRequest
 from trishul_ray.federation.reduce import FAN_IN, Reducer, combine, groups, sum_groups
+from trishul_ray.runtime.stack import Stack
 from trishul_ray.stages import ArrayState, Partial
 
 
@@ -111,6 +112,7 @@ class ActorPool:
         self._opening: dict[Any, Any] = {}  # reference of the result of open() -> actor
         self._events: list[str] = []
         self._spec: WorkerSpec | None = None
+        self.stacks: list[Stack] = []
         for actor in actors:
             self._open(actor)
         while not self._pids:
@@ -144,6 +146,13 @@ class ActorPool:
             raise InputError(
                 f"the nodes of the cluster have different {other}: they must be the same on all"
             )
+        if spec.stack not in self.stacks:
+            self.stacks.append(spec.stack)
+            if len(self.stacks) > 1 and not self._run.experiment["resources"]["mixed_stack"]:
+                raise InputError(
+                    f"a node of the cluster has {spec.stack.difference(self.stacks[0])} as others "
+                    "do: bytes may differ; use equal nodes, or set resources.mixed_stack=true"
+                )
         self._events += remarks
         self._pids[actor] = pid
         return actor

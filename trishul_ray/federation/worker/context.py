@@ -37,6 +37,7 @@ from trishul_ray.runtime.cuda_graphs import Graphs
 from trishul_ray.runtime.device import device_named
 from trishul_ray.runtime.memory import memory_of, reset_peak
 from trishul_ray.runtime.random_streams import numpy_rng, torch_rng
+from trishul_ray.runtime.stack import stack_of
 from trishul_ray.stages import ArrayState, Stages
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
@@ -308,6 +309,7 @@ def worker_spec(context: WorkerContext) -> WorkerSpec:
             block: sum(context.site.squared_norms[layer.name] for layer in layers)
             for block, layers in context.site.blocks().items()
         },
+        stack=stack_of(context.device),
         sources=context.sources,
         client_mix=_client_mix(context),
         client_rows=_client_rows(context),
