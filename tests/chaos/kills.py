@@ -314,9 +314,11 @@ def play(number, place):
 
 
 def _look_for_processes(place, played, command):
-    """Note what a command has left running; after the death of a driver, again minutes later."""
-    left = command.left_behind()
-    if left and command.process.returncode == -9:
+    """Record the processes that a command leaves behind; look for Ray's agents minutes later.
+
+    The agents outlive a killed driver, and on a loaded machine every driver.
+    """
+    if left := command.left_behind():
         place.late.append((time.monotonic() + AGENTS_WAIT, played, command.mark))
         left = [words for words in left if not AGENTS.search(words)]
     if left:
@@ -324,7 +326,7 @@ def _look_for_processes(place, played, command):
 
 
 def look_again(place, now):
-    """Look for processes of drivers that were killed more than some minutes ago."""
+    """Look for processes of drivers that ended more than ``AGENTS_WAIT`` seconds ago."""
     for late in [each for each in place.late if each[0] <= now]:
         place.late.remove(late)
         _, played, mark = late
