@@ -172,7 +172,7 @@ def test_no_folder_imports_back():
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-def test_nothing_imports_the_lab_or_the_paper_or_names_what_is_in_them():
+def test_core_imports_and_names_no_extension():
     files = [path for path in FILES if module(path).split(".")[0] not in PLUG_INS]
     for path in files:
         assert not {name.split(".")[0] for name in ours(path, ast.walk)} & PLUG_INS, module(path)
@@ -216,7 +216,7 @@ ANCESTORS = {
 }
 
 
-def test_a_method_imports_no_other_methods_file_but_its_ancestors():
+def test_method_imports_only_its_ancestors():
     methods = {module(path): path for path in of_part("methods") if registers(path)}
     assert len(methods) >= 3
     for name, path in methods.items():
@@ -247,7 +247,7 @@ def test_what_methods_share_imports_no_method():
         ),
     ],
 )
-def test_what_comes_first_needs_nothing_heavy(modules, heavy):
+def test_first_output_needs_nothing_heavy(modules, heavy):
     names = ", ".join(f"trishul_ray.{name}" for name in modules)
     script = f"import sys, {names}\nprint(*sorted({heavy!r} & {{*sys.modules}}))"
     done = subprocess.run(
@@ -274,7 +274,7 @@ QUICK = [
 READ = [[], ["privacy.epsilon=2"]] if (ROOT / "lab").exists() else [[]]
 
 
-def test_what_needs_no_tensors_is_answered_without_anything_heavy(tmp_path):
+def test_light_commands_import_nothing_heavy(tmp_path):
     script = (
         "import io, sys\n"
         "from contextlib import redirect_stderr, redirect_stdout\n"
@@ -317,7 +317,7 @@ def test_what_needs_no_tensors_is_answered_without_anything_heavy(tmp_path):
         assert part in text, text
 
 
-def test_the_core_runs_where_ray_mlflow_and_datasets_are_not_installed():
+def test_core_runs_without_ray_mlflow_and_datasets():
     core = [module(path) for path in FILES if module(path).split(".")[0] in CORE]
     names = [f"trishul_ray.{name}" for name in (*core, *CORE_OF_FEDERATION)]
     script = (

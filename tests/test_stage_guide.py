@@ -26,7 +26,7 @@ def example(tmp_path):
         yield code
 
 
-def test_it_is_short_and_moves_as_the_built_in_optimizer(example, executor, tmp_path):
+def test_example_equals_the_built_in_optimizer(example, executor, tmp_path):
     assert len(example.splitlines()) < 55
     mine, _ = resumed(executor("method=trishul", "fedadam.lr=0.01"), tmp_path)
     ours = run(executor("method=trishul", "server.optimizer=adam", "server.lr=0.01"), tmp_path)

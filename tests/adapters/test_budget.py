@@ -81,14 +81,14 @@ def test_counts_with_the_published_ranks(sites, model, budget, method):
 
 @pytest.mark.parametrize("method", ["lora", "ffa", "fed_sb", "ravan"])
 @pytest.mark.parametrize(("model", "budget"), [k for k in PUBLISHED if k[0] != "llama"])
-def test_on_768_wide_matrices_both_modes_are_the_same(sites, model, budget, method):
+def test_both_modes_agree_at_width_768(sites, model, budget, method):
     layers = sites[model]
     assert adapters(method, layers, budget, "matched") == adapters(
         method, layers, budget, "published"
     )
 
 
-def test_matrices_are_those_of_the_papers(sites):
+def test_matrices_match_the_papers(sites):
     assert len(sites["vit"]) == 24
     assert len(sites["t5"]) == 48
     widths = [(s.d_out, s.d_in) for s in sites["llama"]]

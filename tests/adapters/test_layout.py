@@ -27,7 +27,7 @@ def tensors(draw):
 
 @settings(deadline=None)
 @given(tensors())
-def test_entries_cover_the_vector_once_in_the_documented_order(shapes):
+def test_entries_cover_the_vector_in_documented_order(shapes):
     layout = Layout.of(shapes)
     assert {(e.name, e.shape) for e in layout.entries} == set(shapes)
     end = 0
@@ -47,7 +47,7 @@ def test_entries_cover_the_vector_once_in_the_documented_order(shapes):
 
 @settings(deadline=None)
 @given(tensors(), st.data())
-def test_units_cover_the_wire_once_and_know_where_they_are(shapes, data):
+def test_units_cover_uploads_once_with_positions(shapes, data):
     layout = Layout.of(shapes)
     names = data.draw(st.permutations([e.name for e in layout.entries]))
     names = names[: data.draw(st.integers(0, len(names)))]
@@ -89,7 +89,7 @@ def test_pack_inverts_views_and_views_share_storage(shapes):
 
 @settings(deadline=None)
 @given(tensors())
-def test_banks_hold_every_core_of_a_rank_as_one_view(shapes):
+def test_banks_view_all_cores_of_a_rank(shapes):
     layout = Layout.of(shapes)
     vector = torch.randn(layout.size)
     views, banks = layout.views(vector), layout.core_banks(vector)
@@ -117,18 +117,18 @@ def test_banks_hold_every_core_of_a_rank_as_one_view(shapes):
         ({"a.core": torch.zeros(2, 2)}, r"a.core has shape \(2, 2\), expected \(1, 2, 2\)"),
     ],
 )
-def test_pack_refuses_what_does_not_fit(tensors, message):
+def test_pack_rejects_tensors_of_other_shapes(tensors, message):
     with pytest.raises(InputError, match=message):
         Layout.of([("a.core", (1, 2, 2))]).pack(tensors)
 
 
-def test_a_repeated_name_is_refused():
+def test_a_repeated_name_is_rejected():
     with pytest.raises(InputError, match="repeated names: a"):
         Layout.of([("a", (1,)), ("a", (2,))])
 
 
 @pytest.mark.parametrize("method", ["views", "core_banks"])
-def test_a_vector_of_another_length_is_refused(method):
+def test_a_vector_of_another_length_is_rejected(method):
     layout = Layout.of([("a.core", (1, 2, 2))])
     with pytest.raises(InputError, match=r"shape \(5,\), expected \(4,\)"):
         getattr(layout, method)(torch.zeros(5))

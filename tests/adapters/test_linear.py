@@ -24,7 +24,7 @@ KINDS = {
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(-12, 0), st.integers(-20, 2), st.integers(0, 10**6))
-def test_two_parts_represent_a_sum_to_twice_the_digits(weight_scale, update_scale, seed):
+def test_two_parts_double_the_precision(weight_scale, update_scale, seed):
     generator = torch.Generator().manual_seed(seed)
     weight = 2.0**weight_scale * torch.randn(9, 7, generator=generator)
     weight = weight.to(LOW).float()  # values of a bfloat16 backbone
@@ -95,7 +95,7 @@ def test_small_updates_reach_the_output(kind, path, bound_as):
 
 @pytest.mark.parametrize("path", ["auto", "merged", "factored"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_those_of_the_layer_with_its_base(kind, path):
+def test_gradients_equal_layer_with_its_base(kind, path):
     """For trainables and input, against float64, with an update as large as the weight."""
     layer, params, base = layer_of(KINDS[kind], path)
     generator = torch.Generator().manual_seed(3)
@@ -174,7 +174,7 @@ def test_merging_leaves_the_base_bound(make):
     assert torch.equal(bench.adapted.forward(**bench.inputs).logits, expected)
 
 
-def test_a_merged_export_keeps_updates_that_bfloat16_would_lose(make, tmp_path):
+def test_merged_export_keeps_updates_below_bfloat16(make, tmp_path):
     bench = make("vit", "lora", dtype=LOW)
     state = bench.adapted.initial()
     weights = {s.name: bench.twin.get_parameter(s.name + ".weight") for s in bench.adapted.specs}

@@ -81,7 +81,7 @@ def projected_as_on_a_gpu():
 
 
 @pytest.mark.parametrize("train_A", [True, False])
-def test_stacked_clients_have_the_same_gradients_on_a_gpu(train_A):
+def test_stacked_gradients_are_equal_on_a_gpu(train_A):
     adapter, results = LoRA(3, 0.5, train_A=train_A), []
     generator = torch.Generator().manual_seed(0)
     sizes = {"x": (2, 5, 9), "weight": (7, 9), "lora_A": (2, 3, 9), "lora_B": (2, 7, 3)}

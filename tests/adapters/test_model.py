@@ -117,7 +117,7 @@ def test_merge_writes_the_bound_model_into_plain_weights(make, family, adapters)
 
 
 @pytest.mark.parametrize(("family", "adapters", "path"), pairwise(FAMILIES, ADAPTERS, PATHS))
-def test_gradients_are_those_of_a_plain_model_in_float64(make, family, adapters, path):
+def test_gradients_equal_plain_model_in_float64(make, family, adapters, path):
     """Against autograd through `W + delta(params)` written into a plain copy of the model."""
     bench = make(family, adapters, path=path, dtype=torch.float64)
     adapted, state = bench.adapted, bench.random_state()
@@ -160,7 +160,7 @@ def test_gradients_are_those_of_a_plain_model_in_float64(make, family, adapters,
         assert value.abs().max() > 0, name  # no comparison with zeros
 
 
-def test_backward_adds_into_the_given_vector_and_steps_are_seen(make):
+def test_backward_accumulates_into_the_vector(make):
     bench = make("vit", "mixed")
     state = bench.random_state()
     grad = torch.zeros_like(state)
@@ -251,9 +251,7 @@ def test_bfloat16_backbones_train_float32_vectors(make):
         ("lora", 2, torch.bfloat16),
     ],
 )
-def test_what_is_computed_for_all_layers_at_once_has_the_bits_of_each(
-    make, adapters, clients, dtype
-):
+def test_batched_layers_equal_single_layers_bitwise(make, adapters, clients, dtype):
     """Of products, casts and their gradients; products of matrices follow."""
     bench = make("vit", adapters, dtype=dtype)
     adapted, joint = bench.adapted, bench.adapted._joint
@@ -276,7 +274,7 @@ def test_what_is_computed_for_all_layers_at_once_has_the_bits_of_each(
     assert grad.abs().sum() > 0 and torch.equal(grad, alone.grad)
 
 
-def test_layers_read_each_its_own_where_nothing_is_gained_or_bits_would_change(make):
+def test_layers_stay_separate_if_bits_would_change(make):
     assert make("vit", "lora").adapted._joint is None  # casts to float32
     for adapters in ("uneven-heads", "mixed"):
         assert make("vit", adapters).adapted._joint is None
@@ -286,7 +284,7 @@ def test_layers_read_each_its_own_where_nothing_is_gained_or_bits_would_change(m
 
 
 @pytest.mark.parametrize("parent", [LoRA(rank=2), MultiHead(heads=2, rank=3)])
-def test_a_subclass_with_a_forward_of_its_own_is_given_the_trainables(backbone, parent):
+def test_subclass_with_custom_forward_receives_trainables(backbone, parent):
     seen = []
 
     class Own(type(parent)):
@@ -304,7 +302,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_given_the_trainables(backbone, 
     assert seen == [(set(parent.shapes(layer)), {torch.float32})]
 
 
-def test_layouts_and_vectors_depend_on_the_seed_alone(make):
+def test_layouts_and_vectors_depend_only_on_seed(make):
     one, two, other = make("t5", "mixed"), make("t5", "mixed"), make("t5", "mixed", seed=6)
     assert one.adapted.layout == two.adapted.layout
     assert pickle.loads(pickle.dumps(one.adapted.layout)) == one.adapted.layout
@@ -370,7 +368,7 @@ def test_a_tied_parameter_is_replaced_in_every_module():
     assert model[0].weight is original and model[1].weight is original
 
 
-def test_in_another_precision_every_forward_has_its_own_graph():
+def test_each_precision_has_a_separate_graph():
     model = nn.Linear(2, 1, bias=False).to(torch.bfloat16)
     overrides = ParameterOverrides(model, ["weight"])
     leaf = torch.ones(1, 2, requires_grad=True)

@@ -75,7 +75,7 @@ shapes = st.tuples(
 
 @settings(deadline=None, max_examples=60)
 @given(shapes, st.sampled_from(["auto", "merged", "factored"]), st.booleans(), st.booleans())
-def test_values_and_gradients_are_those_of_the_formula(shape, path, bias, scale):
+def test_values_and_gradients_match_the_formula(shape, path, bias, scale):
     adapter, frozen, params, x = case(*shape, bias=bias, scale=scale)
     y, got = gradients(lambda x, p: adapter.forward(x, frozen, p, path), x, params)
     y_ref, expected = gradients(lambda x, p: plain(x, frozen, p), x, params)
@@ -175,7 +175,7 @@ def test_bases_are_drawn_per_layer_and_seed():
     assert not torch.equal(first["basis_B"], adapter.constants(one, 1)["basis_B"])
 
 
-def test_the_update_has_the_norm_of_its_cores_under_orthonormal_bases():
+def test_orthonormal_bases_preserve_the_norm():
     adapter = MultiHead(3, 4)
     spec = LayerSpec("layer", "layer", 20, 16)
     constants = {k: v.double() for k, v in adapter.constants(spec, 0).items()}
@@ -190,7 +190,7 @@ def test_the_update_has_the_norm_of_its_cores_under_orthonormal_bases():
     )
 
 
-def test_bfloat16_weights_keep_small_updates_and_float32_core_gradients():
+def test_bfloat16_weights_keep_small_updates():
     adapter, frozen, params, x = case(32, 32, 2, 8, (64,), dtype=torch.float32)
     tiny = {k: 1e-4 * v for k, v in params.items()}
     low, x = as_dtype(frozen, torch.bfloat16), x.to(torch.bfloat16)

@@ -51,7 +51,7 @@ def dense_nf4(weight):
 
 @settings(max_examples=40, deadline=None)
 @given(d_in=widths, d_out=widths, dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
-def test_the_stored_weight_is_that_of_the_definition(d_in, d_out, dtype, seed):
+def test_stored_weight_matches_the_definition(d_in, d_out, dtype, seed):
     linear = layer(d_in, d_out, dtype, seed)
     weight = linear.weight.float()
     eight = QuantizedLinear(linear, "int8", dtype).weight
@@ -66,7 +66,7 @@ def test_the_stored_weight_is_that_of_the_definition(d_in, d_out, dtype, seed):
 
 
 @pytest.mark.parametrize("shape", [(64, 48), (48, 64), (32, 96), (10, 7), (130, 66)])
-def test_rows_that_are_no_multiple_of_a_block_keep_their_scales(shape):
+def test_rows_beyond_a_block_keep_their_scales(shape):
     """On a CPU bitsandbytes itself takes another row's, with errors of a quarter of the weight."""
     linear = layer(shape[1], shape[0], torch.float32)
     error = QuantizedLinear(linear, "nf4", torch.float32).weight - linear.weight
@@ -75,7 +75,7 @@ def test_rows_that_are_no_multiple_of_a_block_keep_their_scales(shape):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_are_equal_twice_and_the_weight_is_rounded_once(kind, dtype):
+def test_bytes_repeat_and_weight_is_rounded_once(kind, dtype):
     linear = layer(96, 80, dtype)
     one, two = (QuantizedLinear(linear, kind, dtype) for _ in range(2))
     for name, stored in one.named_buffers():
@@ -90,7 +90,7 @@ def test_bytes_are_equal_twice_and_the_weight_is_rounded_once(kind, dtype):
     d_in=st.integers(2, 80), d_out=st.integers(2, 80), n=st.integers(1, 9),
     kind=st.sampled_from(KINDS), dtype=st.sampled_from(DTYPES), bias=st.booleans(),
 )  # fmt: skip
-def test_a_layer_is_the_product_of_its_dequantized_weight(d_in, d_out, n, kind, dtype, bias):
+def test_layer_output_equals_dequantized_product(d_in, d_out, n, kind, dtype, bias):
     stored = QuantizedLinear(layer(d_in, d_out, dtype, bias=bias), kind, dtype)
     dense = layer(d_in, d_out, dtype, bias=bias)
     dense.weight.data = stored.weight
@@ -108,7 +108,7 @@ def test_a_layer_is_the_product_of_its_dequantized_weight(d_in, d_out, n, kind, 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adapter", [LoRA(rank=3), MultiHead(heads=2, rank=3)])
 @pytest.mark.parametrize("with_base", [False, True])
-def test_an_adapted_layer_is_that_of_the_dequantized_weight(kind, dtype, adapter, with_base):
+def test_adapted_layer_equals_adapted_dequantized_layer(kind, dtype, adapter, with_base):
     """Bit for bit, with the gradients of inputs and trainables; a base is added, never stored."""
     models = [nn.Sequential(layer(24, 40, dtype), nn.GELU(), layer(40, 24, dtype, seed=1))]
     models.append(copy.deepcopy(models[0]))
@@ -144,7 +144,7 @@ def test_an_adapted_layer_is_that_of_the_dequantized_weight(kind, dtype, adapter
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_dense_weight_is_kept_between_forward_and_backward(kind):
+def test_backward_keeps_no_dense_weight(kind):
     """A chain of wide layers keeps what autograd saves: without weights, next to nothing."""
     layers = nn.Sequential(*(layer(256, 256, torch.float32, n) for n in range(4)))
     quantize_layers(layers, kind, torch.float32)
@@ -163,7 +163,7 @@ def test_no_dense_weight_is_kept_between_forward_and_backward(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_quantized_of_every_family(make, family, kind):
+def test_quantized_layers_of_every_family(make, family, kind):
     bench = make(family, "lora")
     model = bench.twin
     before = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -199,7 +199,7 @@ def test_stored_bits_are_those_promised():
         small = layer(33, 65, torch.float32)
 
 
-def test_a_model_without_blocks_is_refused():
+def test_a_model_without_blocks_is_rejected():
     with pytest.raises(InputError, match=r"model\.quantize='nf4': Bilinear has no linear layer"):
         quantize_layers(nn.Bilinear(2, 2, 2), "nf4", torch.float32)
 
@@ -211,7 +211,7 @@ def test_without_the_library_the_message_names_the_extra(monkeypatch):
         quantize_layers(nn.Sequential(nn.Linear(2, 2)), "int8", torch.float32)
 
 
-def test_the_library_is_imported_by_those_who_use_it_and_says_nothing():
+def test_library_is_imported_lazily_and_silently():
     code = (
         "import sys, torch; from trishul_ray.adapters import export, quantized as q;"
         "print('bitsandbytes' in sys.modules);"

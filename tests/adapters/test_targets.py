@@ -54,7 +54,7 @@ def test_a_full_path_names_one_layer(backbone):
     assert [layer.name for layer in find_layers(backbone("vit"), [path])] == [path]
 
 
-def test_cross_attention_is_adapted_only_by_its_full_name(backbone):
+def test_cross_attention_needs_its_full_name(backbone):
     model = backbone("t5")
     assert not any("EncDec" in layer.name for layer in find_layers(model))
     cross = find_layers(model, ["EncDecAttention.q"])

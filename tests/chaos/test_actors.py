@@ -149,9 +149,7 @@ def test_coordinator_without_replacements_fails_the_run(small):
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["coordinator", "client"])
-def test_a_death_in_the_second_run_of_the_same_actors(
-    small, inline_result, assert_same, drive_to_end, victim
-):
+def test_actor_dies_in_second_run(small, inline_result, assert_same, drive_to_end, victim):
     """A new actor builds the second run."""
     first, second, third = (
         small(*LONG, "resources.actors=1", f"method={name}", f"seed={seed}")

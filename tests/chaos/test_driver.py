@@ -41,9 +41,7 @@ def result_of(tmp_path, experiment):
 
 
 @pytest.mark.timeout(900)
-def test_a_driver_killed_twice_gives_the_same_bytes_and_one_mlflow_run(
-    trishul, words, tmp_path, inline_result
-):
+def test_driver_killed_twice_keeps_bytes_and_mlflow_run(trishul, words, tmp_path, inline_result):
     from mlflow.tracking import MlflowClient
 
     words = [*words, "tracking.mlflow=true"]
@@ -79,9 +77,7 @@ def test_a_driver_killed_twice_gives_the_same_bytes_and_one_mlflow_run(
     assert sorted((point.step, point.value) for point in history) == list(enumerate(accuracies))
 
 
-def test_ctrl_c_on_a_terminal_stops_everything_and_says_how_to_continue(
-    trishul, words, tmp_path, inline_result
-):
+def test_ctrl_c_on_terminal_prints_resume_command(trishul, words, tmp_path, inline_result):
     experiment = load_experiment(None, words)
     parent, child = pty.openpty()
     screen = bytearray()
@@ -169,7 +165,7 @@ def to_the_driver_last(command):
     ],
     ids=["ray", "ray, all processes", "ray, the driver last", "inline", "inline, a lost terminal"],
 )
-def test_a_run_asked_to_end_stops_as_with_ctrl_c(
+def test_sigterm_stops_a_run_like_ctrl_c(
     trishul, words, tmp_path, backend, signum, receivers, code
 ):
     rounds = f"federation.rounds={MANY_ROUNDS}"
@@ -196,7 +192,7 @@ def test_a_run_asked_to_end_stops_as_with_ctrl_c(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_run_asked_to_end_while_ray_starts_leaves_nothing(trishul, words, signum, code):
+def test_signal_while_ray_starts_leaves_nothing(trishul, words, signum, code):
     # With two threads, a native one of OpenBLAS may receive the signal.
     command = trishul("run", *words, f"federation.rounds={MANY_ROUNDS}", OMP_NUM_THREADS="2")
     command.wait_for("starting Ray", LONG_WAIT)
@@ -208,7 +204,7 @@ def test_a_run_asked_to_end_while_ray_starts_leaves_nothing(trishul, words, sign
 
 
 @pytest.mark.timeout(600)
-def test_what_a_killed_coordinator_was_writing_into_a_bucket_is_removed(
+def test_unfinished_bucket_writes_of_killed_coordinator_are_removed(
     trishul, words, s3_server, s3_bucket
 ):
     words = [*words, f"storage.runs={s3_bucket('runs')}", "federation.rounds=8"]

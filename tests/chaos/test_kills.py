@@ -13,7 +13,7 @@ def place():
 
 
 @pytest.mark.parametrize(("number", "victim"), [(40, "driver"), (42, "client")])
-def test_a_drawn_run_is_as_if_nobody_had_killed_it(place, number, victim):
+def test_killed_random_run_equals_undisturbed_run(place, number, victim):
     assert draw(number).victim == victim
     played = play(number, place)
     assert played.findings == []

@@ -58,7 +58,7 @@ def assert_one_mlflow_run_each(tmp_path, cells=CELLS):
 
 
 @pytest.mark.timeout(900)
-def test_a_killed_driver_is_repeated_without_running_a_finished_cell_again(sweep, tmp_path):
+def test_repeated_sweep_skips_finished_cells_after_kill(sweep, tmp_path):
     first = sweep()
     first.wait_for(f"1/{CELLS} ", LONG_WAIT)
     before = finished_cells(tmp_path)
@@ -83,7 +83,7 @@ def test_a_killed_driver_is_repeated_without_running_a_finished_cell_again(sweep
     assert_one_mlflow_run_each(tmp_path)
 
 
-def test_ctrl_c_leaves_nothing_and_says_how_to_continue(sweep, tmp_path):
+def test_ctrl_c_leaves_nothing_and_prints_resume_command(sweep, tmp_path):
     from mlflow.tracking import MlflowClient
 
     command = sweep("federation.rounds=1000", "evaluation.every=1000")
@@ -125,7 +125,7 @@ def suspend(processes, database):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("end", ["finishes", "is killed"])
-def test_a_cell_that_another_command_runs_is_waited_for(sweep, tmp_path, end):
+def test_cell_of_another_command_is_awaited(sweep, tmp_path, end):
     words = ["federation.local_steps=30"]
     first = sweep(*words, axes=METHODS)
     first.wait_for("starting Ray", LONG_WAIT)

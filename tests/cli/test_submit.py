@@ -83,9 +83,7 @@ def cluster(ray_head, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_sweep_runs_as_a_job_and_finished_runs_are_not_repeated(
-    cluster, trishul, tmp_path, cache
-):
+def test_submitted_sweep_skips_finished_runs(cluster, trishul, tmp_path, cache):
     project, runs = tmp_path / "project", tmp_path / "results"
     project.mkdir()
     (project / "mine.yaml").write_text("axes: {seed: [0, 1]}\n")

@@ -58,7 +58,7 @@ def test_adapters_that_do_not_fit_name_the_cell(called, tmp_path, plan):
     assert code == 2 and "cell 'ranks: adapter.rank=65': adapter.rank=65 gives fedit" in error
 
 
-def test_a_plan_needs_neither_the_models_nor_a_gpu(called, tmp_path):
+def test_plan_needs_no_models_and_no_gpu(called, tmp_path):
     (tmp_path / "hub").mkdir()
     places = [f"storage.runs={tmp_path}/runs", f"storage.hub={tmp_path}/hub"]
     words = ["model=nobody/nothing", "resources.device=cuda", *places]
@@ -150,7 +150,7 @@ def test_report_shows_finished_runs_and_runs_nothing(called, monkeypatch, tmp_pa
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_search_that_learns_has_no_report_without_running(called, tmp_path):
+def test_adaptive_search_needs_runs_for_a_report(called, tmp_path):
     search = "search: {kind: optuna, rows: test, space: {method.lam: {log: [0.001, 1]}}}\n"
     (tmp_path / "mine.yaml").write_text(f"axes: {{seed: [0]}}\n{search}")
     code, out, error = called("report", tmp_path / "mine.yaml", *TINY)

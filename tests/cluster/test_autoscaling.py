@@ -78,7 +78,7 @@ def seen_nodes(cluster):
         thread.join()
 
 
-def test_from_zero_to_what_a_sweep_asks_for_and_back(
+def test_sweep_scales_nodes_from_zero_and_back(
     cluster, trishul, small_words, tmp_path, inline_result
 ):
     assert cluster.workers() == {}

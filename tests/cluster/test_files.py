@@ -62,14 +62,14 @@ AWS = load("aws.yaml")
 NODES = AWS["available_node_types"]
 
 
-def test_the_head_does_no_work_and_is_on_demand():
+def test_head_node_is_idle_and_on_demand():
     head = NODES[AWS["head_node_type"]]
     assert head["resources"] == {"CPU": 0}
     assert "InstanceMarketOptions" not in head["node_config"]
     assert "--num-cpus=0" in " ".join(load("onprem.yaml")["head_start_ray_commands"])
 
 
-def test_gpu_workers_are_spot_of_several_types_with_an_alternative():
+def test_gpu_workers_use_spot_with_on_demand_alternative():
     workers = {name: each for name, each in NODES.items() if "GPU" in each["resources"]}
     market = {n: each["node_config"]["InstanceMarketOptions"] for n, each in workers.items()}
     spot = {n: each for n, each in workers.items() if market[n] == {"MarketType": "spot"}}
@@ -87,7 +87,7 @@ def test_gpu_workers_are_spot_of_several_types_with_an_alternative():
         assert each.get("labels", {}).get("ray.io/market-type", "on-demand") == market
 
 
-def test_nodes_get_their_rights_and_firewall_from_the_account():
+def test_nodes_use_account_rights_and_firewall():
     for name, each in NODES.items():
         node = each["node_config"]
         profile = "trishul-ray-head" if name == "head" else "trishul-ray-worker"
@@ -104,7 +104,7 @@ def test_the_dashboard_listens_on_localhost(name):
     assert "--dashboard-host=127.0.0.1" in " ".join(load(name)["head_start_ray_commands"])
 
 
-def test_every_shell_of_a_node_has_the_token_mode_and_the_versions():
+def test_node_shells_have_token_mode_and_versions():
     script = (CLUSTER / "setup-node.sh").read_text()
     assert "export RAY_AUTH_MODE=token" in script
     assert "export RAY_ENABLE_UV_RUN_RUNTIME_ENV=0" in script
@@ -122,7 +122,7 @@ def test_no_file_holds_a_secret():
         assert not re.search(r"AKIA|BEGIN [A-Z ]*PRIVATE KEY|[0-9a-f]{40}", text), path
 
 
-def test_secrets_are_created_once_and_for_the_user_alone(tmp_path):
+def test_secrets_are_created_once_and_private(tmp_path):
     def make():
         command = ["bash", str(CLUSTER / "make-secrets.sh")]
         path = f"{PYTHON.parent}:{os.environ['PATH']}"
@@ -142,7 +142,7 @@ def test_secrets_are_created_once_and_for_the_user_alone(tmp_path):
     assert [path.read_text() for path in files] == before
 
 
-def test_a_node_without_a_bucket_is_not_set_up(tmp_path):
+def test_node_without_bucket_is_rejected(tmp_path):
     for name in ("aws.yaml", "onprem.yaml"):
         (command,) = load(name)["setup_commands"]
         place = command.split()[-1]
@@ -154,7 +154,7 @@ def test_a_node_without_a_bucket_is_not_set_up(tmp_path):
 
 
 @pytest.mark.parametrize(("driver", "refused"), [("535.129.03", True), ("580.65.06", False)])
-def test_a_node_with_an_old_driver_is_not_set_up(tmp_path, driver, refused):
+def test_node_with_old_driver_is_rejected(tmp_path, driver, rejected):
     command = tmp_path / "nvidia-smi"
     command.write_text(f"#!/bin/sh\necho {driver}\n")
     command.chmod(0o755)
@@ -237,7 +237,7 @@ def test_nodes_reach_one_bucket(account):
         assert all(action.startswith("s3:") for action in listed(statement["Action"]))
 
 
-def test_the_head_ends_its_own_nodes_and_gives_no_rights_away(account):
+def test_head_ends_only_its_nodes(account):
     worker = account.client("iam").get_role(RoleName="trishul-ray-worker")["Role"]["Arn"]
     by_action = {}
     for statement in statements(account, "trishul-ray-head"):
@@ -283,7 +283,7 @@ def test_only_ssh_from_one_range_comes_in(account):
 
 
 @pytest.mark.parametrize("place", ["0.0.0.0/0", "203.0.113.7", "203.0.0.0/8", "::/0"])
-def test_ssh_from_everywhere_is_refused(place):
+def test_ssh_from_everywhere_is_rejected(place):
     text = (CLUSTER / "aws-account.yaml").read_text(encoding="utf-8")
     (pattern,) = re.findall(r"AllowedPattern: (.*)", text)
     assert re.fullmatch(pattern, "203.0.113.7/32") and not re.fullmatch(pattern, place)
@@ -326,7 +326,7 @@ def test_kubernetes_accepts_the_document(document):
     assert (gpu["groupName"], gpu["minReplicas"]) == ("gpu", 0)
 
 
-def test_the_policy_covers_every_pod_and_trusts_no_label_of_another_namespace():
+def test_policy_covers_pods_of_its_namespace():
     policy = KINDS["NetworkPolicy"]["spec"]
     label = policy["podSelector"]["matchLabels"].items()
     templates = [template for cluster in CLUSTERS for template in templates_of(cluster)]
@@ -338,7 +338,7 @@ def test_the_policy_covers_every_pod_and_trusts_no_label_of_another_namespace():
     assert all("namespaceSelector" not in peer for peer in rule["from"])
 
 
-def test_the_image_runs_as_a_user_without_rights_and_holds_what_it_copies():
+def test_image_runs_unprivileged_with_its_files():
     lines = (CLUSTER / "Dockerfile").read_text(encoding="utf-8").splitlines()
     users = [line.split()[1] for line in lines if line.startswith("USER ")]
     assert users == ["1000"]
@@ -352,7 +352,7 @@ def test_the_image_runs_as_a_user_without_rights_and_holds_what_it_copies():
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "setup-node.sh"])
-def test_nodes_have_all_extras_that_a_run_may_need(name):
+def test_nodes_install_all_extras(name):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (extras,) = re.findall(r"\[([\w,]+)\]\"$", (CLUSTER / name).read_text(), re.MULTILINE)
     # The harness of `eval` is for finished runs.

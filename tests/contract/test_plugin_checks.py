@@ -178,7 +178,7 @@ def test_a_task_that_reports_another_loss_is_named(tmp_path):
     assert "loss() is " in failed[0].reason and "score() reports " in failed[0].reason
 
 
-def test_a_dataset_without_rows_of_a_class_is_named(tmp_path, monkeypatch):
+def test_class_without_rows_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("TRISHUL_HUB", str(tmp_path / "hub"))
     monkeypatch.setenv("TRISHUL_CACHE", str(tmp_path / "cache"))
     mirror = tmp_path / "hub" / "notes"

@@ -146,7 +146,7 @@ def test_malformed_conversation_is_reported_with_its_row(tmp_path, messages, sai
         read(tmp_path, write(tmp_path, rows))
 
 
-def test_a_prompt_of_messages_needs_a_completion_of_messages(tmp_path):
+def test_prompt_messages_need_completion_messages(tmp_path):
     talk = [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")]
     rows = [{"prompt": talk, "completion": [assistant("d")]}] * 4
     (found,) = read_rows(read(tmp_path, write(tmp_path, rows)).train, 0, 1)
@@ -234,7 +234,7 @@ def test_instructions_ask_for_their_task(tmp_path):
         prepare_run(load_experiment(None, [*words, "task.kind=verbalizer"]))
 
 
-def test_text_of_a_template_file_is_in_the_id(tmp_path):
+def test_template_text_is_in_the_id(tmp_path):
     file = tmp_path / "mine.jinja"
     words = ["dataset=synthetic/instructions", f"task.template={file}"]
     ids = set()

@@ -228,7 +228,7 @@ def test_questions_are_partitioned_by_sub_dataset(tmp_path):
         assert (shards.sizes.max() - shards.sizes.min() <= 1) == (variant == "per-client")
 
 
-def test_rows_without_classes_and_groups_need_an_iid_partition(tmp_path):
+def test_unlabeled_rows_need_an_iid_partition(tmp_path):
     split = split_of(tmp_path, {"question": pa.array(["q"] * 10)}, kind="qa")
     iid = PartitionConfig(kind="iid")
     assert partition(partition_column(split, iid), iid, 3, seed=0).sizes.tolist() == [4, 3, 3]

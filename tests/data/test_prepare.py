@@ -105,7 +105,7 @@ def test_prepared_files_are_reused_until_the_source_changes(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [*DAMAGE, "gone", "description"])
-def test_a_damaged_prepared_file_is_named_and_prepared_again(tmp_path, damage):
+def test_damaged_prepared_file_is_reported_and_rebuilt(tmp_path, damage):
     first = prepare("digits", cache=tmp_path, hub=None)
     path, fingerprint = first.test.path, first.fingerprint
     content = path.read_bytes()
@@ -202,7 +202,7 @@ def test_missing_dataset_names_the_places_searched(tmp_path, monkeypatch, with_m
 
 
 @pytest.mark.parametrize("fetch", [None, "cifar100/{split}-*.parquet"])
-def test_the_hub_and_a_mirror_give_the_same_rows(tmp_path, monkeypatch, fetch):
+def test_hub_and_mirror_give_same_rows(tmp_path, monkeypatch, fetch):
     """``load_dataset`` reads a folder with the layout of the hub's repository, card included."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
     folder = mirror(tmp_path / "hub")

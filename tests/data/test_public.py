@@ -31,7 +31,7 @@ def write(hub: Path, where: str, columns: dict[str, list]) -> Path:
 NEWS = {"text": ["caf\u00e9", ""], "label": [19, 0], "label_text": ["x", "y"]}
 
 
-def test_newsgroups_are_read_from_parquet_and_from_json_lines(tmp_path):
+def test_newsgroups_load_from_parquet_and_json_lines(tmp_path):
     for split in ("train", "test"):
         write(tmp_path / "a", f"SetFit/20_newsgroups/data/{split}", NEWS)
         lines = [
@@ -70,7 +70,7 @@ QA = {
 }
 
 
-def test_subsets_of_mrqa_are_groups_in_the_official_order(tmp_path):
+def test_mrqa_subsets_follow_the_official_order(tmp_path):
     write(tmp_path, "mrqa-workshop/mrqa/data/train", QA)
     write(tmp_path, "mrqa-workshop/mrqa/data/validation", {k: v[2:] for k, v in QA.items()})
     data = prepare("mrqa", cache=tmp_path, hub=tmp_path)
@@ -192,7 +192,7 @@ def test_one_split_is_split_as_the_dataset_says(tmp_path):
     assert other.key(tmp_path) != source.key(tmp_path)
 
 
-def test_a_dataset_is_prepared_again_when_its_definition_changes():
+def test_changed_definition_prepares_the_dataset_again():
     swapped = TextRows(fields=("sms",), classes=("spam", "ham"))
     sizes = {"train": 2, "test": 2}
     assert published(sizes=sizes).key(None) == published(sizes=sizes).key(None)

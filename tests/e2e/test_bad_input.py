@@ -109,7 +109,7 @@ def test_a_truncated_model_file_is_named(trishul, tmp_path):
 
 
 @pytest.mark.slow
-def test_truncated_checkpoints_are_named_and_the_run_goes_on(trishul, tmp_path):
+def test_truncated_checkpoints_are_reported_and_skipped(trishul, tmp_path):
     code, error = trishul("run", *TINY)
     assert code == 0, error
     (home,) = tmp_path.glob("runs/*/")

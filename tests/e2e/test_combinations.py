@@ -125,7 +125,7 @@ def test_rows_lie_where_the_hub_has_them(hub):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
 )
-def test_a_round_of_every_pair_and_of_every_method(pair, method, one_round):
+def test_one_round_of_each_pair_and_method(pair, method, one_round):
     check(one_round(*pair, method), PAIRS[pair], method)
 
 
@@ -139,5 +139,5 @@ def test_a_round_of_each_glue_task(dataset, one_round):
 
 
 @pytest.mark.parametrize(("dataset", "model", "kind"), BESIDE)
-def test_a_round_of_what_the_paper_does_not_run(dataset, model, kind, one_round):
+def test_one_round_of_combinations_beyond_the_paper(dataset, model, kind, one_round):
     check(one_round(dataset, model, "trishul", kind), "accuracy")

@@ -125,7 +125,7 @@ def test_the_commands_of_the_guides_work(copy):
 
 
 @pytest.mark.slow
-def test_the_tests_that_the_guides_name_find_what_was_added(copy):
+def test_guide_tests_find_the_addition(copy):
     paths = set()
     for guide in GUIDES:
         for words in documented(guide.read_text(encoding="utf-8")):

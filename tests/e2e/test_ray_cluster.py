@@ -30,7 +30,7 @@ def cluster(ray_head, tmp_path):
     return begin
 
 
-def test_two_runs_share_a_cluster_that_asks_for_a_token(
+def test_two_runs_share_a_cluster_with_token(
     cluster, trishul, small_words, tmp_path, inline_result, cache
 ):
     environment, daemon = cluster("0123456789abcdef" * 4)
@@ -65,7 +65,7 @@ def actors_of(daemon):
     return [title for title in titles if "ClientActor" in title or "Coordinator" in title]
 
 
-def test_a_cluster_that_does_not_answer_is_one_paragraph(trishul, small_words):
+def test_unreachable_cluster_is_one_paragraph(trishul, small_words):
     words = [*small_words, "storage.runs=runs", "federation.rounds=1"]
     code, _, errors = trishul("run", *words, RAY_ADDRESS="127.0.0.1:1").end()
     assert code == 1

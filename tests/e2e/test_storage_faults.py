@@ -127,7 +127,7 @@ def test_flipped_bit_of_a_finished_run_is_restored(trishul_here, home, name):
 
 
 @pytest.mark.parametrize("kind", ["folder", "loop"])
-def test_folder_in_place_of_a_file_hides_no_result(trishul_here, home, kind):
+def test_folder_named_like_a_file_hides_nothing(trishul_here, home, kind):
     file = home / "diagnostics.npz"
     file.unlink()
     file.mkdir() if kind == "folder" else file.symlink_to(file)
@@ -278,7 +278,7 @@ def test_disk_too_full_for_mlflow_is_unchanged(trishul_here, mounted):
     ("place", "says"),
     [("file", "File exists"), ("file/runs", "Not a directory"), ("/proc/x", "No such file")],
 )
-def test_a_folder_that_cannot_be_written_is_wrong_input(trishul_here, tmp_path, place, says):
+def test_unwritable_folder_is_an_input_error(trishul_here, tmp_path, place, says):
     (tmp_path / "file").write_text("mine")
     code, _, error = trishul_here("run", *TINY, f"storage.runs={place}")
     assert code == 2, error

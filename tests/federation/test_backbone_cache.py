@@ -115,7 +115,7 @@ def options_of(name):
 KINDS = ["fedit", "ffalora", "flora", "fedsb", "fullft", "scaffold", "trishul"]
 
 
-def test_every_kind_of_method_after_every_kind_and_every_method_between_others(make):
+def test_every_method_runs_after_every_kind(make):
     fresh = {name: outcome(make(*options_of(name))) for name in PUBLISHED}
     backbones = BackboneCache()
     for name in [*every_pair(KINDS), *PUBLISHED]:

@@ -65,7 +65,7 @@ def test_round_trip(store):
     np.testing.assert_array_equal(restored.test_rows["row"], np.arange(3))
 
 
-def test_the_newest_are_kept_and_a_round_is_replaced(store):
+def test_newest_checkpoints_are_kept_and_replaced(store):
     for number in (1, 2, 3):
         store.save(make(number))
     store.save(make(3, fill=2.0))
@@ -92,7 +92,7 @@ def some(value):
     return {"variate": np.full(1000, value, np.float32), "step": np.array(value)}
 
 
-def test_a_client_state_is_written_only_when_it_changes(store):
+def test_unchanged_client_state_is_not_written(store):
     rng = np.random.default_rng(0)
     states, kept = {}, {}
     for number in range(1, 21):
@@ -158,7 +158,7 @@ def test_an_earlier_checkpoint_outlives_a_resume(store, tmp_path):
     assert [file[:12] for file in store.store.names()] == ["round-000002", "round-000003"]
 
 
-def test_a_resume_leaves_as_many_checkpoints_as_are_kept(store):
+def test_resume_keeps_the_configured_number_of_checkpoints(store):
     first = store.save(make(1))
     data = store.store.read(first)
     for number in (2, 3):
@@ -210,7 +210,7 @@ def test_a_checkpoint_of_another_experiment_is_skipped(store, tmp_path):
     assert "belongs to experiment abc" in other.skipped[0]
 
 
-def test_a_temporary_file_of_a_killed_write_is_ignored(store, tmp_path):
+def test_temporary_file_of_killed_write_is_ignored(store, tmp_path):
     store.save(make(1))
     (tmp_path / "checkpoints" / ".round-000002-00.safetensors.1234.tmp").write_bytes(b"half")
     assert store.newest().round == 1

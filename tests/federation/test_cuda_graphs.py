@@ -22,7 +22,7 @@ def doubled(calls):
     return double
 
 
-def test_results_of_a_graph_lie_where_those_of_the_call_before_were(doubled):
+def test_graph_results_reuse_the_previous_memory(doubled):
     graphs, given = Graphs(torch.device("cpu")), [torch.full((3,), float(i)) for i in range(4)]
     found = [graphs.call("double", doubled, x)[0] for x in given]
     assert found[1].data_ptr() == found[2].data_ptr() == found[3].data_ptr()
@@ -42,14 +42,14 @@ def test_without_graphs_a_function_is_called(doubled):
     assert torch.equal(replayed("double", doubled, x)[0], 2 * x)
 
 
-def test_two_names_have_graphs_of_their_own(doubled):
+def test_two_names_have_separate_graphs(doubled):
     graphs, x = Graphs(torch.device("cpu")), torch.ones(2)
     for _ in range(3):
         assert torch.equal(graphs.call("double", doubled, x)[0], torch.full((2,), 2.0))
         assert torch.equal(graphs.call("negate", lambda x: (-x,), x)[0], -x)
 
 
-def test_shapes_beyond_the_largest_number_of_graphs_are_called(doubled):
+def test_shapes_beyond_graph_limit_run_eagerly(doubled):
     graphs = Graphs(torch.device("cpu"))
     for length in range(MOST + 5):
         for value in (1.0, 2.0, 3.0):

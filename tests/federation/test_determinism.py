@@ -77,7 +77,7 @@ def ambient():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-def test_a_runs_settings_are_active_inside_and_restored_after(ambient, precision):
+def test_settings_are_active_inside_and_restored(ambient, precision):
     run = experiment(3, precision)
     expected = expected_settings(3, precision == "tf32")
     assert all(ambient[name] != expected[name] for name in expected.keys() - {

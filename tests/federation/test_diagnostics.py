@@ -21,7 +21,7 @@ INLINE = ("resources.backend=inline", "evaluation.every=9")
 
 
 @pytest.mark.parametrize("method", ["ravan", "trishul", "trishul method.lam=0", "fedsb"])
-def test_spectra_of_what_is_sent_are_recorded_with_and_without_a_prox(small, inline_result, method):
+def test_upload_spectra_are_recorded_with_any_prox(small, inline_result, method):
     name, *more = method.split()
     final = inline_result(small(f"method={name}", *more, *INLINE))
     values = final.checkpoint.spectra["uploaded"]
@@ -68,7 +68,7 @@ EVERYONE = "evaluation.diagnostics_cohort=all"
 
 
 @pytest.mark.parametrize("words", [["method=ravan"], ["method=trishul", "federation.compute=bell"]])
-def test_all_clients_are_compared_once_and_nothing_else_changes(small, inline_result, words):
+def test_comparing_all_clients_changes_nothing_else(small, inline_result, words):
     plain, asked = small(*words, *INLINE), small(*words, *INLINE, EVERYONE)
     assert plain.id != asked.id
     before, after = inline_result(plain), inline_result(asked)
@@ -103,7 +103,7 @@ def test_matrices_outlive_a_stop(small, inline_result):
             np.testing.assert_array_equal(found[name], matrix)
 
 
-def test_a_client_of_no_cohort_that_diverges_costs_the_comparison_alone(small):
+def test_diverging_client_outside_cohorts_only_loses_the_comparison(small):
     experiment = small("method=ravan", *INLINE, EVERYONE)
     driver = InlineDriver(experiment, prepare_run(experiment), "a")
     run = driver.executor.run
@@ -124,12 +124,12 @@ def test_a_client_of_no_cohort_that_diverges_costs_the_comparison_alone(small):
     assert state_digest(driver.final().checkpoint.state) == driver.final().digest
 
 
-def test_more_clients_than_can_be_compared_are_refused(small):
+def test_more_clients_than_can_be_compared_are_rejected(small):
     with pytest.raises(InputError, match=r"diagnostics_cohort='all' compares at most 100 clients"):
         small("federation.clients=101", EVERYONE)
 
 
-def test_the_first_and_the_last_round_are_always_diagnosed(small, inline_result):
+def test_first_and_last_rounds_are_diagnosed(small, inline_result):
     words = ("method=trishul", "resources.backend=inline", "evaluation.diagnostics_every=5")
     final = inline_result(small(*words, "federation.rounds=3"))
     diagnosed = [
@@ -143,7 +143,7 @@ def test_the_first_and_the_last_round_are_always_diagnosed(small, inline_result)
 
 
 @pytest.mark.parametrize("every", [0, 1])
-def test_the_time_of_a_client_is_that_of_its_local_steps(small, monkeypatch, every):
+def test_client_time_covers_only_local_steps(small, monkeypatch, every):
     """Spectra are computed where diagnostics are on, and outside of the timed steps."""
     experiment = small("method=trishul", *INLINE, f"evaluation.diagnostics_every={every}")
     clock = [0.0]
@@ -166,7 +166,7 @@ def test_the_time_of_a_client_is_that_of_its_local_steps(small, monkeypatch, eve
     assert bool(report.spectra) == (every == 1)
 
 
-def test_limited_clients_are_compared_over_the_heads_that_both_trained(small, inline_result):
+def test_limited_clients_compare_common_heads(small, inline_result):
     final = inline_result(small("method=ravan", "method.head_fraction=0.5", *INLINE))
     cosine = final.checkpoint.matrices["cosine"]
     assert np.nanmax(np.abs(cosine)) <= 1 + 1e-9
@@ -224,7 +224,7 @@ def test_uploads_are_compared_while_the_model_is_evaluated(small, monkeypatch):
     assert "effective_rank" in open_checkpoints(experiment).newest().records[1].diagnostics
 
 
-def test_an_error_of_a_comparison_ends_the_step_before_the_state_changes(
+def test_comparison_error_precedes_the_state_change(
     small, inline_result, assert_same, drive_to_end, monkeypatch
 ):
     experiment = small(*COMPARED)

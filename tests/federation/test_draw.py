@@ -54,7 +54,7 @@ def test_only_a_set_draw_is_in_the_id():
     assert len({plain.id, experiment("seed=3", "draw=3").id, experiment("draw=3").id}) == 3
 
 
-def test_seeds_share_the_partition_and_cohorts_of_a_draw():
+def test_seeds_share_partition_and_cohorts():
     one, other = (experiment("draw=5", f"seed={seed}") for seed in (0, 1))
     assert shards_of(one) == shards_of(other) != shards_of(experiment("draw=6"))
     first, second = (
@@ -73,7 +73,7 @@ def test_batches_do_not_depend_on_the_draw(client):
     np.testing.assert_array_equal(*batches)
 
 
-def test_the_initial_weights_do_not_depend_on_the_draw():
+def test_initial_weights_are_independent_of_draw():
     one, other = (
         InlineExecutor(each, prepare_run(each)).describe({}).initial
         for each in (experiment("seed=2", "draw=0"), experiment("seed=2", "draw=1"))

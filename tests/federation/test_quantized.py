@@ -29,7 +29,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_by_hooks_are_those_of_autograd(dtype):
+def test_hook_gradients_equal_autograd(dtype):
     torch.manual_seed(0)
     shared = nn.Linear(12, 12, bias=False)
     layers = [nn.Linear(7, 12), nn.GELU(), shared, nn.Tanh(), shared, nn.Linear(12, 3)]
@@ -49,12 +49,12 @@ def test_gradients_by_hooks_are_those_of_autograd(dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_is_that_on_the_dequantized_backbone(way, kind, small, inline_result, tmp_path):
+def test_run_equals_run_on_dequantized_backbone(way, kind, small, inline_result, tmp_path):
     """Bit for bit: no method ever writes to a quantized weight, or reads another one."""
     assert_that_of_the_dequantized_backbone(small, inline_result, tmp_path, kind, WAYS[way])
 
 
-def test_bytes_are_equal_twice_and_differ_from_those_without(small, tmp_path):
+def test_bytes_repeat_and_depend_on_the_stage(small, tmp_path):
     def drive(*fields):
         run = small(*ROUNDS, *fields)
         driver = InlineDriver(run, prepare_run(run), "inline")
@@ -93,7 +93,7 @@ def test_quantization_is_part_of_the_id(small):
     assert b"quantize: nf4" in four.to_yaml()
 
 
-def test_what_cannot_be_is_refused_in_one_line(small, monkeypatch):
+def test_what_cannot_be_is_rejected_in_one_line(small, monkeypatch):
     with pytest.raises(InputError, match=r"^model\.quantize='nf4' stores frozen weights, and meth"):
         small("method=fullft", "model.quantize=nf4")
     with pytest.raises(InputError, match=r"model\.quantize.*int4.*'none', 'nf4' or 'int8'"):
@@ -131,7 +131,7 @@ def test_a_model_from_python_is_quantized_too(tmp_path):
     assert kinds == [QuantizedLinear, QuantizedLinear]
 
 
-def test_a_survey_of_a_quantized_model_holds_no_dense_parameters(small):
+def test_survey_of_quantized_model_keeps_no_dense_parameters(small):
     run = small("method=fedsb", "model.quantize=nf4")
     context = build_context(run, prepare_run(run))
     names = {spec.name for spec in context.model.specs}

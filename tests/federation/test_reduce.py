@@ -57,7 +57,7 @@ def reduce_in_groups(uploads, weighting):
     weighting=st.sampled_from(["uniform", "size"]),
     masked=st.booleans(),
 )
-def test_mean_over_those_who_trained(count, seed, weighting, masked):
+def test_mean_covers_trained_clients(count, seed, weighting, masked):
     """Theorem 1: the reduced value is the exact weighted mean, unit by unit."""
     uploads = uploads_of(count, seed, masked)
     before = State(np.full(20, 7.0, dtype=np.float32))
@@ -79,7 +79,7 @@ def test_mean_over_those_who_trained(count, seed, weighting, masked):
 
 @settings(deadline=None, max_examples=25)
 @given(count=st.integers(1, 3 * FAN_IN), seed=st.integers(0, 1000))
-def test_plain_means_and_classification_heads_ignore_the_weight_of_the_method(count, seed):
+def test_plain_means_ignore_method_weights(count, seed):
     """A key in ``plain_mean`` is unweighted; a classification head has the configured weight."""
 
     class Weighing(method_class("fedavg")):
@@ -127,12 +127,12 @@ def test_plain_means_and_classification_heads_ignore_the_weight_of_the_method(co
     )
 
 
-def test_unit_sizes_count_the_entries_of_core_heads_and_of_whole_tensors():
+def test_unit_sizes_count_entries_of_heads_and_tensors():
     layout = Layout.of([("a.core", (3, 2, 2)), ("a.scale", (3,)), ("head:w", (2, 5))])
     assert unit_sizes(layout, ("a.core", "head:w")).tolist() == [4, 4, 4, 10]
 
 
-def test_groups_are_of_the_cohort_alone():
+def test_groups_contain_only_the_cohort():
     assert [len(g) for g in groups(range(FAN_IN))] == [FAN_IN]
     assert [len(g) for g in groups(range(2 * FAN_IN + 3))] == [FAN_IN, FAN_IN, 3]
 
@@ -157,13 +157,13 @@ def test_unsound_uploads_are_left_out_and_named(array, reason):
     np.testing.assert_array_equal(total.sums.shared, alone.sums.shared)
 
 
-def test_unexpected_keys_are_refused():
+def test_unexpected_keys_are_rejected():
     upload = Upload(
         client=0, rows=1, arrays=State(np.zeros(20, np.float32), {"other": np.zeros(3)})
     )
     assert "method's: other" in rejection_reason(upload, EXPECTED)
 
 
-def test_a_mask_of_another_length_is_refused():
+def test_a_mask_of_another_length_is_rejected():
     upload = Upload(0, 1, State(np.zeros(20, np.float32)), active=np.ones(3, bool))
     assert "3 units, expected 4" in rejection_reason(upload, EXPECTED)

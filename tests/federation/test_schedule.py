@@ -63,7 +63,7 @@ def test_the_warm_up_has_no_step_too_many():
             assert sum(rate < 1 for rate in rates) == max(0, rise - 1)
 
 
-def test_a_schedule_over_a_round_restarts_in_each_round():
+def test_schedule_per_round_restarts_every_round():
     settings = OptimizerConfig(lr=1.0, schedule="linear", schedule_over="round", warmup=0.5)
     rates = rates_of(settings, 3, 4)
     np.testing.assert_allclose(rates, [[0.5, 1.0, 1.0, 0.5]] * 3)
@@ -112,7 +112,7 @@ def test_the_threshold_follows_the_rate(short, every):
     assert expected < 0.5 * 0.01 * every
 
 
-def test_scaffolds_variate_is_the_mean_gradient_under_a_schedule(short):
+def test_scaffold_variate_under_schedule_is_mean_gradient(short):
     """By option II and a schedule: the mean of raw gradients, each with its step's rate."""
     overrides = [
         "method=scaffold",

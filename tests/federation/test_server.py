@@ -38,7 +38,7 @@ def serve(experiment, spoilt):
     return server
 
 
-def test_an_invalid_upload_is_left_out_recorded_and_reported(small):
+def test_invalid_upload_is_rejected_and_recorded(small):
     experiment = small("resources.backend=inline")
     server = serve(experiment, spoilt=1)
     report = server.step()
@@ -49,7 +49,7 @@ def test_an_invalid_upload_is_left_out_recorded_and_reported(small):
     assert np.isfinite(server.checkpoint.state.shared).all()
 
 
-def test_below_the_quorum_the_run_fails_and_keeps_its_checkpoint(small):
+def test_run_below_quorum_fails_with_its_checkpoint(small):
     experiment = small("resources.backend=inline")
     server = serve(experiment, spoilt=2)
     with pytest.raises(RunError, match=r"round 2: only 1 of 3 uploads are valid"):
@@ -57,7 +57,7 @@ def test_below_the_quorum_the_run_fails_and_keeps_its_checkpoint(small):
     assert open_checkpoints(experiment).newest().round == 1
 
 
-def test_a_corrupt_checkpoint_is_reported_and_the_one_before_is_used(
+def test_corrupt_checkpoint_is_reported_and_skipped(
     small, inline_result, assert_same, drive_to_end, tmp_path
 ):
     experiment = small("resources.backend=inline")
@@ -137,7 +137,7 @@ def test_a_survey_is_a_round_before_the_first(small):
         server.survey()
 
 
-def test_uploads_are_summed_as_they_come_and_given_up(small):
+def test_uploads_are_summed_on_arrival_and_released(small):
     """With 40 clients, two and a half groups: the same bytes as sums over all uploads at once."""
     wide = ["federation.clients=60", "federation.clients_per_round=40", "federation.local_steps=1"]
     words = ["resources.backend=inline", "partition.kind=iid", "data.train_limit=600", *wide]

@@ -115,7 +115,7 @@ def test_stacked_client_equals_single_client_in_bf16(second_round):
     widths=st.tuples(st.integers(6, 9), st.integers(6, 9)),
     seed=st.integers(0, 99),
 )
-def test_a_stacked_layer_is_the_layer_of_each_client(adapter, path, clients, tokens, widths, seed):
+def test_stacked_layer_equals_each_clients_layer(adapter, path, clients, tokens, widths, seed):
     check_stacked(adapter, path, clients, tokens, widths, seed)
 
 
@@ -141,7 +141,7 @@ def run_of(experiment, drive_to_end):
     ],
     ids=" ".join,
 )
-def test_a_run_is_the_unstacked_one_up_to_rounding(overrides, small, drive_to_end):
+def test_stacked_run_equals_unstacked_run_within_rounding(overrides, small, drive_to_end):
     pytest.importorskip("trishul_ray.lab")
     overrides = ["resources.backend=inline", "optimizer.lr=0.003", *overrides]
     alone = run_of(small(*overrides), drive_to_end)
@@ -220,7 +220,7 @@ def test_inputs_of_mixed_clients_are_rejected():
         adapted.forward(x=torch.randn(4, 6, 4))
 
 
-def test_the_model_is_its_own_again_after_a_stack():
+def test_model_is_restored_after_a_stack():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()

@@ -16,7 +16,7 @@ TWO = ("federation.clients=2", "federation.clients_per_round=2", "federation.bat
 ONE = ("federation.clients=1", "federation.clients_per_round=1", "federation.batch_size=16")
 
 
-def test_the_average_is_the_central_step_if_loss_and_weights_fit(executor, tmp_path):
+def test_average_equals_central_step_for_matching_weights(executor, tmp_path):
     def moved(*overrides):
         server = run(executor(*ROWS, *overrides), tmp_path)
         before = run(executor(*ROWS, *ONE, "optimizer.lr=1e-30"), tmp_path).checkpoint.state.shared
@@ -36,10 +36,10 @@ def test_the_average_is_the_central_step_if_loss_and_weights_fit(executor, tmp_p
     assert differ("tokens", "size") > 1e-3
 
 
-def test_a_run_that_is_stopped_has_the_bytes_of_a_whole_one(executor, tmp_path):
+def test_stopped_run_resumes_with_same_bytes(executor, tmp_path):
     resumed(executor(*ROWS, *TWO, "federation.weighting=tokens", "federation.rounds=3"), tmp_path)
 
 
-def test_a_task_without_label_tokens_is_refused(small):
+def test_a_task_without_label_tokens_is_rejected(small):
     with pytest.raises(InputError, match=r"weighting='tokens'.*allowed: uniform, size"):
         prepare_run(small("federation.weighting=tokens"))

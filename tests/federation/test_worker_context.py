@@ -43,7 +43,7 @@ def test_every_seed_has_the_counts_of_the_profile(profile, clients, expected):
 
 
 @given(st.lists(st.integers(0, 50), min_size=4, max_size=4).filter(any), st.integers(1, 300))
-def test_counts_are_the_proportions_to_less_than_one_client(parts, clients):
+def test_counts_match_proportions_within_one_client(parts, clients):
     shares = tuple(part / sum(parts) for part in parts)
     for count, share in zip(counts("custom", clients, shares), shares, strict=True):
         assert abs(count - clients * share) < 1 + 1e-9
@@ -102,7 +102,7 @@ def evaluated_rows(small):
     return rows
 
 
-def test_every_seed_and_method_is_evaluated_on_the_same_rows(evaluated_rows):
+def test_seeds_and_methods_share_evaluation_rows(evaluated_rows):
     first = evaluated_rows("seed=0")
     assert len(first) == len(np.unique(first)) == 64
     for overrides in (["seed=1"], ["seed=2", "method=fedit"], ["seed=3", "budget=2"]):
@@ -111,7 +111,7 @@ def test_every_seed_and_method_is_evaluated_on_the_same_rows(evaluated_rows):
     assert first.max() > 400 and first.tolist() != list(range(64))
 
 
-def test_every_seed_method_and_partition_is_validated_on_the_same_rows(small):
+def test_seeds_methods_and_partitions_share_validation_rows(small):
     share = "data.validation_share=0.2"
 
     def rows(*overrides, change=lambda experiment: experiment):
@@ -136,7 +136,7 @@ def test_every_seed_method_and_partition_is_validated_on_the_same_rows(small):
     assert split.fingerprint == alone["test"][0].fingerprint
 
 
-def test_a_bound_model_scores_as_one_that_is_bound_for_each_chunk(small):
+def test_model_bound_once_scores_like_model_rebound(small):
     experiment = small("method=trishul", "federation.local_steps=2", "evaluation.limit=24")
     executor = InlineExecutor(experiment, prepare_run(experiment))
     model, vector = executor.context.model, executor.context.initial

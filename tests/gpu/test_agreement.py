@@ -15,8 +15,8 @@ LOSS_BOUND = 0.03
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", SINGLE)
-def test_a_round_on_a_gpu_gives_the_state_of_the_cpu(small, tmp_path, method):
-    """Rehearsed by test_the_route_of_a_gpu_gives_the_state_of_the_cpu."""
+def test_round_on_gpu_equals_round_on_cpu(small, tmp_path, method):
+    """Rehearsed by test_gpu_route_gives_the_cpu_state."""
     states = []
     for device in ("cpu", "cuda"):
         experiment = small(
@@ -41,7 +41,7 @@ def test_a_round_on_a_gpu_gives_the_state_of_the_cpu(small, tmp_path, method):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["trishul", "fedex"])
-def test_the_losses_of_bf16_stay_near_those_of_fp32(small, drive_to_end, tmp_path, device, method):
+def test_bf16_losses_approximate_fp32_losses(small, drive_to_end, tmp_path, device, method):
     records = {}
     for precision in ("fp32", "bf16"):
         experiment = small(

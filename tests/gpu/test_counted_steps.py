@@ -45,7 +45,7 @@ def setups(counts):
     return {name: each for name, each in counts.items() if name != "known"}
 
 
-def test_a_step_launches_no_more_kernels_and_takes_no_more_memory(counts):
+def test_step_needs_no_more_kernels_or_memory(counts):
     found = {
         name: (each["kernels"], round(each["GiB"], 1), each.get("kernels of evaluation"))
         for name, each in setups(counts).items()
@@ -67,7 +67,7 @@ def test_no_operation_of_a_step_raises_or_waits(counts):
         assert [wait for wait in each["waits"] if not wait.startswith(ONCE)] == [], name
 
 
-def test_the_device_counts_what_is_known(counts):
+def test_device_counts_known_operations(counts):
     known = counts["known"]
     assert (known["kernels"], known["bytes"]) == (2, 64)  # a product of 4 x 4, and its scaling
     assert known["raising"] == ["median at elsewhere"]

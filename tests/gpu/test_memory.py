@@ -33,7 +33,7 @@ def end(process):
 
 
 @pytest.mark.slow
-def test_a_client_beyond_its_slice_fails_by_name_and_alone(small, tmp_path, device):
+def test_client_beyond_its_memory_slice_fails_by_name(small, tmp_path, device):
     modest = small("federation.local_steps=2")
     greedy = small("federation.local_steps=2", f"federation.batch_size={LARGE_BATCH[device]}")
     free = begin(modest, device, "0", tmp_path, "free")

@@ -47,7 +47,7 @@ def places(waits):
 
 
 @pytest.mark.slow
-def test_the_emulated_device_notes_what_waits_and_only_that(rounds):
+def test_emulated_device_records_only_waits(rounds):
     known = rounds["known waits"]
     assert known.pop("page-locked") == known.pop("arithmetic") == []
     assert all(len(waits) == 1 for waits in known.values()), known
@@ -61,7 +61,7 @@ def test_no_step_waits_for_the_device(rounds):
 
 
 @pytest.mark.slow
-def test_a_client_waits_at_the_end_of_its_steps_and_of_its_round(rounds):
+def test_client_waits_after_its_steps_and_round(rounds):
     for name, found in configurations(rounds).items():
         waits = list(dict.fromkeys(places(found["end"])))
         assert sorted(waits) == sorted(END + STATISTICS.get(name, [])), name
@@ -75,7 +75,7 @@ def test_before_its_first_step_a_client_only_receives(rounds):
 
 
 @pytest.mark.slow
-def test_the_route_of_a_gpu_gives_the_state_of_the_cpu(rounds):
+def test_gpu_route_gives_the_cpu_state(rounds):
     for name, found in configurations(rounds).items():
         assert found["moved"] > 1e-3, name
         assert found["difference"] < (1e-3 if name in LOW_PRECISION else 1e-4), name

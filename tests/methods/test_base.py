@@ -36,7 +36,7 @@ def test_limited_clients_send_less(executor, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["trishul", "ravan", "fedit", "ffalora"])
-def test_what_is_drawn_from_the_seed_is_not_downloaded(executor, tmp_path, name):
+def test_seed_derived_tensors_are_not_downloaded(executor, tmp_path, name):
     server = run(executor(f"method={name}"), tmp_path)
     wire = server.spec.expected.lengths["shared"]
     assert [r.downloaded_parameters for r in server.checkpoint.records[1:]] == [3 * wire, 3 * wire]
@@ -114,7 +114,7 @@ def test_exact_fraction_is_exact(count, first, second):
     assert math.ceil(exact_fraction(5, 0.8, 0.75)) == 3
 
 
-def test_a_promise_about_the_mean_is_inherited_only_with_what_is_averaged():
+def test_mean_claim_is_inherited_only_with_uploads():
     class Renamed(FedIT):
         def after_step(self, run, step, steps):
             run.vector *= 0.5
@@ -165,7 +165,7 @@ def watching():
 
 
 @pytest.mark.parametrize("stacked", [1, 2])
-def test_hooks_know_the_client_the_step_and_its_loss(executor, tmp_path, watching, stacked):
+def test_hooks_receive_client_step_and_loss(executor, tmp_path, watching, stacked):
     inline = executor("method=watching", f"federation.stacked={stacked}")
     recording = Recording(inline)
     server = server_of(recording, tmp_path)

@@ -75,7 +75,7 @@ def test_they_describe_themselves():
         methods.describes_itself(name)
 
 
-def test_fedsb_starts_at_the_leading_part_of_a_step(executor, tmp_path):
+def test_fedsb_starts_at_leading_singular_part(executor, tmp_path):
     """Fed-SB starts at W0 + U S V^T, the rank-r part of -eta0 sign(mean gradient)."""
     context = executor("method=fedsb").context
     server = server_of(executor("method=fedsb"), tmp_path)
@@ -169,7 +169,7 @@ def test_invalid_hyperparameters_are_rejected():
 
 
 @pytest.mark.parametrize("method", ["fedit", "flexlora", "flora"])
-def test_a_rank_may_exceed_the_width_of_a_matrix(method, executor, tmp_path):
+def test_rank_may_exceed_matrix_width(method, executor, tmp_path):
     """The factors then have directions that stay zero."""
     inline = executor(f"method={method}", "adapter.rank=80", "federation.rounds=1")
     server = run(inline, tmp_path)

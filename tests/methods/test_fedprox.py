@@ -57,7 +57,7 @@ def pulled_trishul():
         yield PulledTrishul
 
 
-def test_a_method_can_extend_one_that_leaves_something_too(executor, tmp_path, pulled_trishul):
+def test_subclass_extends_client_state(executor, tmp_path, pulled_trishul):
     sgd = ["optimizer.name=sgd", "optimizer.lr=0.005", "federation.rounds=1"]
     moved, removed = {}, {}
     for name in ("trishul", "pulledtrishul"):

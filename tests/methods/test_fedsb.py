@@ -3,7 +3,7 @@
 from method_runs import run
 
 
-def test_round_0_is_the_pretrained_backbone_for_every_method(executor, tmp_path):
+def test_round_0_is_the_pretrained_backbone(executor, tmp_path):
     """Fed-SB's first broadcast already updates the model; its record of round 0 must not."""
     records = {
         name: run(executor(f"method={name}"), tmp_path).checkpoint.records[0]

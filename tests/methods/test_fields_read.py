@@ -99,7 +99,7 @@ def test_identity_has_fields_with_an_effect(name, kind, rank):
         assert read is None or read <= {name.removeprefix("adapter.") for name in OTHER}
 
 
-def test_full_fine_tuning_has_one_id_for_every_budget():
+def test_full_fine_tuning_id_ignores_budget():
     ids = {
         load_experiment(None, [*BASE, "method=fullft", *words]).id
         for words in ([], ["budget=8"], ["adapter.heads=2", "adapter.init=constant"])

@@ -36,7 +36,7 @@ def test_it_is_short(example):
     assert len(example.splitlines()) < 70
 
 
-def test_it_depends_on_what_was_broadcast_and_kept(example, executor, tmp_path):
+def test_example_depends_on_broadcast_and_kept_state(example, executor, tmp_path):
     """The first step of round 1 is FedIT's; all later ones depend on the regularizer."""
     one = ["federation.rounds=1", "federation.local_steps=1"]
     start = server_of(executor("method=fedit", *one), tmp_path / "a").checkpoint.state.shared
@@ -52,7 +52,7 @@ def test_it_depends_on_what_was_broadcast_and_kept(example, executor, tmp_path):
     assert state_digest(strong.checkpoint.state) != state_digest(weak.checkpoint.state)
 
 
-def test_it_takes_the_rate_of_the_method_it_is_compared_with(example):
+def test_rate_comes_from_the_compared_method(example):
     rate = load_experiment(None, ["method=feddyn"]).optimizer
     assert rate.lr == load_experiment(None, ["method=fedit"]).optimizer.lr
     assert "borrowed from method fedit, for feddyn" in rate.lr_source

@@ -66,7 +66,7 @@ def test_limited_cohorts_leave_every_component_alive(executor, tmp_path, name):
     assert live_components(context, server.checkpoint.state.shared).all()
 
 
-def test_hetlora_of_zeros_sent_by_all_is_the_formula(executor, tmp_path):
+def test_hetlora_with_zeros_equals_the_formula(executor, tmp_path):
     """With unsent=zero the padding is always averaged; what is sent is averaged alike."""
     words = ["method=hetlora", "federation.compute=skewed-right", "federation.clients_per_round=1"]
     states = {}

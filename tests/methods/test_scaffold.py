@@ -17,7 +17,7 @@ def test_scaffold_in_its_first_round_is_fedit(executor, tmp_path, optimizer):
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "size"])
-def test_scaffold_server_variate_is_the_mean_over_all_clients(executor, tmp_path, weighting):
+def test_scaffold_server_variate_averages_all_clients(executor, tmp_path, weighting):
     """c moves by 1/N times the plain sum of the changes, however the trainables are weighed."""
     words = ["method=scaffold", f"federation.weighting={weighting}", "partition.variant=per-label"]
     recording = Recording(executor(*words))
@@ -40,7 +40,7 @@ def test_scaffold_server_variate_is_the_mean_over_all_clients(executor, tmp_path
         ["privacy.noise=0", "privacy.clip=0.01", "privacy.sampling=fixed"],
     ],
 )
-def test_variates_of_clients_follow_what_is_left_of_their_changes(executor, tmp_path, words):
+def test_client_variates_follow_their_transmitted_changes(executor, tmp_path, words):
     """c is the mean of all c_i, whatever a codec or a clip norm leaves of the changes."""
     pytest.importorskip("trishul_ray.lab")
     inline = executor("method=scaffold", "federation.rounds=4", *words)
@@ -60,7 +60,7 @@ def variate(executor, *words):
     return report.state["control"].astype(np.float64)
 
 
-def test_scaffold_variate_at_small_rates_is_the_mean_gradient(executor):
+def test_scaffold_variate_approximates_mean_gradient(executor):
     """At a rate so small that nothing moves, it does not depend on optimizer or option."""
     found = variate(executor, "optimizer.name=sgd", "optimizer.lr=1e-7")
     exact = variate(executor, "optimizer.name=adam", "optimizer.lr=1e-9")

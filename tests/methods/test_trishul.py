@@ -58,7 +58,7 @@ def test_measured_scores_cannot_give_one_block_all_heads(executor, allocation, c
     assert sum(wide.values()) == total * len(counts)
 
 
-def test_water_filling_changes_the_heads_and_keeps_the_total(executor):
+def test_water_filling_reallocates_heads_and_keeps_total(executor):
     filled, uniform = executor("method=trishul"), executor("method.allocation=uniform")
     heads = filled.describe({}).heads
     assert sum(heads.values()) == sum(uniform.describe({}).heads.values())
@@ -126,7 +126,7 @@ def test_scalars_are_clipped(executor):
     assert all((views[n] == 1.5).all() for n in names[1:])
 
 
-def test_a_bound_below_the_scalars_start_is_refused():
+def test_a_bound_below_the_scalars_start_is_rejected():
     with pytest.raises(ValidationError, match="greater than or equal to 1"):
         TrishulConfig(name="trishul", scalar_max=0.5)
 

@@ -119,7 +119,7 @@ def test_a_model_without_blocks_says_so():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_bf16_is_close_to_fp32_in_logits_and_gradient(name, tmp_path):
+def test_bf16_logits_and_gradient_approximate_fp32(name, tmp_path):
     given = inputs(name)
     full, half = backbone(name, tmp_path), backbone(name, tmp_path, precision="bf16")
     assert half.config._attn_implementation == full.config._attn_implementation == ATTENTION

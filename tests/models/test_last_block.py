@@ -68,7 +68,7 @@ def logits_and_gradient(model, given):
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
 @pytest.mark.parametrize("unmasked", [False, True])
-def test_logits_and_gradients_are_those_of_the_whole_block(name, unmasked, tmp_path):
+def test_logits_and_gradients_equal_whole_block(name, unmasked, tmp_path):
     given = inputs(name)
     if unmasked:
         given.pop("attention_mask", None)
@@ -82,7 +82,7 @@ def test_logits_and_gradients_are_those_of_the_whole_block(name, unmasked, tmp_p
         torch.testing.assert_close(one, other, rtol=0, atol=2e-5 * float(other.abs().max()))
 
 
-def test_a_decoder_computes_all_that_it_is_asked_for(tmp_path):
+def test_decoder_computes_all_requested_outputs(tmp_path):
     model, whole, _ = models("llama-tiny", tmp_path)
     given = inputs("llama-tiny")
     with torch.inference_mode():
@@ -115,7 +115,7 @@ def test_a_merged_copy_computes_everything(name, tmp_path):
     assert "forward" in vars(model.get_submodule(CLASSIFIERS[name][1])[-1])
 
 
-def test_other_models_are_left_alone():
+def test_other_models_stay_unchanged():
     model = torch.nn.Linear(2, 2)
     narrow_last_block(model)
     assert "forward" not in vars(model)

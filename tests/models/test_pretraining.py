@@ -115,7 +115,7 @@ def test_ray_train_gives_the_same_bytes(digits, tmp_path, monkeypatch, local_ray
 
 
 @pytest.mark.slow
-def test_a_run_pretrains_before_its_actors_hold_all_cpus(trishul, small_words, tmp_path):
+def test_pretraining_precedes_the_client_actors(trishul, small_words, tmp_path):
     words = [word for word in small_words if not word.startswith("model.init=")]
     run = trishul("run", *words, "federation.rounds=1", TRISHUL_CACHE=str(tmp_path / "empty"))
     run.wait_for("pretraining vit-digits", 300)

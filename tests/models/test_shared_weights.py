@@ -89,7 +89,7 @@ def test_drawn_head_is_not_stored(bert, tmp_path):
     assert not {*stored["drawn"]} & stored["tensors"].keys()
 
 
-def test_whatever_decides_the_weights_is_in_the_files_name(bert, tmp_path):
+def test_file_name_covers_everything_behind_the_weights(bert, tmp_path):
     def name(config, classes=3, seed=0):
         backbone = Backbone(config, Places(tmp_path, None))
         return backbone.resident_key("sequence-classification", classes, seed=seed)

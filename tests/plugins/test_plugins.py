@@ -44,7 +44,7 @@ def mine(tmp_path):
     return write
 
 
-def test_the_content_is_part_of_the_id_where_it_is_used(mine, tmp_path):
+def test_used_content_is_in_the_id(mine, tmp_path):
     plain = load_experiment(None, ["method=fedit"])
     first = load_experiment(None, [f"plugins=[{mine()}]", "method=mine"])
     assert [plugin.name for plugin in first.plugins] == ["mine"]
@@ -75,7 +75,7 @@ def test_a_method_that_extends_a_plugin_notes_both(mine, tmp_path):
     assert [plugin.name for plugin in made.plugins] == ["child", "mine"]
 
 
-def test_an_override_may_name_a_field_of_a_plugins_method(tmp_path):
+def test_override_accepts_fields_of_plugin_methods(tmp_path):
     file = tmp_path / "strong.py"
     file.write_text(
         "from trishul_ray.methods.base import register\n"
@@ -132,7 +132,7 @@ def test_a_faulty_file_is_one_line(called, tmp_path, text, said):
         assert len(error.splitlines()) == 1
 
 
-def test_a_run_names_its_plugin_and_does_not_bring_it(mine, called, cache, tmp_path):
+def test_run_names_its_plugin_without_including_it(mine, called, cache, tmp_path):
     words = [*TINY, f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}", "method=mine"]
     with unloaded_after():
         code, _, error = called("run", "--plugin", mine(), *words)
@@ -245,7 +245,7 @@ def test_installed_packages_are_found(installed, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_method_of_a_file_gives_the_inline_bytes_on_two_actors(
+def test_method_file_gives_inline_bytes_on_actors(
     local_ray, small, inline_result, assert_same, drive_to_end
 ):
     from trishul_ray.federation.on_ray.driver import open_driver

@@ -126,7 +126,7 @@ def test_table_with_one_draw():
     assert "fewer than two rows or complete draws" in line
 
 
-def test_a_row_without_runs_does_not_hide_the_others():
+def test_row_without_runs_keeps_other_rows():
     def status(labels):
         return ("missing" if labels["method"] == "RAVAN" else "finished"), ""
 

@@ -81,7 +81,7 @@ def test_markdown_shows_means_the_best_and_the_paper(markdown):
     assert "<script" not in markdown(hostile()).replace(r"\<script", "")
 
 
-def test_csv_says_what_ran_for_what_its_labels_name():
+def test_csv_names_configuration_and_labels():
     sweep = initialization(profile="smoke")
     rows = csv.DictReader(io.StringIO(to_csv(build(sweep))))
     assert {(r["dataset"], r["ran_dataset"], r["ran_model"]) for r in rows} == {
@@ -112,7 +112,7 @@ def structure(text):
 
 
 @pytest.mark.parametrize("sweep", [vision(), vision(status=half_missing), sensitivity(), hostile()])
-def test_latex_is_balanced_and_every_row_fills_the_table(sweep, latex):
+def test_latex_is_balanced_with_complete_rows(sweep, latex):
     structure(latex(sweep))
 
 

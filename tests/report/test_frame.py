@@ -12,7 +12,7 @@ from trishul_ray.report.layouts import TableLayout
 from trishul_ray.report.tables import build_tables
 
 
-def test_rounds_are_grouped_by_the_axes_in_their_order(tmp_path):
+def test_rounds_follow_the_order_of_axes(tmp_path):
     sweep = by_method(tmp_path)
     rounds = rounds_frame(sweep, sweep.cells)
     assert len(rounds) == len(sweep.cells) * (ROUNDS + 1)
@@ -38,7 +38,7 @@ def test_unfinished_cells_have_a_row_and_no_rounds(tmp_path):
 
 
 @pytest.mark.parametrize(("cost", "a_round"), [("megabytes", None), ("hours", 0.5)])
-def test_a_table_may_show_the_cost_until_a_score(tmp_path, cost, a_round):
+def test_table_shows_cost_until_a_score(tmp_path, cost, a_round):
     target = {"cost": cost, "axis": "method", "reference": "RAVAN", "share": 0.95}
     where = {"dataset": "cifar100"}
     layout = TableLayout(name="costs", rows=["method"], where=where, target=target)

@@ -153,7 +153,7 @@ def test_a_smoke_sweep_is_not_judged(report, tmp_path):
     assert "500 of 10,000 test rows scored" in section.words and not section.find("strong")
 
 
-def test_a_custom_sweep_is_not_compared_with_the_paper(report, tmp_path):
+def test_custom_sweep_has_no_paper_comparison(report, tmp_path):
     page = report(vision(seeds=1, profile="custom", figures=[FIGURE]))
     assert "About this sweep" in page.words
     for text in (page.words, (tmp_path / "out" / "report.md").read_text(encoding="utf-8")):

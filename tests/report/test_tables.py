@@ -62,7 +62,7 @@ def test_a_number_is_the_mean_over_seeds():
 
 
 @pytest.mark.parametrize(("profile", "printed"), [("small", True), ("custom", False)])
-def test_only_the_profile_paper_is_compared_with_the_paper(profile, printed):
+def test_only_profile_paper_has_paper_comparison(profile, printed):
     (table,) = build(vision(seeds=2, profile=profile))
     found = [number for row in table.rows for number in row.numbers if number is not None]
     assert {number.paper is not None for number in found} == {printed}
@@ -100,7 +100,7 @@ def test_the_best_of_a_column_is_bold():
         ("megabytes", 0.0123456, "+0.01235"),
     ],
 )
-def test_differences_have_a_sign_and_digits_of_their_unit(unit, value, text):
+def test_differences_have_sign_and_unit_digits(unit, value, text):
     assert Number(pd.Series([1.0]), "", unit).format(value, "+") == text
 
 
@@ -141,7 +141,7 @@ def test_a_loss_is_better_if_lower():
     assert table.unit == "accuracy (%) and loss"
 
 
-def test_several_measures_of_the_same_runs_are_not_judged():
+def test_several_measures_of_runs_are_not_compared():
     axes = {"method": ("a", "b"), "measure": ("accuracy", "f1"), "seed": ("0", "1", "2")}
     made = invent_sweep("measures", axes, ("method",), ("measure",))
     runs = [
@@ -264,7 +264,7 @@ def single_table(values, metric="accuracy", **layout):
     return table
 
 
-def test_a_mean_that_lacks_seeds_is_not_the_best():
+def test_mean_with_missing_seeds_is_not_best():
     first = {("c", "0"): 90.0, ("c", "1"): 80.0, ("c", "2"): "missing"}
     second = {("c", "0"): "missing", ("c", "1"): 81.0, ("c", "2"): 70.0}
     assert not any(best(single_table({"A": first, "B": second})))
@@ -273,7 +273,7 @@ def test_a_mean_that_lacks_seeds_is_not_the_best():
     assert kinds(table)[2] == "best"  # the only row with all seeds
 
 
-def test_unevenness_has_four_decimals_and_a_correlation_no_best():
+def test_unevenness_has_four_decimals_and_no_best():
     made = {"A": -90.0, "B": 2.0, "C": 1.9}
     made = {row: {("c", seed): v + 0.1 * int(seed) for seed in "012"} for row, v in made.items()}
     table = single_table(made, metric="participation_correlation")
@@ -285,7 +285,7 @@ def test_unevenness_has_four_decimals_and_a_correlation_no_best():
 
 
 @pytest.mark.parametrize("group", ["weight_loss", "very_sd", "participation_gap"])
-def test_group_of_rows_is_not_another_kind_of_metric(group):
+def test_row_group_keeps_the_kind_of_metric(group):
     made = {row: {("c", seed): v + 0.1 * int(seed) for seed in "012"} for row, v in
             (("A", 90.0), ("B", 80.0))}  # fmt: skip
     table = single_table(made, metric=f"accuracy_{group}")

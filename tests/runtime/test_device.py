@@ -24,7 +24,7 @@ def test_gpu_that_torch_does_not_find_is_reported(tmp_path, monkeypatch, caplog)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees the GPU")
-def test_an_actor_that_holds_a_gpu_does_not_train_on_the_cpu():
+def test_actor_with_gpu_does_not_train_on_cpu():
     actor = object.__new__(ClientActor.__ray_metadata__.modified_class)
     actor._gpu_share, actor._backbones = 0.5, None
     with pytest.raises(InputError, match=r"^node \S+ has a GPU for this actor, but torch "):
@@ -42,7 +42,7 @@ def test_new_threads_keep_their_number_of_threads():
             torch.set_num_threads(before)
 
 
-def test_caps_leave_room_for_the_contexts_of_all_actors():
+def test_caps_leave_room_for_all_contexts():
     total = 24 * device.GIB
     share = device.capped_share(1 / 3, total)
     assert 3 * (share * total + device.CONTEXT_BYTES) == pytest.approx(total)

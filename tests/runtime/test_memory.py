@@ -7,7 +7,7 @@ from trishul_ray.errors import RunError
 from trishul_ray.runtime.memory import PeakMemory, memory_of, peak_memory, reset_peak
 
 
-def test_a_peak_is_of_what_came_after_the_reset():
+def test_memory_peak_starts_at_reset():
     cpu = torch.device("cpu")
     before = torch.ones(50_000_000)  # 200 MB
     whole = peak_memory(cpu)
@@ -21,7 +21,7 @@ def test_a_peak_is_of_what_came_after_the_reset():
     assert max(PeakMemory(2, "gpu"), PeakMemory(3, "gpu")).bytes == 3 and len(again)
 
 
-def test_a_peak_is_without_what_an_earlier_run_has_freed():
+def test_memory_peak_excludes_earlier_runs():
     cpu = torch.device("cpu")
     blocks = [torch.ones(20_000) for _ in range(2_500)]  # 200 MB below glibc's threshold for mmap
     last = blocks.pop()  # above the others: they stay with the process
@@ -31,7 +31,7 @@ def test_a_peak_is_without_what_an_earlier_run_has_freed():
     assert peak_memory(cpu).bytes < whole.bytes - 150_000_000 and len(last)
 
 
-def test_a_real_allocation_that_fails_names_the_work_and_the_remedy():
+def test_failed_allocation_names_action_and_remedy():
     with (
         pytest.raises(RunError, match=r"^loading x needs more memory .*: lower y$"),
         memory_of(lambda: "loading x", "lower y"),
@@ -40,7 +40,7 @@ def test_a_real_allocation_that_fails_names_the_work_and_the_remedy():
 
 
 @pytest.mark.parametrize("said", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "other"])
-def test_what_libraries_cannot_allocate_is_known_by_its_text(said):
+def test_allocation_errors_are_recognized_by_text(said):
     kind = RuntimeError if said == "other" else RunError
     with pytest.raises(kind, match=said) as failed, memory_of("it", "less"):
         raise RuntimeError(said)
@@ -48,7 +48,7 @@ def test_what_libraries_cannot_allocate_is_known_by_its_text(said):
 
 
 @pytest.mark.parametrize(("share", "more"), [(0.3, r", or .*gpus_per_actor=1\)$"), (1.0, "$")])
-def test_a_share_of_a_gpu_that_is_too_small_names_a_whole_one(monkeypatch, share, more):
+def test_too_small_gpu_fraction_suggests_a_whole_gpu(monkeypatch, share, more):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: share)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**34))

@@ -118,7 +118,7 @@ def test_only_ratios_of_scores_matter():
     assert water_fill([1e300, 1e-300], 5.0, [3, 3]) == pytest.approx([3.0, 2.0])
 
 
-def test_equal_scores_get_equal_shares_and_full_caps_are_full():
+def test_equal_scores_get_equal_shares():
     assert water_fill([7.0] * 12, 48) == pytest.approx([4.0] * 12, rel=1e-15)
     assert water_fill([1.0, 2.0, 3.0], 9, [2, 3, 4]) == [2.0, 3.0, 4.0]
     assert water_fill([1.0, 2.0], 0.0) == [0.0, 0.0]
@@ -126,7 +126,7 @@ def test_equal_scores_get_equal_shares_and_full_caps_are_full():
 
 @settings(deadline=None, max_examples=200)
 @given(scores=SCORES, total=st.integers(0, 200))
-def test_rounding_keeps_the_total_and_stays_within_one_head(scores, total):
+def test_rounding_keeps_total_within_one_head(scores, total):
     continuous = water_fill(scores, total)
     heads = round_to_total(continuous, total)
     assert sum(heads) == total
@@ -163,7 +163,7 @@ def test_rounding_by_largest_residue_ties_by_index():
     assert round_to_total([2.0 + 1e-13, 1.0], 3) == [2, 1]
 
 
-def test_rounding_passes_on_what_a_cap_refuses():
+def test_rounding_passes_on_what_a_cap_rejects():
     assert round_to_total([2.9, 2.2, 0.9], 6, [2, 3, 3]) == [2, 3, 1]
     assert round_to_total([5.0, 0.5, 0.5], 6, [2, 3, 3]) == [2, 2, 2]
 

@@ -73,7 +73,7 @@ def test_gram_schmidt_at_the_papers_size():
     assert is_orthonormal(b, 2e-6) and is_orthonormal(a.mT, 2e-6)
 
 
-def test_gram_schmidt_is_the_gram_schmidt_of_a_gaussian():
+def test_gram_schmidt_orthonormalizes_a_gaussian():
     """Signs included: the basis is unique, whatever sign convention a QR library follows."""
     gaussian = torch.randn(12, 6, generator=torch_rng(0, "bases"), dtype=torch.float64)
     columns: list[Tensor] = []
@@ -87,7 +87,7 @@ def test_gram_schmidt_is_the_gram_schmidt_of_a_gaussian():
     torch.testing.assert_close(b, torch.stack(columns, dim=1))
 
 
-def test_random_normal_heads_are_not_orthogonal_to_each_other():
+def test_random_normal_heads_are_not_orthogonal():
     b, _ = draw_bases("random_normal", 2, 8, 40, 40, generator=torch_rng(0, "bases"))
     first, second = blocks(b, 2)
     assert float((first.mT @ second).abs().max()) > 0.1

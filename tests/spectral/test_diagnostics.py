@@ -70,7 +70,7 @@ def test_entropy_of_flat_one_direction_and_zero_spectra():
     torch.testing.assert_close(effective_rank(values), torch.tensor([4.0, 1.0, 0.0]).double())
 
 
-def test_left_spectrum_is_that_of_the_svd():
+def test_left_spectrum_equals_svd():
     z = uploads(2, 3, 12)
     vectors, values = left_spectrum(z)
     u, s, _ = torch.linalg.svd(z.double())
@@ -82,7 +82,7 @@ def test_left_spectrum_is_that_of_the_svd():
 
 
 @pytest.mark.parametrize("r", [7, 22])
-def test_a_stack_that_threads_share_has_the_same_bits(r):
+def test_stack_shared_by_threads_keeps_bits(r):
     z = uploads(3, PART + 3, r)
     grams = z.double() @ z.double().mT
     values, vectors = torch.linalg.eigh(grams)  # at once
@@ -96,7 +96,7 @@ def test_a_stack_that_threads_share_has_the_same_bits(r):
 
 @settings(deadline=None, max_examples=30)
 @given(r=st.integers(2, 12), k=st.integers(1, 12), seed=st.integers(0, 999))
-def test_principal_angles_are_those_of_scipy(r, k, seed):
+def test_principal_angles_equal_scipy(r, k, seed):
     k = min(k, r)
     z = uploads(3, 2, r, seed)
     result = similarity(z, k)
@@ -121,7 +121,7 @@ def test_similarity_of_equal_orthogonal_and_scaled_cores():
     torch.testing.assert_close(dominant, torch.tensor([[1.0, 0, 1], [0, 1, 0], [1, 0, 1]]).double())
 
 
-def test_dominant_similarity_is_the_absolute_cosine_of_the_first_vectors():
+def test_dominant_similarity_is_cosine_of_first_vectors():
     z = uploads(2, 5, 8)
     u = torch.linalg.svd(z.double())[0][..., 0]  # [2, 5, 8]
     expected = (u[0] * u[1]).sum(dim=-1).abs()
@@ -129,7 +129,7 @@ def test_dominant_similarity_is_the_absolute_cosine_of_the_first_vectors():
     torch.testing.assert_close(result, expected, atol=1e-6, rtol=0)
 
 
-def test_directions_a_core_does_not_have_are_not_compared():
+def test_missing_directions_are_not_compared():
     z = torch.zeros(2, 1, 6, 6)
     z[0, 0, 0, 0] = 1.0  # rank 1, inside the span of the other
     z[1, 0] = torch.diag(torch.tensor([3.0, 2.0, 1.0, 0, 0, 0]))
@@ -217,7 +217,7 @@ def test_diagnose_is_the_mean_of_the_parts():
     assert result["client_cosine"] == pytest.approx(float(torch.stack(cosines).mean()))
 
 
-def test_diagnose_does_not_depend_on_the_scale_of_cores_or_weights():
+def test_diagnostics_are_scale_invariant():
     z, weights = uploads(), torch.tensor([1.0, 2.0, 3.0])
     one = diagnose(z, weights, 2)
     two = diagnose(z * 2.0**-30, weights * 7, 2)
@@ -226,7 +226,7 @@ def test_diagnose_does_not_depend_on_the_scale_of_cores_or_weights():
     assert two == pytest.approx(one)
 
 
-def test_heads_a_client_did_not_train_do_not_count():
+def test_untrained_heads_do_not_count():
     z, weights = uploads(3, 4, 6), torch.tensor([1.0, 2.0, 3.0])
     active = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 0], [1, 1, 0, 0]]).bool()
     result = diagnose(z, weights, 3, active)
@@ -304,7 +304,7 @@ def test_relative_variance_is_noise_over_signal(m, n, seed, scale):
     assert scaled == pytest.approx(relative, rel=1e-6, abs=1e-12)
 
 
-def test_there_is_no_relative_variance_of_a_zero_mean():
+def test_zero_mean_has_no_relative_variance():
     z = torch.stack([torch.eye(2), -torch.eye(2)]).unsqueeze(1)
     assert "relative_variance" not in diagnose(z, torch.ones(2), 1)
 

@@ -163,7 +163,7 @@ def test_orthogonal_factors_pass_through():
     torch.testing.assert_close(turned, q @ svt(cores.float(), 1.5).double(), atol=1e-5, rtol=0)
 
 
-def test_two_steps_of_tau_are_one_of_two_tau():
+def test_two_shrinkages_equal_one_of_their_sum():
     cores = gaussian(3, 12, 12).float()
     torch.testing.assert_close(svt(svt(cores, 0.7), 0.7), svt(cores, 1.4), atol=1e-5, rtol=0)
 
@@ -183,7 +183,7 @@ def test_empty_stack_and_zero_cores(route):
 
 
 @ROUTES
-def test_a_core_below_the_threshold_is_exactly_zero_beside_one_that_is_not(route):
+def test_core_below_the_threshold_is_exactly_zero(route):
     cores = gaussian(3, 6, 6).float()
     cores[1] *= 1e-3
     shrunk = route(cores, 0.5)
@@ -193,7 +193,7 @@ def test_a_core_below_the_threshold_is_exactly_zero_beside_one_that_is_not(route
 
 @ROUTES
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_non_finite_core_is_nan_and_affects_no_other(route, bad):
+def test_non_finite_core_affects_no_other_core(route, bad):
     cores = gaussian(3, 6, 6).float()
     alone = route(cores, 0.5)
     cores[1, 2, 3] = bad
@@ -231,7 +231,7 @@ def test_stats_give_the_spectra_and_the_removed_shares():
     assert summary["energy_removed"] == pytest.approx(1 - (6.25 + 2.25 + 0.25) / (26 + 4.75))
 
 
-def test_stats_of_banks_of_different_rank_are_taken_together():
+def test_statistics_combine_banks_of_different_rank():
     one = svt_stats(with_spectrum(torch.tensor([[4.0, 1.0]])), 2.0)
     two = svt_stats(with_spectrum(torch.tensor([[1.0, 1.0, 1.0, 1.0]])), 2.0)
     summary = svt_summary([one, two])
@@ -249,7 +249,7 @@ def test_stats_at_the_edges(threshold):
     assert isinstance(empty, SvtStats) and empty.before.shape == (0, 3)
 
 
-def test_singular_values_of_a_non_finite_core_are_nan():
+def test_non_finite_core_has_nan_singular_values():
     cores = gaussian(2, 5, 5)
     cores[0, 0, 0] = math.inf
     values = singular_values(cores)
@@ -267,7 +267,7 @@ def test_on_a_gpu(share):
     assert_is_prox(on_gpu.cpu(), cores, threshold)
 
 
-def test_a_stack_that_threads_divide_has_the_same_bits(set_threads):
+def test_stack_divided_among_threads_keeps_bits(set_threads):
     # LAPACK would divide matrices of this size, and round others.
     low = gaussian(5, 200, 5, seed=1) @ gaussian(5, 5, 200, seed=2)
     cores = (1e-3 * gaussian(5, 200, 200) + 1e-2 * low).float()

@@ -58,7 +58,7 @@ def test_nuclear_norms_of_gram_schmidt_heads_add_up(heads, rank, seed):
 
 
 @pytest.mark.parametrize("init", ["random_normal", "shared_subspace", "constant"])
-def test_nuclear_norms_of_overlapping_heads_do_not_add_up(init):
+def test_nuclear_norms_of_overlapping_heads_are_subadditive(init):
     b, a = bases(init, 4, 9)
     cores = gaussian(4, 9, 9)
     assert float(nuclear_norm(ambient(b, cores, a))) < 0.99 * float(nuclear_norm(cores).sum())
@@ -66,7 +66,7 @@ def test_nuclear_norms_of_overlapping_heads_do_not_add_up(init):
 
 @settings(deadline=None, max_examples=20)
 @given(heads=st.integers(1, 4), tau=st.floats(0.1, 5), seed=st.integers(0, 999))
-def test_prox_of_the_cores_is_prox_of_the_whole_update(heads, tau, seed):
+def test_prox_of_cores_equals_prox_of_update(heads, tau, seed):
     b, a = bases("gram_schmidt", heads, 9, seed)
     cores = gaussian(heads, 9, 9, seed=seed)
     u, s, vh = torch.linalg.svd(ambient(b, cores, a), full_matrices=False)
@@ -105,7 +105,7 @@ def test_averaging_lora_factors_is_not_exact():
 
 
 @pytest.mark.parametrize("tau", [0.0, 2.0, 4.0, 6.0])
-def test_theorem_2_variance_is_bounded_by_the_retained_rank(tau):
+def test_theorem_2_retained_rank_bounds_variance(tau):
     """E ||mean_c (Z_c - E Z)||_F^2 <= s_max^2 rho M^2 / m, over a finite population of cores."""
     population, m, draws = 400, 4, 2000
     cores = svt(gaussian(population, 16, 16), tau)
@@ -126,7 +126,7 @@ def test_theorem_2_variance_is_bounded_by_the_retained_rank(tau):
     assert sampled == pytest.approx(exact, rel=0.05)
 
 
-def test_theorem_2_more_shrinkage_means_lower_rank_and_variance():
+def test_theorem_2_shrinkage_lowers_rank_and_variance():
     cores = gaussian(200, 16, 16)
     ranks, variances = [], []
     for tau in (0.0, 2.0, 4.0, 6.0):

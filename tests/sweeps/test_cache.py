@@ -190,7 +190,7 @@ def test_other_content_of_any_file_is_a_miss(worlds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["result.json", "metrics.parquet"])
-def test_a_damaged_result_and_another_way_to_compute_are_misses(worlds, name):
+def test_damaged_or_differently_computed_results_are_misses(worlds, name):
     rng = random.Random(name)
     for world in worlds:
         (file,) = world.runs.glob(f"*/{name}")

@@ -46,7 +46,7 @@ def outcome_of(tmp_path):
     return make
 
 
-def test_the_best_mean_on_validation_rows_is_chosen_for_each_setting(outcome_of):
+def test_best_validation_mean_is_chosen_per_setting(outcome_of):
     outcome = outcome_of(
         {
             "fedit": {"1e-3": [0.5, 0.6], "1e-2": [0.9, 0.3], "1e-1": [0.7, 0.2]},
@@ -82,7 +82,7 @@ def test_the_least_loss_is_the_best(outcome_of):
     assert (best.rate, best.edge) == (1e-2, "highest")
 
 
-def test_a_rate_whose_loss_is_not_finite_is_not_the_best(outcome_of):
+def test_rate_with_non_finite_loss_is_not_best(outcome_of):
     scores = {"fedit": {"1e-3": [float("nan")], "1e-2": [0.2], "1e-1": [float("inf")]}}
     (best,) = choose_rates(outcome_of(scores, LOSS)).rates
     assert best.rate == 1e-2 and best.grid == {1e-3: None, 1e-2: 0.2, 0.1: None}
@@ -120,7 +120,7 @@ def test_test_rows_are_not_chosen_on(tmp_path):
 
 
 @pytest.mark.parametrize("profile", ["paper", "small", "smoke"])
-def test_shipped_grids_have_several_rates_for_each_setting_and_are_no_table(profile):
+def test_shipped_grids_have_several_rates_per_setting(profile):
     (sweep,) = find_sweeps(["rates"], profile)
     check_rates(sweep)
     assert len(sweep.cells) == {"paper": 1256, "small": 273, "smoke": 18}[profile]

@@ -164,7 +164,7 @@ def test_each_position_shows_seeds_of_one_setting(profile):
                 assert len(cells) in ((3, 1) if profile == "smoke" else (SEEDS[profile],))
 
 
-def test_each_record_of_the_paper_stands_at_one_position():
+def test_paper_records_have_unique_positions():
     found = []
     for sweep in sweeps("paper"):
         places = [(t.paper, positions(sweep, t), t) for t in sweep.tables if t.paper]
@@ -185,7 +185,7 @@ def test_each_record_of_the_paper_stands_at_one_position():
     assert sorted(found) == sorted(PAPER.tables())
 
 
-def test_labels_mean_what_the_paper_says():
+def test_labels_match_the_paper():
     for sweep in sweeps("paper"):
         for key in {table.paper for table in sweep.tables if table.paper} or {"fig:overhead"}:
             table = next((table for table in sweep.tables if table.paper), None)
@@ -198,7 +198,7 @@ def test_labels_mean_what_the_paper_says():
                 check_meaning(cell.labels, [cell])
 
 
-def test_the_papers_numbers_stand_at_the_points_of_its_figures():
+def test_paper_numbers_match_points_of_figures():
     """Each record of a figure is found by the labels of the cells that it is drawn from."""
     found = {
         (figure.paper, metric, value)
@@ -239,7 +239,7 @@ def check_meaning(record, cells):
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_quantized_backbones_differ_by_their_weights_alone(profile):
+def test_quantized_backbones_differ_only_by_weights(profile):
     (quantized,) = find_sweeps(["quantized"], profile)
     runs = distinct([quantized]).values()
     datasets = {"paper": 3, "small": 1, "smoke": 2}[profile]

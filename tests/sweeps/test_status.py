@@ -71,7 +71,7 @@ def state_of(experiment):
     return state
 
 
-def test_a_finished_result_is_used_and_others_are_missing(cell, place, cache):
+def test_only_finished_results_are_used(cell, place, cache):
     other = experiment_in(place, cache, "seed=1")
     states = examine({cell.id: cell, other.id: other})
     assert list(states) == [cell.id, other.id]
@@ -126,7 +126,7 @@ def test_damaged_result_of_this_experiment_is_restored(cell, place, damage):
     assert re.search(named, state.reason), state.reason
 
 
-def test_a_result_from_other_data_or_weights_is_stale(cell, place):
+def test_result_of_changed_sources_is_stale(cell, place):
     notes = place / "hub/me/notes/train.csv"
     before = notes.read_bytes()
     write_notes(notes, "other")

@@ -91,7 +91,7 @@ def test_a_whole_file(write):
     assert last.labels == {"method": "Full-FT", "budget": "lower", "seed": "2"}
 
 
-def test_a_cell_is_the_run_of_the_same_fields(write):
+def test_cell_equals_the_run_with_its_fields(write):
     cell = load_sweep(write(FILE), ["federation.clients=7"]).cells[10]
     assert cell.labels == {"method": "RAVAN", "budget": "higher", "seed": "1"}
     same = "dataset=digits method=ravan adapter.init=gram_schmidt budget=8 seed=1"
@@ -182,7 +182,7 @@ def test_files_extend_others(write):
     assert sweep.tables == () and [figure.name for figure in sweep.figures] == ["curves"]
 
 
-def test_a_sweep_without_tables_has_one_of_all_axes(write):
+def test_default_table_has_all_axes(write):
     path = write("axes: {budget: [4, 8], method: [ravan, fedit], seed: 0..1}\n")
     (table,) = load_sweep(path).tables
     assert (table.rows, table.columns) == (("budget",), ("method",))
@@ -290,7 +290,7 @@ def test_mistake_names_file_path_and_fault(write, text, place, fault):
     reject(write(text), "s.yaml", f"{place}: " if " " in place else place, fault)
 
 
-def test_a_mistake_in_an_extended_file_names_that_file(write):
+def test_mistake_in_extended_file_names_the_file(write):
     write("bsae: {}\n", "base.yaml")
     reject(write("extends: base.yaml\n"), "base.yaml: bsae: unknown key")
     write("\naxes:\n  seed: [0]\nexcept:\n  - seed: 1\n", "base.yaml")
@@ -350,7 +350,7 @@ def test_axes_of_the_command_line():
         (["method.lam=0.001,1e-3"], "method.lam -> 1e-3: these are the runs of '0.001'"),
     ],
 )
-def test_a_mistake_in_an_axis_of_the_command_line(axes, part):
+def test_mistake_in_axis_option(axes, part):
     with pytest.raises(InputError) as caught:
         sweep_from_axes(axes)
     assert part in str(caught.value)

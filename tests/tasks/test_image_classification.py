@@ -43,7 +43,7 @@ def test_pixels_are_normalised():
     assert set(task().inputs(batch)) == {"pixel_values"}
 
 
-def test_the_stored_rows_are_left_as_they_were():
+def test_stored_rows_stay_unchanged():
     stored = rows()
     task().prepare_batch(stored, "cpu", torch.float32)
     assert torch.equal(stored["pixels"], rows()["pixels"])
@@ -116,13 +116,13 @@ def test_logits_that_are_not_finite_are_wrong_answers():
         ({"image_size": 0}, "image_size=0"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(change, message):
+def test_numbers_that_do_not_fit_are_rejected(change, message):
     good = {**RGB, "image_size": 8, "channels": 3, "num_classes": 5}
     with pytest.raises(InputError, match=message):
         ImageClassification(**{**good, **change})
 
 
-def test_other_channel_counts_are_refused():
+def test_other_channel_counts_are_rejected():
     with pytest.raises(InputError, match="images have 2 channels"):
         task().prepare_batch(rows(c=2), "cpu", torch.float32)
 

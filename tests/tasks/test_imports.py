@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 
 
-def test_a_server_and_the_choice_of_a_task_need_no_transformers():
+def test_server_and_task_choice_import_no_transformers():
     code = (
         "import sys\n"
         "import trishul_ray.federation.server, trishul_ray.tasks.build\n"

@@ -77,7 +77,7 @@ def test_training_rows_carry_no_references(text_split, byte_tokens):
     assert unpack_answers(pack_answers(split)[0]) == ["c"]
 
 
-def test_the_loss_falls_and_groups_are_told_apart(
+def test_loss_falls_and_groups_are_distinguished(
     questions, encode_split, byte_tokens, tiny_model, train_steps
 ):
     task = made(byte_tokens("t5"), target_length=12)
@@ -101,14 +101,14 @@ def test_the_loss_falls_and_groups_are_told_apart(
 
 
 @pytest.mark.parametrize("answers", ["blue", "[]", '"blue"', "[1]", '{"text": ["blue"]}'])
-def test_answers_that_are_no_list_of_texts(text_split, byte_tokens, answers):
+def test_answers_must_be_lists_of_texts(text_split, byte_tokens, answers):
     info = DatasetInfo("toyqa", "qa")
     split = text_split(info, question=["q", "q"], context=["c", "c"], answers=['["c"]', answers])
     with pytest.raises(CorruptFileError, match="'toyqa', test row 1: answers="):
         made(byte_tokens("t5")).encoder.encode(split, lambda done: None)
 
 
-def test_a_long_context_is_cut_and_the_question_stays(text_split, encode_split, byte_tokens):
+def test_long_context_is_truncated_before_the_question(text_split, encode_split, byte_tokens):
     info = DatasetInfo("toyqa", "qa")
     rows = {"question": ["who is it?"], "context": ["word " * 50], "answers": ['["x"]']}
     columns = encode_split(text_split(info, **rows), made(byte_tokens("t5")))

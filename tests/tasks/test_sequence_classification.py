@@ -57,7 +57,7 @@ def test_a_text_is_bytes_between_marks(reviews, encode_split, byte_tokens):
     assert set(task.inputs(batch)) == {"input_ids", "attention_mask"}
 
 
-def test_a_pair_is_marked_and_its_longer_text_is_cut(word_tokens, text_split, encode_split):
+def test_longer_text_of_a_pair_is_truncated(word_tokens, text_split, encode_split):
     info = DatasetInfo("pairs", "text", ("no", "yes"), fields=("one", "two"))
     split = text_split(info, one=["a b", "a b c d e"], two=["c", "c d"], label=[0, 1])
     task = one_field(word_tokens, fields=("one", "two"), max_length=8)
@@ -124,7 +124,7 @@ def test_what_decides_the_tokens_is_in_the_key(byte_tokens):
     assert one_field(byte_tokens("llama")).encoder.key != key
 
 
-def test_refusals(reviews, byte_tokens):
+def test_rejected_options(reviews, byte_tokens):
     with pytest.raises(InputError, match=r"one or two fields of text, not 3 \(a, b, c\)"):
         one_field(byte_tokens("bert"), fields=("a", "b", "c"))
     with pytest.raises(InputError, match="its embedding has 100 rows"):

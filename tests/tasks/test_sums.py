@@ -32,7 +32,7 @@ def summed(predicted, labels, metrics=FIVE):
 
 
 @given(rows=ROWS, cut=st.integers(0, 60))
-def test_f1_and_recall_equal_scikit_learn_in_any_batches(rows, cut):
+def test_f1_and_recall_equal_scikit_learn(rows, cut):
     labels, predicted = torch.tensor(rows).T
     parts = [(predicted[:cut], labels[:cut]), (predicted[cut:], labels[cut:])]
     sums = [summed(*part) for part in parts]
@@ -52,7 +52,7 @@ def test_row_without_prediction_misses_only_its_class():
     assert one.merge(sums)["macro_f1"] == pytest.approx(2 / 3)  # precision 1, recall 1/2
 
 
-def test_scores_of_clients_are_means_over_their_own_rows():
+def test_client_scores_average_their_rows():
     metrics = Metrics(("f1",))
     score = torch.tensor([1.0, 0.0, 1.0, 1.0])
     clients = torch.tensor([3, 3, 0, 3])
@@ -86,7 +86,7 @@ def test_the_total_is_the_same_in_any_order(values, cuts, order):
     assert (metrics.merge(parts), metrics.by_client(parts)) == first
 
 
-def test_a_class_mix_weighs_the_recall_of_each_class():
+def test_class_mix_weights_recall_per_class():
     mix = np.array([[10, 0, 0], [1, 3, 0], [0, 2, 6], [0, 0, 5]])
     # The third class has no test rows: the client with only this class has no score.
     assert score_by_mix([0.5, 1.0, None], mix) == {0: 0.5, 1: 0.875, 2: 1.0}

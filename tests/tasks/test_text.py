@@ -37,7 +37,7 @@ WORDS = st.text(st.sampled_from("ab \n.,é€😀"), max_size=60)
 
 @settings(deadline=None, max_examples=60)
 @given(rows=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), room=st.integers(1, 40))
-def test_prompts_fit_and_keep_what_is_around_the_fields(byte_tokens, rows, room):
+def test_prompts_fit_and_keep_template_text(byte_tokens, rows, room):
     template = Template("A: {one}\nB: {two}\nWell?", ("one", "two"), "toy")
     tokens = byte_tokens("t5")
     bare = len(tokens.ids(template.fill(["", ""]))) + 1  # and the end token

@@ -123,7 +123,7 @@ def test_metrics_by_hand(byte_tokens):
         (("bad", " "), "' ' is empty"),
     ],
 )
-def test_class_texts_that_cannot_be_told_apart(byte_tokens, texts, says):
+def test_class_texts_that_are_indistinguishable(byte_tokens, texts, says):
     with pytest.raises(InputError, match=says):
         made(byte_tokens("t5"), texts=texts)
 

@@ -32,9 +32,7 @@ def letters(text):
         (("yes", "maybe", "no"), " ", "ymn"),
     ],
 )
-def test_classes_are_told_apart_by_the_first_token_that_differs(
-    byte_tokens, words, bridge, answers
-):
+def test_first_different_token_distinguishes_classes(byte_tokens, words, bridge, answers):
     task = made(byte_tokens("llama"), words=words)
     assert task.common_prefix == letters(bridge) and task.answer_ids == letters(answers)
     # A prompt that ends in white space needs no space of ours.
@@ -42,7 +40,7 @@ def test_classes_are_told_apart_by_the_first_token_that_differs(
     assert spaced.common_prefix == letters(bridge[1:]) and spaced.answer_ids == letters(answers)
 
 
-def test_a_word_with_the_space_before_it_is_one_token(word_tokens):
+def test_word_with_leading_space_is_one_token(word_tokens):
     task = made(word_tokens, text="{sentence}\nAnswer:")
     assert task.common_prefix == ()
     assert [word_tokens.tokenizer.decode([token]) for token in task.answer_ids] == [" no", " yes"]
@@ -113,7 +111,7 @@ def test_the_loss_falls_and_padding_changes_nothing(
     assert task.metrics.merge([task.evaluate(outputs, batch)])["accuracy"] == 1.0
 
 
-def test_loss_is_over_the_vocabulary_and_the_choice_among_verbalizers(byte_tokens):
+def test_loss_covers_vocabulary_and_choice_covers_verbalizers(byte_tokens):
     task = made(byte_tokens("llama"))
     no, yes = task.answer_ids
     logits = torch.zeros(3, 1, VOCABULARY)
@@ -155,13 +153,13 @@ def test_the_prompt_is_in_the_key(byte_tokens):
         ({"text": "{sentence"}, r"expected '}' .*a literal brace is doubled"),
     ],
 )
-def test_refusals(byte_tokens, options, says):
+def test_rejected_options(byte_tokens, options, says):
     with pytest.raises(InputError, match=says) as caught:
         made(byte_tokens("llama"), **options)
     assert "\n" not in str(caught.value)
 
 
-def test_a_template_that_leaves_no_room_is_refused(reviews, byte_tokens):
+def test_a_template_that_leaves_no_room_is_rejected(reviews, byte_tokens):
     task = made(byte_tokens("llama"), max_length=14)
     with pytest.raises(InputError, match=r"leaves 12 tokens .*task\.template alone takes 12"):
         task.encoder.encode(reviews, lambda done: None)

@@ -83,7 +83,7 @@ def test_the_number_of_actors_changes_nothing(
     assert psutil.wait_procs(processes, timeout=10)[1] == []
 
 
-def test_a_wide_round_waits_for_resources_and_is_summed_by_actors(
+def test_wide_round_waits_and_sums_on_actors(
     small, inline_result, assert_same, drive_to_end, monkeypatch
 ):
     # 40 uploads are three groups; each of the thousand clients holds one row.
@@ -110,7 +110,7 @@ def test_a_wide_round_waits_for_resources_and_is_summed_by_actors(
     assert_same(result, inline_result(experiment))
 
 
-def test_an_input_error_in_an_actor_reaches_the_caller_unchanged(small, tmp_path):
+def test_input_error_of_an_actor_stays_unchanged(small, tmp_path):
     from transformers import ViTConfig, ViTForImageClassification
 
     folder = tmp_path / "vit"
@@ -130,7 +130,7 @@ def test_an_input_error_in_an_actor_reaches_the_caller_unchanged(small, tmp_path
 
 
 @pytest.mark.parametrize("backend", ["ray", "inline"])
-def test_a_diverging_client_fails_the_run_and_is_named(small, backend):
+def test_diverging_client_fails_the_run_by_name(small, backend):
     experiment = small("optimizer.lr=1e30", f"resources.backend={backend}", "resources.actors=1")
     with open_driver(experiment, prepare_run(experiment), "a") as driver:
         driver.begin()
@@ -140,7 +140,7 @@ def test_a_diverging_client_fails_the_run_and_is_named(small, backend):
             driver.step()
 
 
-def test_actors_continue_an_inline_run_in_the_same_folder(
+def test_actors_resume_an_inline_run(
     small, inline_result, assert_same, drive_to_end, tmp_path, cache, monkeypatch
 ):
     # Relative paths: the workers of a cluster start in another directory, with other settings.

@@ -48,9 +48,7 @@ def worker(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_worker_is_a_fork_with_its_own_arguments_environment_and_streams(
-    fork_server, worker, tmp_path
-):
+def test_forked_worker_has_separate_arguments_and_environment(fork_server, worker, tmp_path):
     first, second = worker(fork_server, "a b", "--flag"), worker(fork_server)
     assert first["parent"] == second["parent"] == fork_server.pid
     assert first["pid"] != second["pid"]
@@ -85,7 +83,7 @@ def test_a_worker_ends_with_its_raylet(fork_server, tmp_path):
 
 
 @pytest.mark.parametrize("lives", [True, False])
-def test_a_worker_without_a_server_starts_if_its_raylet_lives(tmp_path, lives):
+def test_worker_without_fork_server_starts_with_live_raylet(tmp_path, lives):
     with ForkServer() as ended:
         pass
     assert not psutil.pid_exists(ended.pid)
@@ -98,7 +96,7 @@ def test_a_worker_without_a_server_starts_if_its_raylet_lives(tmp_path, lives):
     assert done.stdout == ("a worker\n" if lives else "")
 
 
-def test_a_worker_that_hangs_after_its_last_line_of_python_ends(fork_server, tmp_path):
+def test_hanging_worker_ends_after_python_finishes(fork_server, tmp_path):
     script = tmp_path / "hangs.py"
     script.write_text(
         "import ctypes; library = ctypes.CDLL(None); library.__cxa_atexit(library.pause, 0, 0)\n"
@@ -110,7 +108,7 @@ def test_a_worker_that_hangs_after_its_last_line_of_python_ends(fork_server, tmp
     assert ended.stdout == b"the last line\n"
 
 
-def test_the_server_ends_with_the_process_that_started_it():
+def test_server_ends_with_its_parent():
     code = (
         "import sys, time; from trishul_ray.federation.on_ray.fork_server import *\n"
         "server = ForkServer(); print(server.pid, flush=True); time.sleep(60)"

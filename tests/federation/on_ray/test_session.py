@@ -158,7 +158,7 @@ def test_local_ray_folder_is_private_and_removed(monkeypatch, tmp_path):
         shutil.rmtree(short)
 
 
-def test_without_a_short_temporary_folder_the_variable_is_named(monkeypatch, tmp_path):
+def test_missing_short_temporary_folder_names_the_variable(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(files, "_SHORT", ())
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "absent"))

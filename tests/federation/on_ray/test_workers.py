@@ -43,7 +43,7 @@ def run(workers, experiment, drive_to_end):
         return result, driver.processes()
 
 
-def test_every_run_of_a_chain_gives_the_bytes_of_new_actors(
+def test_chained_runs_equal_runs_on_new_actors(
     workers, make, inline_result, assert_same, drive_to_end
 ):
     seen = set()

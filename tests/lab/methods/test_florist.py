@@ -26,7 +26,7 @@ thresholds = st.lists(st.floats(0.05, 1), min_size=1, max_size=4).map(sorted)
 
 @settings(max_examples=25)
 @given(seeds, st.sampled_from([(9, 7), (6, 12), (3, 40)]), st.integers(1, 4), thresholds)
-def test_the_leading_part_is_that_of_the_dense_product(generator, shape, clients, thresholds):
+def test_leading_part_equals_dense_product(generator, shape, clients, thresholds):
     weights = torch.rand(clients, generator=generator, dtype=torch.float64) + 0.1
     ranks = [int(torch.randint(1, 5, (), generator=generator)) for _ in range(clients)]
     a = [torch.randn(r, shape[1], generator=generator, dtype=torch.float64) for r in ranks]
@@ -56,7 +56,7 @@ def components(server, shared):
 
 
 @pytest.mark.parametrize("compute", ["full", "uniform"])
-def test_clients_get_train_and_send_the_kept_part_of_their_mean(executor, tmp_path, compute):
+def test_clients_train_and_send_their_active_part(executor, tmp_path, compute):
     words = ["federation.weighting=size", "partition.variant=per-label", "budget=8"]
     recording = Recording(executor("method=florist", f"federation.compute={compute}", *words))
     server, context = server_of(recording, tmp_path), recording.inner.context
@@ -92,7 +92,7 @@ def test_clients_get_train_and_send_the_kept_part_of_their_mean(executor, tmp_pa
         assert min(kept) < rank
 
 
-def test_a_rank_without_room_for_the_threshold_is_said(executor, tmp_path):
+def test_rank_too_small_for_threshold_is_reported(executor, tmp_path):
     words = ["adapter.rank=1", "method.threshold=1", "federation.rounds=1"]
     server = server_of(executor("method=florist", *words), tmp_path)
     said = " ".join(server.step().events)
@@ -101,13 +101,13 @@ def test_a_rank_without_room_for_the_threshold_is_said(executor, tmp_path):
     assert f"warning: kept_energy is {kept:.3g} in round 1, below method.threshold=1" in said
 
 
-def test_uploads_without_a_change_leave_a_model_that_can_be_trained(executor, tmp_path):
+def test_zero_uploads_leave_a_trainable_model(executor, tmp_path):
     server = run(executor("method=florist", "optimizer.lr=1e-45"), tmp_path)
     assert all(live.all() for live, _ in components(server, server.checkpoint.state.shared))
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "size", "tokens"])
-def test_the_whole_mean_is_kept_at_a_threshold_of_one(executor, tmp_path, weighting):
+def test_threshold_one_keeps_the_whole_mean(executor, tmp_path, weighting):
     whole = ["method.threshold=1", "adapter.rank=128"]  # which no matrix exceeds
     assert max(errors_of_the_mean(executor, tmp_path, "florist", weighting, whole)) < 1e-6
 
@@ -116,6 +116,6 @@ def test_alpha_scales_the_update(executor, tmp_path):
     assert_alpha_scales_the_update(executor, tmp_path, "florist", "method.threshold=1")
 
 
-def test_a_rank_may_exceed_the_width_of_a_matrix(executor, tmp_path):
+def test_rank_may_exceed_matrix_width(executor, tmp_path):
     server = run(executor("method=florist", "adapter.rank=80", "federation.rounds=1"), tmp_path)
     assert np.isfinite(server.checkpoint.state.shared).all()

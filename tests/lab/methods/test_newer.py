@@ -50,7 +50,7 @@ def test_rolora_alternates_and_averages_exactly(executor, tmp_path):
     assert fedit.checkpoint.records[-1].diagnostics["aggregation_error"] > 1e-3
 
 
-def test_fedsa_shares_a_and_scores_each_clients_own_model(executor, tmp_path):
+def test_fedsa_shares_a_and_scores_personal_models(executor, tmp_path):
     options = ["method=fedsa", "federation.local_steps=30", "optimizer.lr=0.03"]
     inline = executor(*options, "evaluation.per_client=true")
     server = run(inline, tmp_path)
@@ -96,14 +96,14 @@ ALONE = ["federation.clients=1", "federation.clients_per_round=1"]
 
 
 @pytest.mark.parametrize("kind", ["lora", "multihead"])
-def test_a_client_alone_is_what_the_mean_of_one_is(executor, tmp_path, kind):
+def test_cohort_of_one_client_equals_its_upload(executor, tmp_path, kind):
     options = [f"method.adapter={kind}", *ALONE]
     local = run(executor("method=local", *options), tmp_path).checkpoint
     fedavg = run(executor("method=fedavg", *options), tmp_path).checkpoint
     np.testing.assert_array_equal(local.client_states[0]["vector"], fedavg.state.shared)
 
 
-def test_local_sends_nothing_and_leaves_the_global_model_untouched(executor, tmp_path):
+def test_local_training_keeps_the_global_model(executor, tmp_path):
     inline = executor("method=local", "evaluation.per_client=true", "federation.local_steps=30")
     checkpoint = run(inline, tmp_path).checkpoint
     first, *later = checkpoint.records
@@ -183,7 +183,7 @@ matrices = st.integers(0, 2**32 - 1).map(
 
 
 @given(matrices, st.sampled_from([0.3, 0.9, 1.0]))
-def test_a_rotation_towards_the_reference_is_orthogonal_and_does_not_lose(drawn, strength):
+def test_alignment_rotation_is_orthogonal_and_optimal(drawn, strength):
     own, reference, other = drawn
     rotation = rotation_towards(own @ reference.mT, strength)
     identity = torch.eye(5).double()
@@ -201,9 +201,7 @@ def test_a_rotation_towards_the_reference_is_orthogonal_and_does_not_lose(drawn,
 
 
 @pytest.mark.parametrize(("method", "changes"), [("fedrot", False), ("fedit", True)])
-def test_a_client_that_trains_in_coordinates_of_its_own(
-    method, changes, executor, tmp_path, monkeypatch
-):
+def test_client_trains_in_its_own_coordinates(method, changes, executor, tmp_path, monkeypatch):
     """Hard FedRot rotates them back, by A in odd rounds and by B in even ones, from round 2 on."""
     inline = executor(f"method={method}", "federation.rounds=3", *SGD)
     found, upload = [], inline.context.method.upload
@@ -233,7 +231,7 @@ def test_a_client_that_trains_in_coordinates_of_its_own(
 
 
 @pytest.mark.parametrize("method", ["fedit", "fedrot", "rolora", "fedsvd", "fedex"])
-def test_a_common_rotation_of_the_start_changes_no_product_under_sgd(method, executor, tmp_path):
+def test_common_rotation_keeps_products_under_sgd(method, executor, tmp_path):
     found = []
     for turned in (False, True):
         inline = executor(f"method={method}", "federation.local_steps=4", *SGD)
@@ -258,7 +256,7 @@ def test_fedplora_at_full_capacity_is_fedit(executor, tmp_path):
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "size"])
-def test_fedplora_averages_each_part_over_those_who_trained_it(executor, tmp_path, weighting):
+def test_fedplora_averages_parts_over_their_trainers(executor, tmp_path, weighting):
     words = ["federation.compute=skewed-right", "optimizer.weight_decay=0.1", "budget=8"]
     words += [f"federation.weighting={weighting}", "partition.variant=per-label"]
     recording = Recording(executor("method=fedplora", *words, "federation.rounds=4"))
@@ -314,7 +312,7 @@ def test_principal_factors_are_the_leading_singular_components(shape, rank):
 
 
 @pytest.mark.parametrize("method", ["frlora", "fedsvd"])
-def test_a_rank_may_exceed_the_width_of_a_matrix(method, executor, tmp_path):
+def test_rank_may_exceed_matrix_width(method, executor, tmp_path):
     """The factors then have directions that stay zero."""
     inline = executor(f"method={method}", "adapter.rank=80", "federation.rounds=1")
     assert all(min(spec.d_out, spec.d_in) < 80 for spec in inline.context.model.specs)

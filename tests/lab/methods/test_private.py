@@ -61,7 +61,7 @@ def test_private_heads_are_kept_and_never_sent(executor, tmp_path, method):
         ["method=trishul-private", "uploads.codec=int8", "server.optimizer=adam"],
     ],
 )
-def test_without_private_heads_a_clients_model_is_the_global_one(executor, tmp_path, words):
+def test_personal_model_without_private_heads_is_global(executor, tmp_path, words):
     inline = executor(*words)
     server = run(inline, tmp_path)
     assert all(np.isfinite(record.train_loss) for record in server.checkpoint.records[1:])
@@ -114,9 +114,7 @@ def test_shared_and_private_updates_are_orthogonal(executor, tmp_path):
         ["method=trishul-private", "method.prox_on=change", "model.train_head=false"],
     ],
 )
-def test_where_all_heads_are_private_the_classification_head_alone_is_sent(
-    executor, tmp_path, words
-):
+def test_all_private_heads_send_only_classification_head(executor, tmp_path, words):
     own = ["method.private_heads=4", "evaluation.per_client=true"]
     recording = Recording(executor(*own, *words))
     server = run(recording, tmp_path)
@@ -139,7 +137,7 @@ def test_where_all_heads_are_private_the_classification_head_alone_is_sent(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_first_round_trains_the_same_model_whether_heads_are_private_or_not(executor, method):
+def test_private_heads_do_not_change_first_round(executor, method):
     found = []
     plain, lam = method.removesuffix("-private"), ["method.lam=0"] * method.startswith("trishul")
     for words in ([f"method={plain}"], [f"method={method}", "method.private_heads=2"]):
@@ -162,7 +160,7 @@ def test_stop_and_resume_changes_nothing(executor, tmp_path):
     assert parts.records[-1].personal == whole.records[-1].personal
 
 
-def test_privacy_covers_what_is_sent_and_leaves_private_heads_alone(executor, tmp_path):
+def test_privacy_covers_uploads_but_not_private_heads(executor, tmp_path):
     words = [*TWO, "privacy.sampling=fixed", "privacy.noise=1"]
     noisy = server_of(executor(*words), tmp_path)
     plain = server_of(executor(*TWO), tmp_path)
@@ -185,12 +183,12 @@ def test_privacy_covers_what_is_sent_and_leaves_private_heads_alone(executor, tm
         (["federation.compute=uniform"], "not method='trishul-private'"),
     ],
 )
-def test_what_is_refused(small, words, message):
+def test_rejected_combinations(small, words, message):
     with pytest.raises((ValidationError, ValueError), match=message):
         small("method=trishul-private", *words)
 
 
 @pytest.mark.parametrize("path", ["auto", "merged", "factored"])
 @pytest.mark.parametrize("clients", [1, 3])
-def test_a_stacked_layer_of_private_heads_is_the_layer_of_each_client(path, clients):
+def test_stacked_private_heads_equal_each_clients_layer(path, clients):
     check_stacked(PrivateHeads(3, 2, private=1), path, clients, tokens=5, widths=(7, 9), seed=1)

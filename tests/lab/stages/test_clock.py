@@ -27,7 +27,7 @@ some = st.integers(1, 12)
 
 @given(seed=st.integers(0, 99), few=st.integers(1, 40), more=st.integers(0, 40))
 @settings(max_examples=20)
-def test_a_sampled_device_does_not_depend_on_the_clients(seed, few, more):
+def test_sampled_device_is_independent_of_client_count(seed, few, more):
     options = DevicesConfig(kind="lognormal")
     small, large = (Devices.of(options, seed, n) for n in (few, few + more))
     for name in ("speed", "down", "up"):
@@ -157,7 +157,7 @@ def test_lost_clients_never_count(found, data):
 
 
 @given(size=st.integers(1, 10), seed=st.integers(0, 99))
-def test_power_of_choice_prefers_new_clients_and_high_losses(size, seed):
+def test_power_of_choice_prefers_high_losses(size, seed):
     rng = np.random.default_rng(seed)
     loss = np.where(rng.random(10) < 0.3, math.nan, rng.random(10))
     chosen = power_of_choice(rng.integers(1, 50, 10), loss, 1000, size, rng)

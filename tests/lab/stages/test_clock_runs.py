@@ -34,7 +34,7 @@ def without_clock(result):
     return [{k: v for k, v in r.items() if k not in ("stages", "missing")} for r in records]
 
 
-def test_with_devices_alone_cohorts_and_model_are_those_without(edge_run):
+def test_devices_do_not_change_cohorts_or_model(edge_run):
     plain, timed = edge_run("method=ravan"), edge_run("method=ravan", ON)
     assert timed.digest == plain.digest
     assert without_clock(timed) == without_clock(plain)
@@ -62,7 +62,7 @@ def test_seconds_follow_from_bytes_and_flops(edge_run, codec):
         assert record.stages["simulated_seconds"] == pytest.approx(seconds, rel=1e-12)
 
 
-def test_what_full_fine_tuning_costs_is_three_times_the_forward_pass(edge_run):
+def test_full_fine_tuning_costs_three_forward_passes(edge_run):
     """A frozen backbone costs two; the adapters come on top."""
     full = edge_run("method=fullft", DIGITS, ON, "federation.rounds=1").spec.flops
     lora = edge_run("method=fedit", DIGITS, ON, "federation.rounds=1").spec.flops
@@ -105,9 +105,7 @@ def test_a_resumed_run_has_the_same_clock(edge_run, assert_same, tmp_path, selec
 
 
 @pytest.mark.slow
-def test_the_clock_does_not_depend_on_the_number_of_actors(
-    small, inline_result, assert_same, drive_to_end, local_ray
-):
+def test_clock_is_independent_of_actors(small, inline_result, assert_same, drive_to_end, local_ray):
     experiment = small(
         "method=trishul", *ALL, "cohort.select=power_of_choice", "resources.actors=2"
     )
@@ -116,7 +114,7 @@ def test_the_clock_does_not_depend_on_the_number_of_actors(
         assert_same(drive_to_end(driver), inline_result(experiment))
 
 
-def test_clients_that_do_not_count_have_received_the_broadcast(edge_run):
+def test_uncounted_clients_have_received_the_broadcast(edge_run):
     words = ["method=fedit", ON, "federation.clients_per_round=2"]
     plain = edge_run(*words)
     more = edge_run(*words, "cohort.extra=2")
@@ -134,7 +132,7 @@ def test_a_strategy_without_a_clock_wastes_no_broadcast(edge_run):
         assert other.downloaded_parameters == one.downloaded_parameters
 
 
-def test_a_round_in_which_too_few_come_is_asked_anew(edge_run):
+def test_round_with_too_few_clients_repeats(edge_run):
     words = ["method=fedit", ON, "cohort.dropout=0.6", "federation.rounds=6"]
     records = edge_run(*words).checkpoint.records[1:]
     assert sum(r.stages["abandoned"] for r in records) > 0
@@ -144,7 +142,7 @@ def test_a_round_in_which_too_few_come_is_asked_anew(edge_run):
         assert down == record.stages["asked"]
 
 
-def test_attempts_that_were_given_up_are_counted_and_send_the_bases_once(edge_run):
+def test_abandoned_attempts_count_and_send_bases_once(edge_run):
     words = ["method=fedsb", ON, "cohort.dropout=0.6", "federation.quorum=1"]
     words += ["federation.clients_per_round=2", "federation.rounds=3"]
     words += ["devices.speed_spread=0", "devices.network_spread=0"]
@@ -171,7 +169,7 @@ def test_attempts_that_were_given_up_are_counted_and_send_the_bases_once(edge_ru
         (["devices.up=3"], "devices: up=3.0 has no effect with kind='none'"),
     ],
 )
-def test_policies_without_what_they_need_are_refused(small, words, said):
+def test_policies_without_what_they_need_are_rejected(small, words, said):
     with pytest.raises(InputError, match=said):
         small(*words)
 
@@ -193,7 +191,7 @@ def test_privacy_draws_the_cohort_that_the_clock_times(edge_run):
         assert record.stages["asked"] == len(record.clients)
 
 
-def test_a_file_of_devices_is_in_the_id_by_its_content(small, tmp_path, edge_run):
+def test_content_of_device_file_is_in_id(small, tmp_path, edge_run):
     def write(name, speed):
         table = {"client": range(4), "speed": [speed] * 4, "up": [5.0] * 4, "down": [20.0] * 4}
         pq.write_table(pa.table({k: list(v) for k, v in table.items()}), tmp_path / name)
@@ -217,7 +215,7 @@ def test_central_training_has_neither_devices_nor_a_cohort(small):
     assert not twin.stages and twin.id == central_twin(small("federation.clients=12")).id
 
 
-def test_a_deadline_that_no_client_meets_fails_at_once(edge_run):
+def test_unreachable_deadline_fails_at_once(edge_run):
     with pytest.raises(
         RunError, match=r"round 1: in 100 attempts .*cohort.deadline=0.0001.*longer"
     ):

@@ -30,7 +30,7 @@ def example(monkeypatch):
         yield code
 
 
-def test_example_is_short_and_sends_one_bit_per_entry(example):
+def test_example_sends_one_bit_per_entry(example):
     assert len(example.splitlines()) < 45
     sizes = np.array([9, 7])
     change = np.random.default_rng(0).standard_normal(16).astype(np.float32)

@@ -59,7 +59,7 @@ def checkpoint_of(small, drive_to_end):
 
 
 @given(clients=st.integers(2, 200), percent=st.integers(0, 50), seed=st.integers(0, 5))
-def test_as_many_as_the_share_says_are_held_out(clients, percent, seed):
+def test_held_out_clients_match_the_share(clients, percent, seed):
     fed = FederationConfig(clients=clients, clients_per_round=1, held_out=percent / 100)
     found = participants(fed, seed)
     assert len(found) == fed.participants == clients - math.ceil(clients * percent / 100)
@@ -105,14 +105,14 @@ def test_nobody_held_out_changes_nothing(small, checkpoint_of):
     assert one.records[-1].participation == {}
 
 
-def test_shards_do_not_depend_on_who_is_held_out(small):
+def test_shards_are_independent_of_held_out_clients(small):
     words = ["partition.kind=dirichlet", "federation.clients=10"]
     one, other = (prepare_run(small(*words, *more)).shards for more in ([], ON))
     np.testing.assert_array_equal(one.permutation, other.permutation)
     np.testing.assert_array_equal(one.offsets, other.offsets)
 
 
-def test_the_promise_is_for_those_who_may_take_part(small):
+def test_guarantee_covers_participants(small):
     """Seven of ten clients: a round's three are drawn from these."""
     noise = "privacy.noise=1"
     one, other = guarantee(small(*ON, noise)), guarantee(small("federation.clients=7", noise))
@@ -136,6 +136,6 @@ def test_the_promise_is_for_those_who_may_take_part(small):
         ),
     ],
 )
-def test_what_is_refused(small, words, message):
+def test_rejected_combinations(small, words, message):
     with pytest.raises((ValidationError, InputError), match=message):
         small(*words)

@@ -81,7 +81,7 @@ def test_a_client_reports_whether_it_was_clipped():
     assert norm_of([sent(1.0).shared]) == pytest.approx(1.0)
 
 
-def test_without_noise_the_mean_is_over_the_expected_cohort():
+def test_noiseless_mean_divides_by_expected_cohort():
     sums = np.arange(LAYOUT.size, dtype=np.float64)
     shares = np.array([0.5, 0.5, 0.5, 1.0, 1.0, 1.0])
     found = mean_of(private(0, shares=shares, extra=3), 1, sums, np.ones(3))
@@ -111,7 +111,7 @@ def test_units_outside_a_round_stay():
         assert (change[unit.wire] != 0).all() == moves
 
 
-def test_the_printed_ratio_is_of_equal_changes_to_noise():
+def test_printed_ratio_compares_equal_changes_with_noise():
     stage = private(2.0)
     noises = [mean_of(stage, number).shared for number in range(1, 201)]
     measured = 1 / np.mean([np.linalg.norm(noise) for noise in noises])

@@ -99,7 +99,7 @@ def test_poisson_epsilon_agrees_with_opacus(population, cohort, rounds, z):
 @pytest.mark.parametrize(
     "z, q, rounds", [(1.0, 1e-3, 1000), (2.0, 1e-3, 1000), (3.0, 1e-3, 5000), (1.0, 1e-4, 1000)]
 )
-def test_epsilon_of_small_rates_is_that_of_composed_densities(z, q, rounds):
+def test_epsilon_of_small_rates_equals_composed_densities(z, q, rounds):
     """The loss of removing a client, by its density on a fine grid, composed by an FFT in float64.
 
     L = log(1 - q + q exp((2x - 1) / 2z^2)), with x of the mixture of N(0, z^2) and N(1, z^2).
@@ -134,7 +134,7 @@ def test_epsilon_of_fixed_cohorts_is_the_published_bound(z, population, cohort, 
 
 @settings(max_examples=15, deadline=None)
 @given(z=st.floats(0.5, 5), cohort=st.integers(1, 40), rounds=st.integers(1, 50))
-def test_epsilon_grows_with_rounds_and_cohorts_and_falls_with_noise(z, cohort, rounds):
+def test_epsilon_is_monotonic_in_its_arguments(z, cohort, rounds):
     def epsilon_of(z, cohort, rounds):
         return poisson(z, 50, cohort, rounds, 1e-4).epsilon()
 
@@ -165,7 +165,7 @@ def test_noise_of_zero_has_no_epsilon():
     assert poisson(0.0).epsilon() == math.inf
 
 
-def test_poisson_cohorts_have_binomial_sizes_and_every_client_its_share():
+def test_poisson_cohorts_have_binomial_sizes():
     rounds, clients, expected = 4000, 20, 3
     drawn = [poisson_cohort(0, number, clients, expected) for number in range(rounds)]
     sizes = np.array([len(cohort) for cohort in drawn])

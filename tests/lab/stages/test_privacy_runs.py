@@ -36,7 +36,7 @@ def test_private_run_records_its_epsilon(edge_run):
     assert np.isfinite(result.checkpoint.state.shared).all()
 
 
-def test_the_first_norm_is_a_walk_of_the_optimizer(edge_run):
+def test_first_norm_is_an_optimizer_walk(edge_run):
     result = edge_run("method=scaffold", "privacy.noise=1", "federation.rounds=1")
     numbers = sum(result.spec.expected.lengths.values())
     norm = result.checkpoint.records[1].stages["privacy_clip_norm"]
@@ -45,7 +45,7 @@ def test_the_first_norm_is_a_walk_of_the_optimizer(edge_run):
 
 
 @pytest.mark.parametrize("method", ["fedsvd", "rolora"])
-def test_the_first_norm_counts_what_is_sent_in_a_round(method, edge_run):
+def test_first_norm_counts_uploads_of_a_round(method, edge_run):
     record = edge_run(f"method={method}", "privacy.noise=1", "federation.rounds=1")
     sent = record.checkpoint.records[1].uploaded_parameters // len(
         record.checkpoint.records[1].clients
@@ -55,7 +55,7 @@ def test_the_first_norm_counts_what_is_sent_in_a_round(method, edge_run):
 
 
 @pytest.mark.parametrize("method", KINDS)
-def test_without_noise_and_clipping_and_with_everyone_it_is_the_plain_mean(method, edge_run):
+def test_full_cohort_without_noise_is_plain_mean(method, edge_run):
     """Up to rounding, which local steps of later rounds enlarge: Adam divides by what is small."""
     everyone = [f"method={method}", "federation.clients_per_round=4", "rounds=1"]
     plain, private = edge_run(*everyone), edge_run(*everyone, "privacy.noise=0", "privacy.clip=1e6")
@@ -66,7 +66,7 @@ def test_without_noise_and_clipping_and_with_everyone_it_is_the_plain_mean(metho
 
 
 @pytest.mark.parametrize("method", ["trishul", "scaffold"])
-def test_a_resumed_run_has_the_same_bytes_and_the_same_epsilon(edge_run, tmp_path, method):
+def test_resumed_run_keeps_bytes_and_epsilon(edge_run, tmp_path, method):
     options = ["privacy.epsilon=8", "federation.clients=20"]
     whole = edge_run(f"method={method}", *options, f"storage.runs={tmp_path / 'one'}")
     parts = edge_run(f"method={method}", *options, f"storage.runs={tmp_path / 'two'}", stop=2)
@@ -76,7 +76,7 @@ def test_a_resumed_run_has_the_same_bytes_and_the_same_epsilon(edge_run, tmp_pat
     assert whole.checkpoint.records[-1].stages["privacy_epsilon"] == pytest.approx(8, rel=0.01)
 
 
-def test_a_run_keeps_the_noise_that_it_began_with(edge_run, small, monkeypatch, tmp_path):
+def test_run_keeps_its_initial_noise_scale(edge_run, small, monkeypatch, tmp_path):
     """Another version of the library may find another z for the same epsilon."""
     words = ["method=fedit", "privacy.epsilon=8"]
     whole = edge_run(*words, f"storage.runs={tmp_path / 'whole'}")
@@ -108,7 +108,7 @@ def test_a_survey_is_one_more_release(edge_run, small, sampling):
     assert guarantee(small("method=fedsb", "privacy.epsilon=8", "rounds=2")).epsilon() <= 8
 
 
-def test_what_a_survey_tells_is_clipped_noisy_and_divided_by_a_constant(small, tmp_path):
+def test_survey_response_is_clipped_noisy_and_normalized(small, tmp_path):
     experiment = small("method=fedsb", "privacy.noise=3", "federation.clients_per_round=2")
     inline = InlineExecutor(experiment, prepare_run(experiment))
     executor = Recording(inline)
@@ -134,7 +134,7 @@ def test_what_a_survey_tells_is_clipped_noisy_and_divided_by_a_constant(small, t
     inline.close()
 
 
-def test_a_round_of_nobody_is_a_round_of_noise(edge_run):
+def test_round_with_empty_cohort_adds_noise(edge_run):
     """With 1 client of 4 on average, the seed's first rounds have some without any."""
     result = edge_run(
         "method=fedit", "federation.clients_per_round=1", "federation.rounds=6",
@@ -146,7 +146,7 @@ def test_a_round_of_nobody_is_a_round_of_noise(edge_run):
 
 
 @pytest.mark.parametrize("words", ["trishul", "scaffold", "fedit federation.stacked=2"])
-def test_clients_whose_loss_diverges_count_as_zeros_and_end_no_run(words, edge_run):
+def test_diverging_clients_count_as_zeros(words, edge_run):
     """A run that ended for it would reveal their data. All of them diverge here."""
     options = [*f"method={words}".split(), "optimizer.lr=1e30", "rounds=2"]
     result = edge_run(*options, "privacy.noise=1", "privacy.clip=1e-6")
@@ -159,7 +159,7 @@ def test_clients_whose_loss_diverges_count_as_zeros_and_end_no_run(words, edge_r
         edge_run(*options)
 
 
-def test_units_of_limited_clients_are_divided_by_their_expected_share(edge_run):
+def test_limited_units_are_divided_by_expected_share(edge_run):
     """All heads of a layer are as likely, so noise of each has one deviation; heads have more."""
     result = edge_run(
         "method=ravan", "method.head_fraction=0.5", "federation.rounds=1",
@@ -174,7 +174,7 @@ def test_units_of_limited_clients_are_divided_by_their_expected_share(edge_run):
     assert rest.std() == pytest.approx(1.0, rel=5 / np.sqrt(rest.size))
 
 
-def test_shares_of_heads_are_means_over_the_clients_capacities():
+def test_head_shares_average_client_capacities():
     from trishul_ray.adapters.layout import Layout
     from trishul_ray.methods.base import build_method
 
@@ -188,7 +188,7 @@ def test_shares_of_heads_are_means_over_the_clients_capacities():
     "setting",
     ["privacy.noise=1", "uploads.codec=int8", "downloads.codec=int8", "server.optimizer=sgd"],
 )
-def test_methods_that_need_more_than_a_mean_are_refused(setting):
+def test_methods_beyond_the_mean_are_rejected(setting):
     section = setting.partition(".")[0]
     needy = [name for name in SINGLE if not method_class(name).mean_is_enough]
     assert len(needy) > 5
@@ -216,11 +216,11 @@ def test_methods_that_need_more_than_a_mean_are_refused(setting):
         (["privacy.noise=1", "privacy.delta=2"], "privacy.delta=2"),
     ],
 )  # fmt: skip
-def test_what_breaks_the_promise_is_refused_in_one_line(overrides, said):
+def test_settings_that_break_the_guarantee_are_rejected(overrides, said):
     assert said in refused(*overrides)
 
 
-def test_a_budget_cuts_the_rounds_and_is_no_part_of_the_id():
+def test_budget_limits_rounds_and_keeps_the_id():
     options = ["privacy.noise=1.5", "federation.clients=100", "federation.clients_per_round=10"]
     cut = load_experiment(None, [*options, "privacy.budget=3", "federation.rounds=100"])
     rounds = cut.federation.rounds
@@ -231,7 +231,7 @@ def test_a_budget_cuts_the_rounds_and_is_no_part_of_the_id():
     assert again.federation.rounds == rounds
 
 
-def test_an_epsilon_out_of_reach_fails_before_anything_is_written(small):
+def test_unreachable_epsilon_fails_before_any_file(small):
     with pytest.raises(InputError, match=r"privacy\.epsilon=0\.0001 is below"):
         guarantee(small("privacy.epsilon=0.0001"))
 
@@ -249,7 +249,7 @@ def test_a_report_names_the_guarantee_and_its_limits(small):
         assert f"utside the guarantee: {OUTSIDE}" in text
 
 
-def test_a_central_twin_has_no_clients_to_protect_and_sends_nothing(small):
+def test_central_twin_has_no_privacy_and_no_traffic(small):
     sections = ["privacy.noise=1", "uploads.codec=int4", "downloads.codec=int4"]
     twin, plain = central_twin(small(*sections)), central_twin(small())
     assert twin.id == plain.id and twin.to_dict().keys() == plain.to_dict().keys()
@@ -262,7 +262,7 @@ def test_a_central_twin_has_no_clients_to_protect_and_sends_nothing(small):
         ("trishul method.head_fraction=0.5", "none"), ("trishul method.head_fraction=0.5", "topk"),
     ],
 )  # fmt: skip
-def test_what_is_added_is_clipped_whatever_encodes_or_masks_it(small, tmp_path, words, codec):
+def test_encoded_and_masked_contributions_are_clipped(small, tmp_path, words, codec):
     """Decoded uploads have at most the norm, over all that a client sends; epsilon is the same."""
     options = [*f"method={words}".split(), f"uploads.codec={codec}"]
     experiment = small("privacy.noise=1", "privacy.clip=0.05", *options)

@@ -18,7 +18,7 @@ rows = arrays(np.float64, st.tuples(st.integers(7, 9), st.integers(1, 5)),
 
 
 @given(rows=rows, harmful=st.integers(0, 2))
-def test_the_trimmed_mean_leaves_out_the_smallest_and_the_largest(rows, harmful):
+def test_trimmed_mean_excludes_extremes(rows, harmful):
     found = trimmed_mean(rows, harmful)
     for column, value in zip(rows.T, found, strict=True):
         kept = sorted(column.tolist())[harmful : len(column) - harmful]
@@ -27,7 +27,7 @@ def test_the_trimmed_mean_leaves_out_the_smallest_and_the_largest(rows, harmful)
 
 
 @given(rows=rows, harmful=st.integers(1, 2))
-def test_krum_keeps_the_rows_that_are_nearest_to_their_nearest(rows, harmful):
+def test_krum_selects_rows_with_nearest_neighbors(rows, harmful):
     count = len(rows)
     scores = []
     for i in range(count):
@@ -49,7 +49,7 @@ def test_no_row_counts_with_more_than_the_bound(rows, bound):
 
 
 @given(rows=rows, place=st.integers(0, 6), sign=st.sampled_from([-1, 1]))
-def test_one_row_of_any_size_moves_no_rule_beyond_the_others(rows, place, sign):
+def test_one_large_row_stays_within_the_others(rows, place, sign):
     attacked = rows.copy()
     attacked[place] = sign * 1e6 * (1 + np.abs(rows[place]))
     honest = np.delete(rows, place, axis=0)
@@ -72,9 +72,7 @@ def test_a_share_of_a_cohort_is_rounded_up():
 WIDE = ["federation.clients=8", "federation.clients_per_round=8", "partition.kind=iid"]
 
 
-def test_without_attackers_and_trimming_it_is_the_mean_and_attackers_move_it_little(
-    executor, tmp_path
-):
+def test_trimmed_mean_resists_few_attackers(executor, tmp_path):
     def end(*words):
         return run(executor("method=fedit", *WIDE, *words), tmp_path).checkpoint
 
@@ -101,6 +99,6 @@ def test_without_attackers_and_trimming_it_is_the_mean_and_attackers_move_it_lit
         (["attack.scale=2"], "scale=2.0 has no effect with share=0"),
     ],
 )
-def test_what_a_rule_cannot_be_a_part_of_is_refused(words, message):
+def test_unsupported_combinations_of_rules_are_rejected(words, message):
     with pytest.raises(InputError, match=message):
         load_experiment(None, ["robust.rule=median", *words])

@@ -54,7 +54,7 @@ def test_every_entry_moves_as_published(kind, rounds):
 
 
 @given(change=arrays(np.float32, 5, elements=st.floats(-1, 1, width=32)))
-def test_the_first_step_of_adam_has_a_closed_form(change):
+def test_first_adam_step_has_closed_form(change):
     options = ServerConfig(optimizer="adam", lr=0.01)
     d = change.astype(np.float64)
     expected = 0.01 * 0.1 * d / (np.sqrt(0.99 * 1e-6 + 0.01 * d**2) + 1e-3)
@@ -75,7 +75,7 @@ def test_untrained_entries_and_their_moments_stay(kind):
 
 
 @pytest.mark.parametrize("method", KINDS)
-def test_sgd_of_rate_one_without_momentum_takes_the_mean(method, edge_run):
+def test_sgd_at_rate_one_applies_the_mean(method, edge_run):
     # One round: Adam of the clients amplifies the rounding of one in the next.
     options = [f"method={method}", "rounds=1"]
     plain = edge_run(*options)
@@ -88,9 +88,7 @@ def test_sgd_of_rate_one_without_momentum_takes_the_mean(method, edge_run):
 
 
 @pytest.mark.parametrize("kind", ["sgd", *ADAPTIVE])
-def test_a_resumed_run_has_the_moments_of_an_uninterrupted_one(
-    kind, edge_run, assert_same, tmp_path
-):
+def test_resumed_run_keeps_optimizer_moments(kind, edge_run, assert_same, tmp_path):
     options = ["method=trishul", f"server.optimizer={kind}"]
     again = edge_run(*options, stop=2)
     whole = edge_run(*options, f"storage.runs={tmp_path / 'whole'}")
@@ -98,7 +96,7 @@ def test_a_resumed_run_has_the_moments_of_an_uninterrupted_one(
     assert whole.checkpoint.stages["server"].keys() == again.checkpoint.stages["server"].keys()
 
 
-def test_a_method_that_needs_more_than_the_mean_is_refused(small):
+def test_method_beyond_the_mean_is_rejected(small):
     with pytest.raises(InputError, match=r"server: needs a method .*trishul.*'flora'"):
         small("method=flora", "server.optimizer=adam")
 
@@ -113,6 +111,6 @@ def test_a_method_that_needs_more_than_the_mean_is_refused(small):
         (["server.optimizer=adam", "server.lr=0"], r"server\.lr=0"),
     ],
 )
-def test_a_field_that_is_not_read_is_refused(fields, message):
+def test_a_field_that_is_not_read_is_rejected(fields, message):
     with pytest.raises(InputError, match=message):
         load_experiment(None, fields)

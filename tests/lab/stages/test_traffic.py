@@ -87,7 +87,7 @@ def test_extra_vectors_of_a_method_are_coded(name):
 
 
 @pytest.mark.parametrize("name", CODECS.names())
-def test_short_vectors_are_sent_as_they_are(name):
+def test_short_vectors_are_sent_unchanged(name):
     """They are no changes: a share of 1 must not be read as 0, nor be made up for later."""
     rng, few = np.random.default_rng(0), np.float32([1, 1e-6, 0.5])
     each = uploads(name, error_feedback=True)
@@ -174,7 +174,7 @@ def test_resumed_run_sends_the_same_bytes(method, codec, edge_run, small, assert
     assert not again.checkpoint.kept  # a result is small
 
 
-def test_bytes_of_a_run_are_those_of_the_format(edge_run):
+def test_run_bytes_follow_the_format(edge_run):
     result = edge_run("method=fedit", "uploads.codec=int8", "rounds=2", "downloads.codec=int8")
     units = list(result.spec.layout.units(result.spec.wire))
     each = sum(unit.size for unit in units) + 4 * len(units) + -(-len(units) // 8)
@@ -182,7 +182,7 @@ def test_bytes_of_a_run_are_those_of_the_format(edge_run):
     assert records_of(result)[1].downloaded_bytes == 3 * each
 
 
-def test_training_reads_the_coded_broadcast_and_scores_the_state(small):
+def test_training_uses_coded_broadcast_and_scores_state(small):
     experiment = small("resources.backend=inline", "method=fedit", "downloads.codec=int4")
     server = InlineDriver(experiment, prepare_run(experiment), "a")
     inner = server.executor
@@ -226,7 +226,7 @@ def test_run_without_sections_has_no_stage(method, small, drive_to_end):
     server.close()
 
 
-def test_a_codec_of_a_file_is_noted_where_it_is_used():
+def test_codec_file_is_recorded_by_its_runs():
     with unloaded_after():
         used = load_experiment(None, [f"plugins={HALF}", "downloads.codec=half"])
         assert [plugin.name for plugin in used.plugins] == ["half"]
