@@ -153,7 +153,7 @@ def test_node_without_bucket_is_rejected(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("driver", "refused"), [("535.129.03", True), ("580.65.06", False)])
+@pytest.mark.parametrize(("driver", "rejected"), [("535.129.03", True), ("580.65.06", False)])
 def test_node_with_old_driver_is_rejected(tmp_path, driver, rejected):
     command = tmp_path / "nvidia-smi"
     command.write_text(f"#!/bin/sh\necho {driver}\n")
@@ -163,9 +163,9 @@ def test_node_with_old_driver_is_rejected(tmp_path, driver, rejected):
     env = {"HOME": str(tmp_path / "home"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     run = subprocess.run(words, env=env, capture_output=True, text=True)
     # Without secrets the set-up of the other one ends later.
-    assert run.returncode == (2 if refused else 1)
-    assert (f"driver of this node is {driver}" in run.stderr) is refused
-    assert bool(list((tmp_path / "home").iterdir())) is not refused
+    assert run.returncode == (2 if rejected else 1)
+    assert (f"driver of this node is {driver}" in run.stderr) is rejected
+    assert bool(list((tmp_path / "home").iterdir())) is not rejected
 
 
 # The AWS account.
