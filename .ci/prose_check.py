@@ -55,9 +55,10 @@ _RULES = {
     "so-many": (r"\b[Ss]o many\b(?! (?:as|that))", "name the number"),
     "per": (
         r"\b(?:\d[\d,.]*|one|two|three|four|five|ten|several|some) (?!that|where|until|if|when|in"
-        r"|of|for|to|on|and|or|by|from|with|as|What|marks|after|between)[a-z]+ an? (?:line|number|byte"
-        r"|round|client|run|cell|GPU|layer|matrix|hour|month|second|day|week|minute|process|row|step"
-        r"|actor|trial|node|weight|entry|file|machine|core|token|batch|seed|key|field|column)\b"
+        r"|of|for|to|on|and|or|by|from|with|as|What|marks|after|between)[a-z]+ an?"
+        r" (?:line|number|byte|round|client|run|cell|GPU|layer|matrix|hour|month|second"
+        r"|day|week|minute|process|row|step|actor|trial|node|weight|entry|file|machine|core|token|batch"
+        r"|seed|key|field|column)\b"
         r"|\ba (?:line|number|byte|scale|row|file|entry|actor|core|value|name) each\b",
         "write 'per'",
     ),
