@@ -199,6 +199,16 @@ def by_epsilon(folder, unfinished=lambda labels: None):
     return sweep_of({"method": WITH_CORES, "epsilon": EPSILONS, "seed": SEEDS}, cell)
 
 
+def by_draw(folder, unfinished=lambda labels: None):
+    """Methods with cores x draws x seeds."""
+
+    def cell(labels):
+        config = {"method": METHODS[labels["method"]], "draw": int(labels["draw"])}
+        return cell_of(folder, labels, config, unfinished)
+
+    return sweep_of({"method": WITH_CORES, "draw": ("7", "8"), "seed": SEEDS}, cell)
+
+
 def by_allocation(folder, unfinished=lambda labels: None):
     """Uniform and water-filled heads x seeds."""
 
@@ -243,6 +253,7 @@ CASES = {
     "waterfilling": (by_allocation, {}),
     "waterfilling_layerwise": (by_allocation, {}),
     "privacy": (by_epsilon, {}),
+    "draws": (by_draw, {}),
     "personal": (by_client, {}),
     "covariance": (by_method, {"method": ("RAVAN", "TRISHUL")} | _ONE_DATASET),
 }

@@ -98,6 +98,11 @@ def test_overhead_is_a_ratio_of_medians(tmp_path):
     assert {*found["n"]} == {(ROUNDS - 1) * len(SEEDS)}  # without the first round of each run
 
 
+def test_draws_show_means_over_seeds(tmp_path):
+    found = numbers(drawn_of("draws", tmp_path))
+    assert {*found["x"]} == {7, 8} and {*found["n"]} == {len(SEEDS)}
+
+
 def test_runs_without_noise_have_an_infinite_epsilon(tmp_path):
     found = numbers(drawn_of("privacy", tmp_path))
     assert {*found["x"]} == {2.0, 8.0, math.inf} and len(EPSILONS) == 4  # "none" is not private

@@ -79,10 +79,10 @@ class TableLayout(Section):
 
 
 FigureKind = Literal[
-    "accuracy_inconsistency", "alpha_diagnostics", "convergence", "covariance", "heterogeneity",
-    "hours", "lambda_accuracy", "lambda_diagnostics", "megabytes", "overhead", "personal",
-    "privacy", "spectral_alignment", "spectral_diagnostics", "svt_spectra", "waterfilling",
-    "waterfilling_layerwise",
+    "accuracy_inconsistency", "alpha_diagnostics", "convergence", "covariance", "draws",
+    "heterogeneity", "hours", "lambda_accuracy", "lambda_diagnostics", "megabytes", "overhead",
+    "personal", "privacy", "spectral_alignment", "spectral_diagnostics", "svt_spectra",
+    "waterfilling", "waterfilling_layerwise",
 ]  # fmt: skip
 
 

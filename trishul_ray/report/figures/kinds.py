@@ -28,6 +28,7 @@ X_LABELS: Mapping[str, str] = {
     "alpha": "Dirichlet α (∞: IID)",
     **{name: cost.label for name, cost in COSTS.items()},
     "epsilon": "ε for each client (∞: no noise)",
+    "draw": "draw",
 }
 _SPREAD = "lines: mean ± standard deviation over runs"
 _LATE = "diagnostics: mean of the last 10 rounds that have them"
@@ -369,6 +370,7 @@ KINDS: Mapping[FigureKind, Kind] = {
     "lambda_accuracy": _SCORES(partial(scores, x="lam"), series=()),
     "heterogeneity": _SCORES(partial(scores, x="alpha")),
     "privacy": _SCORES(partial(scores, x="epsilon")),
+    "draws": _SCORES(partial(scores, x="draw")),
     "personal": _SCORES(
         personal, note=(_SPREAD, "a client that has never taken part has the global model: 0")
     ),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 #: Fields that may be the x axis; other x axes are columns of rounds.
-FIELDS = ("lam", "alpha", "epsilon")
+FIELDS = ("lam", "alpha", "epsilon", "draw")
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,16 @@ def select_runs(
 
 
 def _field(cell: CellOutcome, field: str) -> float:
-    """Return λ, α (infinite for an IID partition) or ε (infinite without noise); NaN if none."""
+    """Return λ, α (infinite for an IID partition), ε (infinite without noise) or draw, or NaN."""
     config, value = cell.result.config, None
     if field == "lam":
         value = config["method"].get("lam")
     elif field == "alpha":
         partition = config["partition"]
         value = {"iid": math.inf, "dirichlet": partition.get("alpha")}.get(partition["kind"])
+    elif field == "draw":
+        value = config.get("draw")  # None: the seed
+        value = config.get("seed") if value is None else value
     else:
         value = config.get("privacy", {}).get("epsilon")
         if value is None and (report := cell.result.reports.get("privacy")) is not None:
