@@ -1,6 +1,6 @@
-"""The spread between draws of partitions and cohorts, and its consequences for a ranking.
+"""Variance between draws of partitions and cohorts, and its effect on the ranking of methods.
 
-The model of a value is y = μ + row + draw + row × draw + seed (a two-way layout with repetitions).
+A value is modeled as y = μ + row + draw + row × draw + seed (a two-way layout with repetitions).
 """
 
 import itertools
@@ -17,31 +17,32 @@ from trishul_ray.runtime.random_streams import numpy_rng
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-#: Probability with which a t-test of :attr:`DrawEvidence.needed` draws decides.
+#: Power of the t-test that :attr:`DrawEvidence.needed` is computed for.
 POWER = 0.8
-#: Most subsets of draws that are compared; if there are more, this number of random ones is.
+#: Maximum number of subsets of draws to compare; if there are more, they are sampled.
 SUBSETS = 10_000
-#: Most draws that are considered for a t-test.
+#: Maximum number of draws to consider for a t-test.
 MOST_DRAWS = 1000
-#: Smaller differences are rounding errors.
+#: Decimals to round differences to; smaller differences are rounding errors.
 _DECIMALS = 9
 
 
 @dataclass(frozen=True)
 class DrawEvidence:
-    """The spread between the draws of some rows, and its consequences for their ranking.
+    """Variance between the draws of a group of rows, and its effect on their ranking.
 
     Attributes:
         rows: Labels of the rows.
-        draws: Number of draws in which all rows have all values.
-        left_out: Number of other draws.
-        seeds: Number of seeds of each draw.
-        shares: Shares of the variance within rows: draw, draw × row, and seed. With one seed the
-            second includes the third, which is NaN. All are NaN without a variance.
-        flips: Probability that n draws name another best row than all draws, by n.
-        best: The rows with the two best means.
-        needed: Number of draws after which a two-sided paired t-test of these two decides with a
-            probability of :data:`POWER`; None if :data:`MOST_DRAWS` are not enough.
+        draws: Number of complete draws, in which all rows have all values.
+        left_out: Number of incomplete draws.
+        seeds: Number of seeds per draw.
+        shares: Fractions of the variance within rows due to draw, draw × row, and seed. With one
+            seed per draw, the second includes the third, which is NaN. All are NaN if the variance
+            is zero.
+        flips: Probability that n draws select a different best row than all draws, keyed by n.
+        best: The two rows with the best means.
+        needed: Number of draws for a two-sided paired t-test of these two rows with power
+            :data:`POWER`, or None if more than :data:`MOST_DRAWS`.
     """
 
     rows: tuple[str, ...]
@@ -55,7 +56,7 @@ class DrawEvidence:
 
     @property
     def sentences(self) -> list[str]:
-        """Its content, as sentences."""
+        """Summary in sentences, for the report."""
         each = f"{self.seeds} seeds in each" if self.seeds > 1 else "one seed in each"
         out = f"; incomplete draws left out: {self.left_out}" if self.left_out else ""
         found = [f"{self.draws} draws, {each}, {len(self.rows)} rows{out}."]
@@ -84,13 +85,15 @@ class DrawEvidence:
 
 
 def draw_evidence(values: "DataFrame") -> DrawEvidence | None:
-    """Estimate the spread between draws; None for fewer than two rows or complete draws.
+    """Estimate the variance between draws by the method of moments.
 
-    Variances are estimated by the method of moments; a negative estimate becomes 0.
+    Negative estimates become 0.
 
     Args:
-        values: A row for each row of a table and a column for each (draw, seed); larger is better,
-            NaN if the value is missing.
+        values: Values [rows of a table, (draw, seed)]. Larger is better; NaN marks missing values.
+
+    Returns:
+        The estimate, or None with fewer than two rows or complete draws.
     """
     by_draw = values.T.groupby(level=0, sort=False)
     seeds = by_draw.size().max()
@@ -119,7 +122,7 @@ def _subset_sizes(draws: int) -> list[int]:
 
 
 def variance_shares(y: np.ndarray) -> tuple[float, float, float]:
-    """Return the shares of draw, draw × row and seed of values [rows, draws, seeds]."""
+    """Compute the variance fractions of draw, draw × row and seed from [rows, draws, seeds]."""
     rows, draws, seeds = y.shape
     cells = y.mean(axis=2)
     by_draw = cells.mean(axis=0)
@@ -137,11 +140,11 @@ def variance_shares(y: np.ndarray) -> tuple[float, float, float]:
 
 
 def flip_probability(means: np.ndarray, n: int) -> float:
-    """Return the probability that ``n`` of all draws, without replacement, have another best row.
+    """Compute the probability that ``n`` draws, without replacement, change the best row.
 
     Args:
-        means: Mean of each row and draw, [rows, draws]; larger is better.
-        n: Number of draws.
+        means: Means over seeds [rows, draws]; larger is better.
+        n: Number of draws in a subset.
     """
     draws = means.shape[1]
     if math.comb(draws, n) <= SUBSETS:
@@ -155,9 +158,13 @@ def flip_probability(means: np.ndarray, n: int) -> float:
 
 
 def draws_needed(differences: np.ndarray) -> int | None:
-    """Return the draws after which a paired t-test decides, given differences [draws].
+    """Compute the number of draws that a paired t-test needs to reach :data:`POWER`.
 
-    None if :data:`MOST_DRAWS` are not enough.
+    Args:
+        differences: Difference between two rows in each draw [draws].
+
+    Returns:
+        The number of draws, or None if more than :data:`MOST_DRAWS`.
     """
     mean, deviation = differences.mean(), differences.std(ddof=1)
     if deviation <= 10.0**-_DECIMALS:

@@ -1,4 +1,4 @@
-"""Numbers of tables as text, escaped texts, and tables as CSV and on the terminal."""
+"""Format the numbers of tables, and write tables as CSV or to a terminal."""
 
 import re
 
@@ -8,7 +8,7 @@ from rich.text import Text
 
 from trishul_ray.report.tables import Number, Row, SweepTable
 
-#: The head of the column of verdicts.
+#: Header of the column of verdicts.
 VERDICT = "against the best"
 _GREEK = ("alpha", "beta", "gamma", "delta", "epsilon", "eta", "theta", "lambda", "mu", "rho")
 _LATEX = str.maketrans(
@@ -21,7 +21,7 @@ _LATEX = str.maketrans(
 
 
 def number_text(number: Number | None) -> str:
-    """Return mean, deviation and number of seeds, or the reason for a missing mean."""
+    """Format the mean, deviation and missing seeds, or the reason for a missing mean."""
     if number is None:
         return ""
     if not number.count:
@@ -32,7 +32,7 @@ def number_text(number: Number | None) -> str:
 
 
 def paper_text(number: Number | None) -> str:
-    """Return the paper's number, the difference from it, and whether our interval contains it."""
+    """Format the paper's number, our difference from it, and whether our interval contains it."""
     if number is None or number.paper is None:
         return ""
     parts = [f"paper {number.format(number.paper)}"]
@@ -42,21 +42,22 @@ def paper_text(number: Number | None) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Escape the markup of Markdown and HTML in a text; a table row is one line."""
+    """Escape Markdown and HTML markup, and join lines, because a table row is one line."""
     return re.sub(r"([\\`*_\[\]<>&|#~])", r"\\\1", " ".join(text.split()))
 
 
 def escape_latex(text: str) -> str:
-    """Escape the markup of LaTeX in a text."""
+    """Escape LaTeX markup, and join lines."""
     return " ".join(text.split()).translate(_LATEX)
 
 
 def to_csv(table: SweepTable) -> str:
-    """Return all runs of a table, one a line, with their labels, value, status and id.
+    """Write the runs of a table as CSV, one line per run, with all digits.
 
-    Values are fractions unless amounts, with all digits; the paper's numbers are percentages.
-    ``part`` names the used rows if they are not the complete dataset, ``overrides`` the fields that
-    the command line set, ``ran_dataset`` and ``ran_model`` the data and model of a finished run.
+    Values are fractions, except losses and costs; the paper's numbers are percentages. ``part``
+    describes the rows used if a run did not use the complete dataset. ``overrides`` lists the
+    fields set on the command line. ``ran_dataset`` and ``ran_model`` name the dataset and model of
+    finished runs.
     """
     runs, sweep = table.runs, table.sweep
     found = runs[["metric", "value", "status", "reason", "id", "paper_percent"]].copy()
@@ -74,7 +75,7 @@ def to_csv(table: SweepTable) -> str:
 
 
 def without_formula(value: object) -> object:
-    """Return a value with an apostrophe in front if a spreadsheet would run it as a formula."""
+    """Prefix text with an apostrophe if a spreadsheet would evaluate it as a formula."""
     if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):
         return value
     try:
@@ -85,7 +86,7 @@ def without_formula(value: object) -> object:
 
 
 def to_rich(table: SweepTable, width: int) -> Group:
-    """Return a table for a terminal of ``width`` letters, in parts if it is wider."""
+    """Render a table for a terminal of ``width`` characters, splitting wider tables into parts."""
     heads = ["\n".join(filter(None, column)) for column in table.columns]
     numbers = [[_rich_number(row, c) for c in range(len(heads))] for row in table.rows]
     texts = [*heads, *(number.plain for row in numbers for number in row)]

@@ -1,6 +1,6 @@
-"""Cells of a sweep, and the rounds of their runs, as DataFrames.
+"""Load the cells of a sweep, and the rounds of their runs, into DataFrames.
 
-Index levels are the axes of the sweep, and labels are in its order. So group by levels:
+The axes of the sweep are index levels, with labels in the order of the sweep file, for example
 ``rounds_frame(sweep, sweep.cells).groupby(level=["method"], observed=True)``.
 """
 
@@ -24,18 +24,18 @@ from trishul_ray.storage.integrity import from_checked_json
 if TYPE_CHECKING:
     from pandas import DataFrame, MultiIndex
 
-#: The scores of the evaluated models, also by group.
+#: Validates the scores of the evaluated models in eval.json; a nested dictionary has the groups.
 _SCORES = TypeAdapter(list[dict[str, float | dict[str, Any] | None]])
-#: The gap of a cell whose stack differs from the stack of most cells.
+#: Reason for excluding a cell whose stack differs from the stack of most cells.
 OTHER_STACK = "other stack"
-#: Displayed names of numeric labels, by the last part of their field.
+#: Displayed names of numeric axes, keyed by the last part of the field.
 _SYMBOLS = {"alpha": "α", "lam": "λ"}
 
 
 class Cost(NamedTuple):
-    """A cost of training: the sum of columns of metrics.parquet, in a unit.
+    """A training cost: the sum of columns of metrics.parquet, divided by ``unit``.
 
-    ``adds``: whether the columns count each round, and not all rounds so far.
+    If ``adds`` is true, the columns are per round; otherwise, they are cumulative.
     """
 
     columns: tuple[str, ...]
@@ -54,10 +54,10 @@ COSTS: dict[CostName, Cost] = {
 
 
 def rounds_frame(sweep: SweepHead, cells: Sequence[CellOutcome]) -> "DataFrame":
-    """Return a row for each round of each finished cell: the metrics of its metrics.parquet.
+    """Load metrics.parquet of all finished cells, one row per cell and round.
 
-    ``value`` is the metric of the cell, ``cell`` its position in ``cells``, and each of
-    :data:`COSTS` the cost so far (NaN if the run has none).
+    Added columns: ``value`` is the metric of the cell, ``cell`` its position in ``cells``, and each
+    of :data:`COSTS` the cumulative cost (NaN if the run does not record it).
     """
     rows = [
         {**row, "cell": place, "value": row.get(cell.metric, math.nan)}
@@ -79,10 +79,10 @@ def rounds_frame(sweep: SweepHead, cells: Sequence[CellOutcome]) -> "DataFrame":
 def cells_frame(
     sweep: SweepHead, cells: Sequence[CellOutcome], layout: TableLayout
 ) -> tuple["DataFrame", str]:
-    """Return a row for each cell of a table, and the name of the quantity that the table shows.
+    """Load the values of a table, one row per cell, and name the displayed quantity.
 
-    ``value`` is the quantity, ``shown`` the value in its ``unit``, and ``gap`` the reason why the
-    value is missing.
+    ``value`` is the quantity, ``shown`` the value in its ``unit``, and ``gap`` the reason for a
+    missing value, or an empty string.
     """
     rows = [(each.id, each.status, each.reason, each.metric, each.value) for each in cells]
     columns = ["id", "status", "reason", "metric", "value"]
@@ -125,11 +125,13 @@ def cells_frame(
 
 
 def spent_until(sweep: SweepHead, cells: Sequence[CellOutcome], target: Target) -> list[float]:
-    """Return each cell's cost until it reaches a fraction of the last score of its reference.
+    """Compute the cost of each cell until it reaches a fraction of its reference's last score.
 
-    The reference is the cell with the reference's label on its axis, and the same other labels. A
-    loss has to fall to the reference's, divided by the fraction. The cost is infinite if the target
-    is missed, and NaN if it is unknown.
+    The reference has the label ``target.reference`` on ``target.axis``, and equal labels on all
+    other axes. A loss must fall to the loss of the reference divided by the fraction.
+
+    Returns:
+        The costs [cells]: infinite if the cell misses the target, NaN if the cost is unknown.
     """
     rounds = rounds_frame(sweep, cells).dropna(subset=["value", target.cost])
     finals = {
@@ -152,9 +154,11 @@ def spent_until(sweep: SweepHead, cells: Sequence[CellOutcome], target: Target) 
 
 
 def stack_differences(sweep: SweepHead, cells: Sequence[CellOutcome]) -> dict[int, str]:
-    """Return how a cell's stack differs from the stack of most cells, by the cell's position.
+    """Find cells whose stack differs from the stack of most cells.
 
-    Empty if ``mixed_stacks`` of the sweep allows all stacks.
+    Returns:
+        The difference, keyed by the position of the cell. Empty if ``mixed_stacks`` of the sweep
+        allows different stacks.
     """
     stacks = {
         place: tuple(cell.summary.stacks)
@@ -172,7 +176,7 @@ def stack_differences(sweep: SweepHead, cells: Sequence[CellOutcome]) -> dict[in
 
 
 def _evaluation(cell: CellOutcome) -> Mapping[str, Any]:
-    """Return the content of eval.json of a cell's run; empty unless it evaluates this result."""
+    """Load eval.json of a cell's run; empty if it evaluates another result or does not exist."""
     if cell.summary is None or not cell.home.exists(EVALUATION):
         return {}
     place = cell.home.place(EVALUATION)
@@ -185,7 +189,7 @@ def _evaluation(cell: CellOutcome) -> Mapping[str, Any]:
 
 
 def _differently_evaluated(evaluations: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Return which evaluations used other rows or limits than most evaluations on their data."""
+    """Mark evaluations whose rows or limits differ from most evaluations on the same data."""
     fields = ("split", "rows_sha256", "new_tokens", "answer_pattern", "scores")
     known = pd.DataFrame(
         [
@@ -201,7 +205,7 @@ def _differently_evaluated(evaluations: Sequence[Mapping[str, Any]]) -> list[boo
 
 
 def shown_label(sweep: SweepHead, axis: str, label: str) -> str:
-    """Return the displayed text of a label; a numeric label follows the name of its axis."""
+    """Return the displayed text of a label, such as ``λ = 0.1`` if it is a number."""
     shown = sweep.shown_label(axis, label)
     is_number = shown == label and re.fullmatch(r"[-+.e\d]*\d[-+.e\d]*", label) is not None
     return f"{_SYMBOLS.get(axis.rpartition('.')[2], axis)} = {label}" if is_number else shown

@@ -1,7 +1,7 @@
-"""Sweeps with the outcomes of their cells.
+"""Outcomes of the cells of a sweep, from which reports build tables and figures.
 
-A cell is one combination of axis labels, such as ``{"method": "FedIT", "seed": "0"}``. A table that
-reproduces a table of the paper uses the labels of the paper's records.
+A cell is one combination of axis labels, such as ``{"method": "FedIT", "seed": "0"}``. Tables that
+reproduce a table of the paper use the labels of the paper's records.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,24 +15,24 @@ from trishul_ray.report.layouts import FigureLayout, Profile, TableLayout
 from trishul_ray.report.summary import RunSummary, read_arrays, read_metrics
 from trishul_ray.storage.store import Store
 
-#: The axes whose labels are repetitions.
+#: Axes whose labels are repetitions of an experiment.
 SEED, DRAW = REPETITIONS = ("seed", "draw")
 
-#: Whether a cell has a result that can be used; see ``CellState``.
+#: Status of a cell; see ``CellState``.
 CellStatus = Literal["finished", "missing", "failed", "stale", "corrupt"]
 STATUSES: tuple[CellStatus, ...] = get_args(CellStatus)
 
-#: Metrics that are not percentages and better if lower, by full name: groups of rows have any name.
+#: Loss metrics. Match full names only, because names of row groups are arbitrary.
 _LOSSES = ("loss", "validation_loss", "train_loss")
-#: Metrics over clients that are fractions and better if lower; see ``client_metrics``.
+#: Metrics over clients that are fractions for which lower is better; see ``client_metrics``.
 _UNEVEN = ("per_client_sd", "per_client_gini", "personal_sd", "personal_gini", "personal_hurt")
-#: Metrics that are best at 0, so that no value is better than another.
+#: Metrics whose best value is 0; they are not ranked.
 _UNORDERED = ("participation_gap", "participation_correlation")
 
 
 @dataclass(frozen=True)
 class DrawnFigure:
-    """A figure as SVG and PDF, its numbers as CSV, and the lines below it."""
+    """A figure as SVG and PDF, its numbers as CSV, and the note below it."""
 
     svg: bytes
     pdf: bytes
@@ -42,15 +42,15 @@ class DrawnFigure:
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """The outcome of one cell, with the id of its experiment; other cells may share the run.
+    """The outcome of one cell. Cells with the same experiment ``id`` share a run.
 
     Attributes:
-        reason: One line on a cell that is not finished, or an empty string.
-        metric: Name of the metric of the cell in tables.
-        summary: Content of ``result.json``; None unless finished.
+        reason: Why the cell is not finished, in one line, or an empty string.
+        metric: Name of the metric that tables show.
+        summary: Content of ``result.json``, or None if the cell is not finished.
         home: Folder of the run.
-        scored: The rounds whose scores its sweep requires, ascending; None: all. A shared run may
-            have scores of more rounds than the runs that it is compared with.
+        scored: Rounds whose scores the sweep requires, ascending, or None for all. A shared run may
+            have scored more rounds than the runs that it is compared with.
     """
 
     labels: Mapping[str, str]
@@ -64,33 +64,32 @@ class CellOutcome:
 
     @property
     def value(self) -> float | None:
-        """The metric after the last round, as a fraction unless a loss; None if not finished."""
+        """The metric after the last round, or None if the cell is not finished or lacks it."""
         return None if self.summary is None else self.summary.last_scores.get(self.metric)
 
     @property
     def result(self) -> RunSummary:
-        """The content of ``result.json`` of a finished cell."""
+        """Content of ``result.json``; the cell must be finished."""
         assert self.summary is not None, f"cell {self.id} is {self.status}"
         return self.summary
 
     @property
     def method(self) -> str:
-        """The method of a finished cell."""
+        """Name of the method; the cell must be finished."""
         return str(self.result.config["method"]["name"])
 
     @property
     def part(self) -> str:
-        """The part of its dataset that the run used, in a line; empty if all, or not finished."""
+        """The part of the dataset that a finished run used, or an empty string if complete."""
         data = None if self.summary is None else self.summary.data
         return data.sentence.partition(";")[0] if data is not None and data.part else ""
 
     def labels_of(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Return the labels of some axes."""
         return tuple(self.labels[axis] for axis in axes)
 
     @cached_property
     def records(self) -> list[dict[str, float]]:
-        """The rows of ``metrics.parquet``, one per round, with the scores of scored rounds only."""
+        """Rows of ``metrics.parquet``, one per round, with scores only for rounds in ``scored``."""
         rows = read_metrics(self.home)
         if self.scored is not None:
             scores = self.result.last_scores.keys() - {"round"}
@@ -101,21 +100,21 @@ class CellOutcome:
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays of ``diagnostics.npz``; empty for methods without diagnostics."""
+        """Arrays of ``diagnostics.npz``; empty for methods without diagnostics."""
         name = "diagnostics.npz"
         return read_arrays(self.home, name) if self.home.exists(name) else {}
 
 
 @dataclass(frozen=True)
 class SweepHead:
-    """Name of a sweep, and the tables and figures of its cells.
+    """A sweep without its cells: name, axes, and the layouts of its tables and figures.
 
     Attributes:
-        name: Identifies the sweep, also as a file name.
-        description: The experiment that it reproduces, and the expected result.
+        name: Name of the sweep and of its files.
+        description: The experiment that the sweep reproduces, and the expected result.
         axes: Labels of each axis, in order.
-        shown: Displayed labels by axis and label, if the displayed text differs.
-        overrides: Fields that the command line set and that can change a number: ``field=value``.
+        shown: Displayed labels, keyed by axis and label, if they differ from the labels.
+        overrides: Fields set on the command line that can change a number, as ``field=value``.
         mixed_stacks: Whether tables compare cells of different stacks.
     """
 
@@ -132,35 +131,34 @@ class SweepHead:
 
     @property
     def made_by(self) -> str:
-        """The command that makes its runs, without overrides."""
+        """The command that starts the runs, without overrides."""
         return f"trishul sweep {self.name} --profile {self.profile}"
 
     def repetitions(self, axes: Sequence[str]) -> str:
-        """Return the axis over which the numbers of a table with some axes are means.
+        """Return the axis over which a table with these axes reports mean and deviation.
 
-        If there are several draws, seeds are averaged within a draw, because they share its rows.
+        With several draws, seeds are averaged within each draw, because they share its rows.
         """
         return DRAW if DRAW not in axes and len(self.axes.get(DRAW, ())) > 1 else SEED
 
     def shown_label(self, axis: str, label: str) -> str:
-        """Return the displayed text of a label."""
         return self.shown.get(axis, {}).get(label, label)
 
     def with_outcomes(self, cells: Iterable[CellOutcome]) -> "SweepOutcome":
-        """Return the sweep with the outcomes of its cells."""
+        """Combine the sweep with the outcomes of its cells."""
         head = {each.name: getattr(self, each.name) for each in fields(SweepHead)}
         return SweepOutcome(**head, cells=tuple(cells), command=self.made_by)
 
 
 @dataclass(frozen=True)
 class SweepOutcome(SweepHead):
-    """A sweep with the outcomes of all its cells, and the command that makes its runs."""
+    """A sweep with the outcomes of all its cells, and the command that starts its runs."""
 
     cells: tuple[CellOutcome, ...]
     command: str = field(default="", kw_only=True)
 
     def within(self, where: Mapping[str, tuple[str, ...]]) -> tuple[CellOutcome, ...]:
-        """Return the cells with one of these labels on each axis."""
+        """Select the cells that have one of the given labels on each axis."""
         return tuple(
             cell
             for cell in self.cells
@@ -170,7 +168,7 @@ class SweepOutcome(SweepHead):
     def in_order(
         self, axes: Sequence[str], found: Iterable[tuple[str, ...]]
     ) -> list[tuple[str, ...]]:
-        """Return combinations of labels of some axes in the order of the axes' labels."""
+        """Sort and deduplicate combinations of labels by the order of the axes' labels."""
         orders = [list(self.axes[axis]) for axis in axes]
         return sorted(
             set(found),
@@ -178,7 +176,7 @@ class SweepOutcome(SweepHead):
         )
 
     def departures(self, cells: Iterable[CellOutcome]) -> tuple[str, ...]:
-        """Return the deviations of cells from the profile: overrides, and parts of datasets."""
+        """List the deviations of cells from the profile: overrides and incomplete datasets."""
         parts = dict.fromkeys(cell.part for cell in cells if cell.part)
         overridden = f"overridden: {', '.join(self.overrides)}"
         return (*[overridden] * bool(self.overrides), *parts)
@@ -189,7 +187,7 @@ class SweepOutcome(SweepHead):
 
 
 def is_loss(metric: str) -> bool:
-    """Return whether a metric is a loss: not a percentage, and better if lower."""
+    """Return whether a metric is a loss: lower is better, and it is not a percentage."""
     return metric in _LOSSES
 
 
@@ -201,5 +199,5 @@ def unit_of(metric: str) -> str:
 
 
 def has_order(metric: str) -> bool:
-    """Return whether one value of a metric can be better than another."""
+    """Return whether the values of a metric can be ranked."""
     return metric not in _UNORDERED

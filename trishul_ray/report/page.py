@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page, its tables as Markdown, LaTeX and CSV, its figures."""
+"""Write the report: an HTML page, a Markdown page, and files of its tables and figures."""
 
 import base64
 import statistics
@@ -39,10 +39,10 @@ from trishul_ray.storage.durable import Json, write_file
 from trishul_ray.tracking.progress import format_bytes, format_duration
 from trishul_ray.version import NUMERICS, __version__
 
-#: Draws a figure from the finished cells; None if there is nothing to draw.
+#: Function that draws a figure from the finished cells, or returns None without data to draw.
 DrawFigure = Callable[[FigureLayout, SweepOutcome], DrawnFigure | None]
 
-#: The numbers that the numbers of a profile may be compared with.
+#: Explains, for each profile, which comparisons of numbers are valid.
 COMPARABLE = {
     "paper": "The paper's protocol: these numbers may be compared with the paper's.",
     "small": "Small models and short runs: compare the rows of a table with each other, and no "
@@ -55,13 +55,13 @@ _DEPARTED = (
     "The paper's protocol with deviations: a table or figure with a deviation cannot be compared "
     "with the paper's."
 )
-#: Sections and fields that change no number.
+#: Sections and fields that do not affect any number.
 _UNSHOWN = ("name", *REPETITIONS, "storage", "tracking", "resources", "plugins")
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure on the page; without an image, no finished run has its numbers."""
+    """A figure on the page. ``image`` is None if no finished run has its numbers."""
 
     layout: FigureLayout
     slug: str
@@ -75,7 +75,7 @@ class Drawing:
 
     @property
     def number(self) -> str:
-        """Number and label of the paper's figure that it reproduces, or an empty string."""
+        """Number and label of the reproduced figure of the paper, or an empty string."""
         key = self.layout.paper
         return f"Figure {reference_of(key).figures()[key]} of the paper ({key})" if key else ""
 
@@ -86,27 +86,26 @@ class SweepPart:
 
     sweep: SweepOutcome
     slug: str
-    tables: tuple[tuple[str, SweepTable], ...]  # by slug
+    tables: tuple[tuple[str, SweepTable], ...]  # (slug, table)
     drawings: tuple[Drawing, ...]
 
     @property
     def command(self) -> str:
-        """The command that makes its runs."""
+        """The command that starts the runs, with overrides."""
         return " ".join([self.sweep.command, *self.sweep.overrides])
 
     @property
     def states(self) -> Counter[str]:
-        """Number of its runs by status."""
+        """Number of runs per status; cells that share a run count once."""
         return Counter({cell.id: cell.status for cell in self.sweep.cells}.values())
 
     @property
     def departures(self) -> tuple[str, ...]:
-        """Deviations of its runs from the profile."""
         return self.sweep.departures(self.sweep.cells)
 
     @property
     def configuration(self) -> str:
-        """The fields that all finished runs have in common, as YAML."""
+        """YAML of the fields that are equal in all finished runs."""
         finished = {c.id: c.result.config for c in self.sweep.cells if c.status == "finished"}
         first, *others = map(flatten, finished.values()) if finished else [{}]
         common: Json = {}
@@ -119,9 +118,9 @@ class SweepPart:
 
     @cached_property
     def traffic(self) -> list[tuple[str, ...]]:
-        """Label, bytes that all clients send and receive, median round and number of runs.
+        """Rows of (label, bytes sent by all clients, bytes received, median round, runs).
 
-        There is a row for each combination of labels on the row axes of the first table.
+        Rows are the combinations of labels on the row axes of the first table.
         """
         axes = self.sweep.tables[0].rows if self.sweep.tables else _varying(self.sweep)[:1]
         groups: dict[tuple[str, ...], dict[str, RunSummary]] = {}
@@ -140,7 +139,7 @@ class SweepPart:
 
     @property
     def problems(self) -> list[tuple[CellStatus, str, list[CellOutcome]]]:
-        """Runs that failed or cannot be used, by status and reason."""
+        """Failed and unusable runs, grouped by status and reason."""
         found: dict[tuple[CellStatus, str], dict[str, CellOutcome]] = {}
         for cell in self.sweep.cells:
             if cell.status not in ("finished", "missing"):
@@ -151,18 +150,18 @@ class SweepPart:
 
 @dataclass(frozen=True)
 class Page:
-    """Content of the page."""
+    """Content of the page, which the templates render."""
 
     parts: tuple[SweepPart, ...]
 
     @property
     def title(self) -> str:
-        """The title of the only sweep, or one for all."""
+        """Title of the sweep, or a general title for several sweeps."""
         return self.parts[0].sweep.title if len(self.parts) == 1 else "Tables and figures"
 
     @cached_property
     def profiles(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        """Profiles, what their numbers may be compared with, and deviations of their runs."""
+        """Profiles, the comparisons that they allow, and the deviations of their runs."""
         parts: dict[str, list[SweepPart]] = {}
         for part in self.parts:
             parts.setdefault(part.sweep.profile, []).append(part)
@@ -177,40 +176,39 @@ class Page:
 
     @property
     def judged(self) -> bool:
-        """Whether rows of any table are compared."""
+        """Whether any table compares its rows."""
         return any(table.judged for part in self.parts for _, table in part.tables)
 
     @cached_property
     def runs(self) -> list[CellOutcome]:
-        """Every run once; sweeps may share runs."""
+        """All runs; runs that several cells or sweeps share are listed once."""
         cells = (cell for part in reversed(self.parts) for cell in reversed(part.sweep.cells))
         return [*{cell.id: cell for cell in cells}.values()][::-1]
 
     @cached_property
     def states(self) -> Counter[str]:
-        """Number of runs by status."""
         return Counter(run.status for run in self.runs)
 
     @cached_property
     def summaries(self) -> list[RunSummary]:
-        """The results of all finished runs."""
+        """Results of all finished runs."""
         return [run.result for run in self.runs if run.status == "finished"]
 
     @cached_property
     def choices(self) -> list[Choice]:
-        """The choices that the publication of the sweeps leaves open."""
+        """Choices that the reproduced publications leave open."""
         if all(part.sweep.profile == "custom" for part in self.parts):
             return []
         return [each for ref in references() for each in ref.open_choices(self.summaries)]
 
     @property
     def machines(self) -> list[tuple[str, int]]:
-        """Machines and the number of runs on each."""
+        """Machines with their number of runs."""
         return sorted(Counter(_machine(run.hardware) for run in self.summaries).items())
 
     @property
     def versions(self) -> list[tuple[str, str]]:
-        """Versions of software by name; several if runs differ."""
+        """Software with its version, or comma-separated versions if runs differ."""
         found: dict[str, set[str]] = {}
         for name, version in (pair for run in self.summaries for pair in run.versions.items()):
             found.setdefault(name, set()).add(version)
@@ -218,7 +216,7 @@ class Page:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all rounds of all finished runs, each counted once."""
+        """Total duration of the rounds of all finished runs, in seconds."""
         return sum(run.seconds for run in self.summaries)
 
 
@@ -228,11 +226,19 @@ def write_report(
     tables: Sequence[SweepTable] | None = None,
     figures: DrawFigure | None = None,
 ) -> Path:
-    """Write the report on sweeps into a folder, and return the path of its HTML page.
+    """Write the report of sweeps into a folder.
 
-    The folder gets ``report.html``, which needs no other file, ``report.md``, ``tables/`` (CSV and
-    LaTeX) and ``figures/`` (SVG, PDF, and their numbers as CSV). Any number of cells may be
-    missing. ``tables`` are made if they are not given.
+    Writes ``report.html`` (self-contained), ``report.md``, ``tables/`` (CSV and LaTeX) and
+    ``figures/`` (SVG, PDF, and their numbers as CSV).
+
+    Args:
+        outcomes: The sweeps; any number of cells may be missing.
+        folder: Folder to write into.
+        tables: Tables of the sweeps, built from ``outcomes`` by default.
+        figures: Function that draws a figure, by default with matplotlib.
+
+    Returns:
+        The path of ``report.html``.
     """
     if figures is None:
         from trishul_ray.report.figures.draw import draw  # imports matplotlib
@@ -258,7 +264,7 @@ def write_report(
 
 
 def _render(name: str, **content: object) -> str:
-    """Return the text of a template; only texts in HTML are escaped automatically."""
+    """Render a template. Jinja escapes only HTML; other templates must call an escape filter."""
     return _templates().get_template(name).render(**content)
 
 
@@ -299,7 +305,7 @@ def _parts(
 
 
 def _learning_curve(sweep: SweepOutcome) -> list[FigureLayout]:
-    """Return a figure of the score by round, if the sweep has none."""
+    """Return a figure of the score per round, unless the sweep defines one."""
     if any(figure.kind == "convergence" for figure in sweep.figures):
         return []
     axes = [axis for axis in _varying(sweep) if axis != "dataset"][:1]
@@ -309,14 +315,14 @@ def _learning_curve(sweep: SweepOutcome) -> list[FigureLayout]:
 
 
 def _varying(sweep: SweepOutcome) -> list[str]:
-    """Return the axes other than the seed that vary, axes of rows first."""
+    """Return the axes with several labels, except repetitions; axes of table rows first."""
     first = [axis for table in sweep.tables[:1] for axis in reversed(table.rows)]
     axes = dict.fromkeys([*first, *sweep.axes])
     return [axis for axis in axes if axis not in REPETITIONS and len(sweep.axes[axis]) > 1]
 
 
 def _remarks(parts: Sequence[SweepPart]) -> list[str]:
-    """Return the remarks of stages on the runs, by their reports."""
+    """Collect the remarks of stages, given their reports on finished runs."""
     runs = [run.result for p in parts for run in p.sweep.cells if run.status == "finished"]
     reports: dict[str, list[Json]] = {}
     for name, report in (pair for run in runs for pair in run.reports.items()):

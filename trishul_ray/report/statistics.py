@@ -1,4 +1,4 @@
-"""Tests of differences: between the rows of a table, and between two models on the same rows."""
+"""Significance tests: between the rows of a table, and between two models on the same rows."""
 
 import math
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from scipy import stats
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-#: Probability that a table without any true difference shows a row as decided.
+#: Family-wise significance level of a table.
 ALPHA = 0.05
-#: Smaller differences, in the unit of the table, are rounding errors of the subtraction.
+#: Decimals to round differences to, in the unit of the table; smaller ones are rounding errors.
 _DECIMALS = 9
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row compared with the best row of its group, over repetitions and columns of both.
+    """Comparison of a row with the best row of its group, over repetitions and columns of both.
 
     Attributes:
         difference: Mean of the row minus the mean of the best row.
-        repetitions: Number of seeds or draws that both have.
-        p_value: Adjusted for all pairs of rows of the table; None without a deviation.
+        repetitions: Number of seeds or draws that both rows have.
+        p_value: Adjusted for all pairs of rows of the table, or None if the deviation is zero.
     """
 
     difference: float
@@ -34,26 +34,29 @@ class Comparison:
 
     @property
     def decided(self) -> bool:
-        """Whether the row is worse than the best row."""
+        """Whether the row is significantly worse than the best row."""
         return self.p_value is not None and self.p_value <= ALPHA and self.difference < 0
 
 
-#: The position of the best row of a group, and the other rows by their position. The first is None
-#: if fewer than two rows have values in common.
+#: Position of the best row of a group, and comparisons keyed by the positions of the other rows.
+#: The position is None if fewer than two rows have values in common.
 GroupComparison = tuple[int | None, dict[int, Comparison]]
 
 
 def compare_rows(groups: Sequence["DataFrame"]) -> tuple[list[GroupComparison], int]:
-    """Compare each row of a table with the best of its group; also return the number of pairs.
+    """Compare each row of a table with the best row of its group.
 
-    A row is compared by Student's test of its paired differences: the means over columns in each
-    repetition. Holm's method corrects the p-values for all pairs of rows of the table, because the
-    best row is chosen by looking at the numbers: the probability that *any* row of a table is
-    wrongly called worse is at most :data:`ALPHA`. Other tables do not matter.
+    Uses Student's paired t-test on the differences per repetition, averaged over columns. Holm's
+    method corrects the p-values for all pairs of rows of the table, because the best row is
+    selected from the same numbers. The probability that *any* row of a table is wrongly reported as
+    worse is at most :data:`ALPHA`. P-values are not corrected across tables.
 
     Args:
-        groups: A row for each row of the table and a column for each (column, repetition); larger
-            is better, NaN if the value is missing.
+        groups: Values of each group [rows, (column, repetition)]. Larger is better; NaN marks
+            missing values.
+
+    Returns:
+        The comparisons of each group, and the number of pairs corrected for.
     """
     found = [_compare_group(values) for values in groups]
     counts = [int(values.notna().any(axis=1).sum()) for values in groups]
@@ -73,9 +76,9 @@ def compare_rows(groups: Sequence["DataFrame"]) -> tuple[list[GroupComparison], 
 
 
 def _compare_group(values: "DataFrame") -> GroupComparison:
-    """Compare the rows of a group, without the correction of p-values.
+    """Compare the rows of a group, without correcting p-values.
 
-    The best row has the largest mean among the rows with most values.
+    The best row is the row with the largest mean among the rows with the most values.
     """
     counts = values.notna().sum(axis=1)
     common = values[(counts == counts.max()) & (counts > 0)].dropna(axis=1)
@@ -91,7 +94,7 @@ def _compare_group(values: "DataFrame") -> GroupComparison:
 
 
 def _compare(differences: "Series") -> Comparison | None:
-    """Compare a row with the best row, given their differences by column and repetition."""
+    """Compare a row with the best row, given differences indexed by (column, repetition)."""
     repeated = differences.unstack(0).dropna(axis=1, how="all").dropna(axis=0)
     if repeated.empty:
         return None
@@ -107,10 +110,10 @@ class ScoreComparison:
     Attributes:
         rows: Number of test rows.
         difference: Mean score of the first run minus the mean score of the second.
-        interval: 95% interval of the difference over test rows. It does not include the deviation
-            between seeds.
-        p_value: Two-sided: McNemar's exact test if all scores are 0 or 1, and otherwise Student's
-            test of the paired differences.
+        interval: 95% confidence interval of the difference over test rows. It does not include the
+            deviation between seeds.
+        p_value: Two-sided p-value: McNemar's exact test if all scores are 0 or 1, otherwise
+            Student's paired t-test.
         first_better: Number of rows on which the first run has the higher score.
         second_better: Number of rows on which the second run has the higher score.
     """
@@ -124,15 +127,20 @@ class ScoreComparison:
 
 
 def compare_scores(first: ArrayLike, second: ArrayLike) -> ScoreComparison:
-    """Compare the scores in [0, 1] of two models on the same rows [rows], at least two."""
+    """Compare the scores of two models on the same test rows.
+
+    Args:
+        first: Scores of the first model in [0, 1], [rows], with at least two rows.
+        second: Scores of the second model in [0, 1], [rows].
+    """
     differences = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
     rows, mean = len(differences), float(differences.mean())
     better, worse = int((differences > 0).sum()), int((differences < 0).sum())
     if np.isin(differences, (-1.0, 0.0, 1.0)).all():
         different = better + worse
         p_value = float(stats.binomtest(better, different).pvalue) if different else 1.0
-        # If the two differ on few rows, the deviation of the differences is too small, or 0: count
-        # one more row on each side (Bonett and Price 2012, adjusted Wald interval).
+        # If the models differ on few rows, the deviation of the differences is too small, or 0.
+        # Therefore, count one more row on each side (adjusted Wald interval, Bonett & Price 2012).
         p, q = (better + 1) / (rows + 2), (worse + 1) / (rows + 2)
         half = 1.959964 * math.sqrt((p + q - (p - q) ** 2) / (rows + 2))
         low, high = max(-1.0, p - q - half), min(1.0, p - q + half)

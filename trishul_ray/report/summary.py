@@ -1,4 +1,4 @@
-"""The result of a finished run: result.json and its tables, as reports read them.
+"""Load the result of a finished run: result.json and its tables.
 
 :mod:`trishul_ray.runs.results` writes them.
 """
@@ -30,20 +30,20 @@ from trishul_ray.tasks.sums import client_metrics
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-#: Notes in a run's folder, see :func:`read_note`: the name of the attempt that its files belong to,
+#: Notes in a run's folder (see :func:`read_note`): the name of the attempt that wrote its files,
 #: and the reason why it has no result.
 ATTEMPT, FAILURE = "attempt.json", "failure.json"
-#: File of a run's folder with the scores of generated answers, which `trishul eval` writes.
+#: File of a run with the scores of generated answers, written by ``trishul eval``.
 EVALUATION = "eval.json"
-#: Files of a finished run's numbers, which reports read.
+#: Files with a finished run's numbers, which reports load.
 NUMBERS = ("metrics.parquet", "diagnostics.npz")
-#: Files of a finished run that can be written without the backbone.
+#: Files of a finished run that can be restored without loading the backbone.
 TABLES = ("config.yaml", *NUMBERS, "test_rows.npz")
 
-#: The name of a file in the folder of a run.
+#: Name of a file in the folder of a run.
 FileName = Annotated[str, AfterValidator(check_name)]
 
-#: Columns of :func:`list_runs`, and their fields.
+#: Columns of :func:`list_runs`, and the fields that they show.
 _COLUMNS = {
     **{"name": "name", "method": "method.name", "dataset": "data.name", "model": "model.name"},
     **{"budget": "budget", "partition": "partition.kind", "alpha": "partition.alpha"},
@@ -53,7 +53,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine, and the ``kernels`` that torch uses on it, see ``runs/results.py``."""
+    """A machine, and the ``kernels`` that torch uses on it; see ``runs/results.py``."""
 
     machine: str
     system: str
@@ -67,41 +67,43 @@ class Hardware:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The content of result.json, with which a run has finished.
+    """The content of result.json, which marks a run as finished.
 
-    The last round counts; the best is given as well. The best round has the largest headline metric
-    on the validation rows, or without those on the test rows, as its ``chosen_on`` says. The
-    untouched backbone is never the best.
+    The primary result is the last round. The best round is the round with the largest headline
+    metric on the validation rows, or on the test rows without validation rows (``chosen_on``). The
+    untuned backbone is never selected as the best round.
 
     Attributes:
-        headline: The metric by which runs are compared; see ``Task.headline``.
-        data: The used rows.
-        final: The metrics of the last round, and its number, ``round``.
-        best: The metrics of the best round, ``round``, and the rows it was ``chosen_on``.
-        untouched: The metrics of the untuned backbone.
+        headline: Name of the primary metric; see ``Task.headline``.
+        data: The rows that the run used.
+        final: Metrics after the last round, and its number as ``round``.
+        best: Metrics of the best round, its number as ``round``, and ``chosen_on``, the rows used
+            to select it.
+        untouched: Metrics of the untuned backbone.
         recall: Recall of each class on the test rows, after the last round.
-        per_client: The headline of the global model on each client's test rows.
-        personal: The headline of each client's own model on these rows.
-        participation: Number of rounds in which each client has counted, without held-out clients.
-        parameters: Trained parameters, by group.
+        per_client: Primary metric of the global model on each client's test rows.
+        personal: Primary metric of each client's personalized model on the same rows.
+        participation: Number of rounds that aggregated an update of each client, without held-out
+            clients.
+        parameters: Number of trained parameters per group.
         round_seconds: Duration of each round.
-        wall_seconds: Seconds of the process that finished the run, and of the rounds before it.
+        wall_seconds: Duration of the process that finished the run, plus the rounds before it.
         diagnostics: Spectral metrics of the last diagnosed round; empty for methods without cores.
         heads: Number of heads of each adapted block, if the method has heads.
-        ranks: The rank of the heads of each block, of its matrix of largest rank.
-        block_squared_norms: Scores by which heads were allocated.
-        attempt: Name of this start of the experiment; a run that starts over gets another name.
-        identity: The text whose hash is the id.
+        ranks: Rank of the heads of each block, for its matrix with the largest rank.
+        block_squared_norms: Scores used to allocate heads.
+        attempt: Name of this start of the experiment from scratch; restarting changes it.
+        identity: The fields whose hash is the id.
         sources: Content behind names of public data and weights; see ``WorkerSpec``.
-        export: The exported model, as ``Export``; None if it was skipped.
-        files: The files of the run. ``sha256`` has their SHA-256.
-        unread_fields: Fields of the experiment that nothing has read.
-        reports: Reports of stages, by their names; see ``Stage.report``.
-        peak_memory: Peak of the worker that used most, of the process that finished the run.
+        export: The exported model, as ``Export``, or None if the export was skipped.
+        files: Names of the run's files. ``sha256`` stores their SHA-256.
+        unread_fields: Fields of the experiment that were never read.
+        reports: Reports of stages, keyed by stage; see ``Stage.report``.
+        peak_memory: Largest peak memory of a worker in the process that finished the run.
         states: Digest of the global state before round 1 and after each round; see
             ``state_digest``.
-        stacks: The stacks that computed its rounds, with the first round of each.
-        held: ``CPU`` and ``GPU`` of all its actors; empty without actors, or if not known.
+        stacks: Stacks that computed the rounds, with the first round of each.
+        held: ``CPU`` and ``GPU`` of all actors; empty without actors, or if unknown.
         checksum: Hash of the bytes of all other fields; empty until the file is written.
     """
 
@@ -153,7 +155,7 @@ class RunSummary:
 
     @classmethod
     def read(cls, home: Store) -> "RunSummary":
-        """Return the content of a run's result.json.
+        """Load and validate result.json of a run.
 
         Raises:
             FileNotFoundError: The run has not finished.
@@ -167,7 +169,7 @@ class RunSummary:
             raise CorruptFileError(f"{place} belongs to run {fields.get('id')}")
         try:
             summary = _validator().validate_json(content, strict=True)
-            _row_of(summary)  # all its fields are there
+            _row_of(summary)  # raises if a field of the run list is missing
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
@@ -177,7 +179,7 @@ class RunSummary:
         return summary
 
     def to_dict(self) -> Json:
-        """Return all fields but the checksum as plain JSON values."""
+        """Convert all fields except the checksum to plain JSON values."""
         fields = vars(self) | {"data": self.data.to_json(), "hardware": asdict(self.hardware)}
         fields["stacks"] = [asdict(stack) for stack in self.stacks]
         fields["peak_memory"] = None if self.peak_memory is None else asdict(self.peak_memory)
@@ -185,7 +187,7 @@ class RunSummary:
         return fields
 
     def to_json(self) -> bytes:
-        """Return the bytes of result.json."""
+        """Serialize to the bytes of result.json, including the checksum."""
         return to_checked_json(self.to_dict())
 
     @property
@@ -197,18 +199,23 @@ class RunSummary:
 
     @property
     def last_scores(self) -> dict[str, float]:
-        """All metrics after the last round, also those over clients."""
+        """All metrics after the last round, including statistics over clients."""
         return self.final | self.client_metrics
 
     @property
     def seconds(self) -> float:
-        """Duration of all rounds."""
+        """Total duration of the rounds."""
         return sum(self.round_seconds)
 
     def damaged_files(self, home: Store, among: Collection[str] | None = None) -> dict[str, str]:
-        """Return the ``missing``, ``unreadable`` and ``corrupt`` files of the run, by name.
+        """Verify the checksums of the run's files, reading them completely.
 
-        The files are read completely. With ``among``, only these files are read.
+        Args:
+            home: Folder of the run.
+            among: Names of the files to verify; all by default.
+
+        Returns:
+            ``missing``, ``unreadable`` or ``corrupt`` for each damaged file, keyed by name.
         """
         damaged: dict[str, str] = {}
         for name, expected in self.sha256.items():
@@ -232,19 +239,19 @@ def _validator() -> TypeAdapter[RunSummary]:
 
 
 def read_metrics(home: Store) -> list[dict[str, float]]:
-    """Return the rows of a run's metrics.parquet, without metrics not measured in a round."""
+    """Load the rows of metrics.parquet, omitting metrics that were not measured in a round."""
     rows = pq.read_table(io.BytesIO(home.read("metrics.parquet"))).to_pylist()
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
 def read_arrays(home: Store, name: str) -> dict[str, np.ndarray]:
-    """Return the arrays of a file of a run, such as its diagnostics.npz."""
+    """Load the arrays of a run's file, such as diagnostics.npz."""
     with np.load(io.BytesIO(home.read(name)), allow_pickle=False) as file:
         return dict(file)
 
 
 def read_test_rows(home: Store) -> dict[str, np.ndarray]:
-    """Return ``row`` and ``score`` [rows] of a run's test_rows.npz, or raise an InputError."""
+    """Load ``row`` and ``score`` [rows] from test_rows.npz; raise InputError if it is missing."""
     try:
         return read_arrays(home, "test_rows.npz")
     except FileNotFoundError:
@@ -254,9 +261,12 @@ def read_test_rows(home: Store) -> dict[str, np.ndarray]:
 
 
 def unscored(experiment: Experiment, scored: Iterable[int]) -> str:
-    """Return the required scores that a run with these scored rounds lacks; empty if none.
+    """Describe the required scores that a run with these scored rounds lacks.
 
-    A result with more scored rounds than required is valid, since its numbers are equal.
+    A run that scored additional rounds is valid, because its numbers are equal.
+
+    Returns:
+        The description, or an empty string if no score is missing.
     """
     lacking = experiment.scored_rounds - {*scored}
     if not lacking:
@@ -267,7 +277,7 @@ def unscored(experiment: Experiment, scored: Iterable[int]) -> str:
 
 
 def flatten(fields: Json, prefix: str = "") -> Json:
-    """Flatten nested sections to dotted names."""
+    """Flatten nested sections to a dictionary with dotted names."""
     flat: Json = {}
     for key, value in fields.items():
         nested = isinstance(value, dict)
@@ -276,7 +286,7 @@ def flatten(fields: Json, prefix: str = "") -> Json:
 
 
 def read_note(home: Store, name: str) -> str:
-    """Return the text of a note; empty if it is missing, damaged or of another run."""
+    """Load a note, or return an empty string if it is missing, damaged or of another run."""
     with suppress(FileNotFoundError, CorruptFileError):
         found = from_checked_json(home.read(name), name)
         if found.get("id") == home.name:
@@ -285,12 +295,11 @@ def read_note(home: Store, name: str) -> str:
 
 
 def write_note(home: Store, name: str, text: str) -> None:
-    """Write a note into a run's folder."""
     home.write(name, to_checked_json({"id": home.name, "text": text}))
 
 
 def write_result(home: Store, summary: RunSummary) -> RunSummary:
-    """Write result.json, with which a run has finished; return its content, as readers get it."""
+    """Write result.json, which marks the run as finished, and return its validated content."""
     content = summary.to_json()
     written = _validator().validate_json(content)
     home.write("result.json", content)
@@ -298,21 +307,31 @@ def write_result(home: Store, summary: RunSummary) -> RunSummary:
 
 
 def run_ids(store: Store) -> list[str]:
-    """Return the ids of the runs that have a folder in a storage, sorted."""
+    """List the ids of the runs in a storage, sorted."""
     pattern = re.compile(f"[0-9a-f]{{{ID_LENGTH}}}")
     return [name for name in store.names() if pattern.fullmatch(name)]
 
 
 def list_runs(store: str | Path = "runs") -> "DataFrame":
-    """Return the finished runs of a folder or URI: one row per run, by id.
+    """List the finished runs in a folder or storage URI.
 
-    The columns are the fields by which runs usually differ, the name of the headline metric, its
-    value after the last round and in the best round, and the bytes that all clients sent and
-    received. Results that cannot be read are skipped.
+    Args:
+        store: The folder or URI that contains the runs.
+
+    Returns:
+        One row per run, indexed by id. The columns are the fields in which runs usually differ,
+        the name of the primary metric (``headline``), its value after the last round (``final``)
+        and in the best round (``best``), and the bytes that all clients sent and received. Runs
+        with an unreadable result are skipped.
 
     Raises:
         InputError: The storage cannot be opened.
-        RunError: It failed.
+        RunError: The storage failed.
+
+    Example:
+        >>> import trishul_ray
+        >>> runs = trishul_ray.list_runs("runs")  # doctest: +SKIP
+        >>> runs.groupby("method")["final"].mean()  # doctest: +SKIP
     """
     rows = []
     with own_errors():
@@ -324,7 +343,7 @@ def list_runs(store: str | Path = "runs") -> "DataFrame":
 
 
 def _row_of(summary: RunSummary) -> Json:
-    """Return the row of a finished run in :func:`list_runs`."""
+    """Build the row of a finished run for :func:`list_runs`."""
     fields, headline = flatten(summary.config), summary.headline
     return {
         "id": summary.id,

@@ -1,4 +1,4 @@
-"""Tables of sweeps: means over repetitions, the best in bold, and rows that are worse.
+"""Build the tables of sweeps: means over repetitions, best numbers, and comparisons of rows.
 
 :mod:`trishul_ray.report.formats` writes them.
 """
@@ -32,15 +32,15 @@ from trishul_ray.runtime.lazy import pd
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-#: The column of the mean over all others; also the paper's label of it.
+#: Label of the column with the mean over all columns, both here and in the paper.
 AVERAGE = "average"
-#: Full fine-tuning is a reference: neither compared nor in bold, as in the paper.
+#: Full fine-tuning is a reference: as in the paper, it is neither compared nor in bold.
 REFERENCE_METHOD = "fullft"
-#: Reasons for missing values that depend on the values, so that the row cannot be compared.
+#: Reasons for values that are missing non-randomly, so that the row cannot be compared.
 _BIAS = {"failed": "failed runs", "not reached": "target not reached"}
-#: Verdicts of rows that are compared.
+#: Verdicts of compared rows.
 _JUDGED = ("best", "tied", "worse", "undecided")
-#: Reasons for missing values, the most important first.
+#: Reasons for missing values, most important first.
 _GAPS = (
     *_BIAS,
     "corrupt",
@@ -54,14 +54,14 @@ _GAPS = (
 
 @dataclass(frozen=True)
 class Number:
-    """One number of a table: the mean of its values over repetitions: seeds or draws.
+    """A number in a table: the mean over repetitions (seeds or draws).
 
     Attributes:
-        values: Value of each repetition, NaN if it is missing; the name of its index is the axis.
+        values: Value of each repetition, NaN if missing. The name of the index is the axis.
         gap: Why values are missing, or an empty string.
-        unit: ``%``, or the unit of an amount, which is better if lower.
-        paper: The paper's number.
-        compared: Whether the paper's number may be compared with it.
+        unit: ``%``, or a unit for which lower is better.
+        paper: The paper's number, or None.
+        compared: Whether the number may be compared with the paper's.
     """
 
     values: "Series"
@@ -72,32 +72,35 @@ class Number:
 
     @cached_property
     def count(self) -> int:
-        """Number of repetitions that have a value."""
+        """Number of repetitions with a value."""
         return int(self.values.count())
 
     @cached_property
     def mean(self) -> float:
-        """Mean over repetitions; NaN without a value."""
+        """Mean over repetitions, or NaN without values."""
         return float(self.values.mean())
 
     @cached_property
     def deviation(self) -> float | None:
-        """Standard deviation over repetitions; None for fewer than two."""
+        """Standard deviation over repetitions, or None with fewer than two."""
         if self.count < 2:
             return None
-        # The rounding of the mean would give equal values a deviation.
+        # Rounding in the mean would yield a deviation above 0 for equal values.
         return float(self.values.std()) if self.values.nunique() > 1 else 0.0
 
     @property
     def difference(self) -> float | None:
-        """Mean minus the paper's number; None unless the two may be compared."""
+        """Mean minus the paper's number, or None if they may not be compared."""
         if self.paper is None or not self.compared or not self.count:
             return None
         return self.mean - self.paper
 
     @property
     def within(self) -> str:
-        """``within`` or ``outside``: the paper's number and Student's 95% interval of our mean."""
+        """``within`` or ``outside``: whether the paper's number is in Student's 95% interval.
+
+        An empty string without an interval, or if the numbers may not be compared.
+        """
         if self.difference is None or self.deviation is None:
             return ""
         half = stats.t.ppf(1 - ALPHA / 2, self.count - 1) * self.deviation / self.count**0.5
@@ -105,19 +108,19 @@ class Number:
 
     @property
     def axis(self) -> str:
-        """The axis of the repetitions."""
+        """Name of the axis of repetitions."""
         return str(self.values.index.name or SEED)
 
     @property
     def lacks(self) -> str:
-        """``2 of 3 seeds`` if the mean lacks seeds, or an empty string."""
+        """Text such as ``2 of 3 seeds`` if values are missing, or an empty string."""
         lacks = 0 < self.count < len(self.values)
         return f"{self.count} of {len(self.values)} {self.axis}s" if lacks else ""
 
     def format(self, value: float, sign: str = "") -> str:
-        """Return a value as text, without unit; with the sign ``+`` for a difference."""
+        """Format a value without its unit; ``sign="+"`` also marks positive differences."""
         decimals = {"%": 2, "loss": 4, "fraction": 4}.get(self.unit)
-        if decimals is None:  # four digits
+        if decimals is None:  # four significant digits
             decimals = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
         text = f"{value:{sign}.{decimals}f}".replace("-", "−")
         return text.lstrip("+−") if not text.strip("+−0.") else text
@@ -125,15 +128,21 @@ class Number:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A row compared with the best row of its group.
+    """Result of comparing a row with the best row of its group.
 
     Attributes:
-        kind: ``best`` has the best mean; ``tied`` shares it, as displayed; ``worse`` is decided to
-            be worse; ``undecided`` is not; ``reference`` is not compared; ``biased`` lacks values
-            for a reason that depends on them; ``none`` has no values in common with the best.
-        label: The verdict in a word or two.
-        p_value: The adjusted p-value as text, or why there is none.
-        difference: The difference from the best row as text.
+        kind: One of
+
+            - ``best``: the row has the best mean.
+            - ``tied``: the displayed mean equals the best mean.
+            - ``worse``: the row is significantly worse.
+            - ``undecided``: the difference is not significant.
+            - ``reference``: the row is a reference and not compared.
+            - ``biased``: not compared, because values are missing non-randomly.
+            - ``none``: the row has no values in common with the best row.
+        label: The verdict in one or two words.
+        p_value: The adjusted p-value, or the reason for its absence, as text.
+        difference: The difference from the best row, as text.
     """
 
     kind: str = "none"
@@ -143,7 +152,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """Label and p-value."""
+        """Label and p-value in one line."""
         return f"{self.label}: {self.p_value}" if self.p_value else self.label
 
 
@@ -152,10 +161,10 @@ class Row:
     """A row of a table.
 
     Attributes:
-        label: Its label within the group.
-        numbers: A number for each column; None: not planned.
+        label: Label of the row within its group.
+        numbers: Number in each column, or None if the sweep does not include it.
         verdict: The comparison with the best row.
-        best: Columns in which it has the best number of the group.
+        best: Columns in which the row has the best number of the group.
     """
 
     label: str
@@ -166,7 +175,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows that are compared with each other: equal in all row axes but the last."""
+    """Rows that are compared with each other: their labels differ only on the last row axis."""
 
     label: str
     rows: list[Row]
@@ -177,12 +186,12 @@ class SweepTable:
     """A table of a sweep.
 
     Attributes:
-        columns: Displayed labels of each column, one for each of the layout's column axes.
-        cells: The cells that it shows; ``runs`` has a row for each of them.
-        unit: The quantity that is shown, such as ``accuracy, %``.
-        pairs: Number of pairs of rows that p-values are corrected for; None if rows are not
+        columns: Displayed labels of each column, one per column axis of the layout.
+        cells: Cells of the table; ``runs`` has one row per cell.
+        unit: Displayed quantity, such as ``accuracy, %``.
+        pairs: Number of pairs of rows that p-values are corrected for, or None if rows are not
             compared.
-        draws: The spread between draws of each group, in sentences.
+        draws: Variance between draws for each group, in sentences.
     """
 
     sweep: SweepOutcome
@@ -202,7 +211,7 @@ class SweepTable:
 
     @property
     def note(self) -> str:
-        """Why its numbers cannot be compared with the paper's, or an empty string."""
+        """Why the numbers cannot be compared with the paper's, or an empty string."""
         comparable = self.sweep.is_comparable(self.cells)
         if comparable or self.layout.paper is None or self.sweep.profile == "custom":
             return ""
@@ -217,7 +226,7 @@ class SweepTable:
 
     @property
     def spread(self) -> str:
-        """The statistics that its numbers show."""
+        """Displayed statistics, such as ``mean ± standard deviation over seeds``."""
         axis = self.sweep.repetitions((*self.layout.rows, *self.layout.columns))
         counts = [len(number.values) for row in self.rows for number in row.numbers if number]
         several = max(counts, default=0) > 1
@@ -225,18 +234,18 @@ class SweepTable:
 
     @property
     def paper_table(self) -> str:
-        """Number and label of the paper's table that it reproduces, or an empty string."""
+        """Number and label of the reproduced table of the paper, or an empty string."""
         number = reference_of(self.layout.paper).tables().get(self.layout.paper or "")
         return f"Table {number} of the paper ({self.layout.paper})" if number else ""
 
     @property
     def slips(self) -> tuple[str, ...]:
-        """Contradictions of the paper in the table that it reproduces."""
+        """Contradictions in the reproduced table of the paper."""
         return tuple(reference_of(self.layout.paper).slips(self.layout.paper or ""))
 
     @property
     def caveats(self) -> list[str]:
-        """Caveats of its methods, in sentences."""
+        """Caveats of the methods and of runs with other stacks, in sentences."""
         methods = dict.fromkeys(cell.method for cell in self.cells if cell.status == "finished")
         known = [method_class(name).caveat for name in methods if name in set(method_names())]
         found = [f"{text[:1].upper()}{text[1:]}." for text in known if text]
@@ -250,21 +259,21 @@ class SweepTable:
 
     @property
     def slug(self) -> str:
-        """Profile, sweep and table in characters that file names and ids may have."""
+        """Profile, sweep and table in characters that are valid in file names and HTML ids."""
         return make_slug(*dict.fromkeys((self.sweep.profile, self.sweep.name, self.layout.name)))
 
     @property
     def row_axis(self) -> str:
-        """The axis whose labels name a row within its group."""
+        """The axis whose labels name the rows of a group."""
         return self.layout.rows[-1] if self.layout.rows else ""
 
     @property
     def rows(self) -> list[Row]:
-        """All rows."""
+        """Rows of all groups."""
         return [row for group in self.groups for row in group.rows]
 
     def header(self) -> list[list[tuple[str, int]]]:
-        """Return the levels of the column header: labels, and how many columns each spans."""
+        """Build the levels of the column header, as (label, number of spanned columns)."""
         levels = []
         for level in range(max(1, len(self.layout.columns))):
             spans = itertools.groupby(column[: level + 1] for column in self.columns)
@@ -273,20 +282,20 @@ class SweepTable:
 
 
 def make_slug(*names: str) -> str:
-    """Join names to one of lower-case letters, digits and hyphens."""
+    """Join names into one name of lower-case letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(names).lower()).strip("-") or "x"
 
 
 def build_tables(sweeps: Sequence[SweepOutcome]) -> tuple[SweepTable, ...]:
-    """Make the tables of sweeps, and decide which of their rows are worse than the best."""
+    """Build all tables of the sweeps."""
     return tuple(build_table(sweep, layout) for sweep in sweeps for layout in sweep.tables)
 
 
 def build_table(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
-    """Make a table.
+    """Build a table, and compare its rows.
 
-    Rows are not compared in the profile smoke, whose numbers mean nothing, over columns with
-    different units, or over several measures of the same runs, whose average means nothing.
+    Rows are not compared in the profile ``smoke``, whose numbers are meaningless, nor across
+    columns with different units or several metrics of the same runs, which cannot be averaged.
     """
     cells = sweep.within(layout.where)
     runs, unit = cells_frame(sweep, cells, layout)
@@ -352,7 +361,7 @@ def build_table(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
 
 
 def _printed(sweep: SweepOutcome, layout: TableLayout) -> Callable[[tuple[str, ...]], float | None]:
-    """Return a function that returns the paper's number at the labels of a row and a column."""
+    """Return a function that looks up the paper's number for the labels of a row and a column."""
     key, axes = layout.paper, (*layout.rows, *layout.columns)
     if key is None or sweep.profile == "custom":
         return lambda labels: None
@@ -364,9 +373,9 @@ def _printed(sweep: SweepOutcome, layout: TableLayout) -> Callable[[tuple[str, .
 def _numbers(
     runs: "DataFrame", axes: tuple[str, ...], repetitions: str
 ) -> dict[tuple[str, ...], Number]:
-    """Return the number of each combination of labels; other axes are averaged in a repetition.
+    """Compute the number for each combination of labels, averaging other axes per repetition.
 
-    A repetition counts if all of its runs have values.
+    A repetition counts only if all of its runs have values.
     """
     levels = [*axes, *{repetitions}.intersection(runs.index.names).difference(axes)]
     repeated = runs["shown"].groupby(level=levels, observed=True)
@@ -387,7 +396,7 @@ def _first_gap(gaps: "Sequence[str] | Series") -> str:
 
 
 def _average(numbers: Sequence[Number | None]) -> Number | None:
-    """Average all columns in each repetition; None if a column is left out or has another unit."""
+    """Average all columns per repetition, or return None if one is missing or units differ."""
     known = [number for number in numbers if number is not None]
     if len(known) < len(numbers) or len({number.unit for number in known}) != 1:
         return None
@@ -397,7 +406,7 @@ def _average(numbers: Sequence[Number | None]) -> Number | None:
 
 
 def _excluded(methods: set[str], numbers: Sequence[Number | None]) -> Verdict:
-    """Return the verdict of a row that is not compared; ``none`` if it can be."""
+    """Return the verdict of a row that must not be compared; otherwise, the verdict ``none``."""
     if methods == {REFERENCE_METHOD}:
         return Verdict("reference", "reference")
     gaps = [_BIAS[number.gap] for number in numbers if number and number.gap in _BIAS]
@@ -405,7 +414,7 @@ def _excluded(methods: set[str], numbers: Sequence[Number | None]) -> Verdict:
 
 
 def _oriented(group: RowGroup, columns: int) -> "DataFrame":
-    """Return the values of rows that are compared, by column and repetition; larger is better."""
+    """Return the values of comparable rows [rows, (column, repetition)]; larger is better."""
     values = {
         place: {
             (column, label): value if number.unit == "%" else -value
@@ -422,7 +431,7 @@ def _oriented(group: RowGroup, columns: int) -> "DataFrame":
 def _draw_sentences(
     runs: "DataFrame", layout: TableLayout, rows: dict[tuple[str, ...], Row]
 ) -> list[str]:
-    """Return the spread between draws in each group of rows; columns are averaged."""
+    """Describe the variance between draws for each group of rows, averaging columns."""
     repetitions = [axis for axis in REPETITIONS[::-1] if axis in runs.index.names]
     repeated = runs["shown"].groupby(level=[*layout.rows, *repetitions], observed=True)
     means = repeated.mean().where(repeated.count() == repeated.size())
@@ -448,9 +457,9 @@ def _draw_sentences(
 
 
 def _mark_best(rows: Sequence[Row]) -> None:
-    """Mark the best number of each column, as displayed, unless all are equal.
+    """Mark the best displayed number of each column, unless all are equal.
 
-    Numbers that lack repetitions and rows that are not compared do not count.
+    Skips numbers with missing repetitions and rows that are not compared.
     """
     for column in range(len(rows[0].numbers)):
         shown = {}
@@ -465,7 +474,7 @@ def _mark_best(rows: Sequence[Row]) -> None:
 
 
 def _add_verdicts(rows: Sequence[Row], best: int, compared: dict[int, Comparison]) -> None:
-    """Add the comparison of each row with the best."""
+    """Set the verdict of each row."""
     unit = next(number for number in rows[best].numbers if number is not None)
     rows[best].verdict = Verdict("best", "best mean")
     for place, each in compared.items():

@@ -17,13 +17,13 @@ from trishul_ray.report.figures.runs import select_runs
 from trishul_ray.report.layouts import FigureLayout
 from trishul_ray.report.outcomes import DrawnFigure, SweepOutcome
 
-#: Width of every figure in inches: the width of the page.
+#: Width of every figure in inches, equal to the width of the page.
 WIDTH = 10.0
 _SETTINGS: dict[Any, Any] = {
     "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
     "svg.fonttype": "none",
     "svg.hashsalt": "trishul-ray",
-    "text.parse_math": False,  # a name may have dollar signs
+    "text.parse_math": False,  # names may contain dollar signs
     "axes.formatter.useoffset": False,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -42,9 +42,9 @@ _COLUMNS = ["profile", "panel", "metric", "series", "x", "y", "value", "low", "h
 
 
 def draw(layout: FigureLayout, sweep: SweepOutcome) -> DrawnFigure | None:
-    """Draw a figure from the finished runs; None if none of them has what it shows.
+    """Draw a figure from the finished runs, or return None if no run has its numbers.
 
-    The same results give the same bytes.
+    Output is deterministic: equal results produce equal bytes.
     """
     kind = KINDS[layout.kind]
     series, by = (
@@ -69,7 +69,7 @@ def draw(layout: FigureLayout, sweep: SweepOutcome) -> DrawnFigure | None:
         note.append(f"The font of the PDF has no letters {missing}; the SVG shows them.")
     with rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        rcdefaults()  # settings of a user's matplotlibrc do not count
+        rcdefaults()  # ignore the user's matplotlibrc
         rcParams.update(_SETTINGS)
         figure = _figure(panels, runs.names, kind.columns, note)
         pdf, svg = io.BytesIO(), io.BytesIO()
@@ -95,7 +95,7 @@ def _figure(panels: list[Panel], names: tuple[str, ...], columns: int, note: lis
     handles: dict[str, Any] = {}
     for number, panel in enumerate(panels, 1):
         ax = figure.add_subplot(rows, columns, number)
-        # The last name of a panel, such as after a step, looks like the first series.
+        # Reversed: the last name, such as "after the prox", gets the look of the first series.
         panel.draw(ax, panel.points, looks_of(panel.looks[::-1] or names))
         ax.set_title("\n".join(textwrap.wrap(panel.title, 52)))
         ax.set_xlabel(panel.x)

@@ -1,4 +1,4 @@
-"""The kinds of figures: each computes the panels of a figure from its runs."""
+"""Kinds of figures. Each kind computes the panels of a figure from its runs."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,10 +18,10 @@ from trishul_ray.report.outcomes import is_loss
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-#: The subjects of diagnostics, by the prefix of their metrics.
+#: Matrices that diagnostics describe, keyed by the prefix of their metrics.
 SUBJECTS = {"delta_": "updates (uploads − broadcast)", "": "uploaded cores s·H"}
 SIMILARITY = "principal_angle_similarity"
-#: Labels of x axes, by column.
+#: Labels of x axes, keyed by column.
 X_LABELS: Mapping[str, str] = {
     "round": "communication round",
     "lam": "λ",
@@ -37,10 +37,15 @@ _CHANCE = "dotted: similarity of unrelated subspaces of this size"
 
 @dataclass(frozen=True)
 class Panel:
-    """Numbers, and the function that draws them: ``draw(ax, points, looks)``.
+    """A panel of a figure: numbers, and the function that draws them.
 
-    ``metric`` names the numbers and labels the y axis, unless points have a column ``metric``.
-    ``looks`` are the names of its lines if they are not series.
+    Attributes:
+        title: Title of the panel.
+        x: Label of the x axis.
+        metric: Label of the y axis; also the ``metric`` of ``points`` without such a column.
+        points: Numbers, in the format of :mod:`trishul_ray.report.figures.plots`.
+        draw: Called as ``draw(ax, points, looks)``.
+        looks: Names of the lines, if they are not the series.
     """
 
     title: str
@@ -56,11 +61,11 @@ class Kind:
     """A kind of figure.
 
     Attributes:
-        panels: Yields the panels of runs.
+        panels: Yields the panels, given the runs.
         note: Remarks below the figure.
-        series: Axes of the sweep; the first one that it has names the series by default.
-        by: The same for panels.
-        columns: Panels next to each other.
+        series: Candidate axes; the first axis that the sweep has names the series by default.
+        by: Candidate axes for panels, like ``series``.
+        columns: Number of panels per row.
     """
 
     panels: Callable[[FigureRuns], Iterator[Panel]]
@@ -82,7 +87,7 @@ def _line(
     level: float = math.nan,
     paper: str = "",
 ) -> Iterator[Panel]:
-    """Yield a panel of lines over ``x``; none without values."""
+    """Yield a panel of lines over ``x`` if there are values."""
     points = runs.means(frame, column, x, paper, 100.0 if percent else 1.0)
     draw = partial(lines, ranked=x in FIELDS, percent=percent, level=level)
     if len(points):
@@ -90,7 +95,7 @@ def _line(
 
 
 def _metric(runs: FigureRuns) -> tuple[str, str, bool]:
-    """Return the metric, its label, and whether it is a fraction."""
+    """Return the metric (empty if cells differ), its label, and whether it is a fraction."""
     names = [runs.layout.metric] if runs.layout.metric else [cell.metric for cell in runs.cells]
     names = [*dict.fromkeys(names)]
     shown = " or ".join(name.replace("_", " ") for name in names)
@@ -99,7 +104,7 @@ def _metric(runs: FigureRuns) -> tuple[str, str, bool]:
 
 
 def scores(runs: FigureRuns, x: str) -> Iterator[Panel]:
-    """Yield the metric over ``x``, a column of rounds or a field, in a panel for each label."""
+    """Yield the metric over ``x``, a column of rounds or a field, in one panel per label."""
     name, label, percent = _metric(runs)
     column, frame = runs.layout.metric or "value", runs.rounds
     if x in FIELDS:
@@ -111,24 +116,24 @@ def scores(runs: FigureRuns, x: str) -> Iterator[Panel]:
 def _diagnostic(
     runs: FigureRuns, metric: str, shown: str, x: str = "round", **options: Any
 ) -> Iterator[Panel]:
-    """Yield a diagnostic of updates and cores: in each round, or its late mean over a field."""
+    """Yield a diagnostic of updates and cores per round, or its late mean if ``x`` is a field."""
     for prefix, title in SUBJECTS.items():
         late = runs.at(late=runs.last(prefix + metric)) if x in FIELDS else None
         frame, column = (runs.rounds, prefix + metric) if late is None else (late, "late")
-        # The paper's numbers are numbers of the updates.
+        # The paper's numbers refer to the updates.
         paper = metric if prefix and late is not None and metric == SIMILARITY else ""
         yield from _line(runs, title, shown, frame, column, x, paper=paper, **options)
 
 
 def spectral_alignment(runs: FigureRuns) -> Iterator[Panel]:
-    """Yield the similarity of the clients' subspaces and dominant directions in each round."""
+    """Yield the similarity of the clients' subspaces and dominant directions per round."""
     level = _chance(runs)
     yield from _diagnostic(runs, SIMILARITY, "principal-angle similarity", level=level)
     yield from _diagnostic(runs, "dominant_similarity", "dominant-vector similarity")
 
 
 def _chance(runs: FigureRuns) -> float:
-    """Return the similarity k/r of unrelated subspaces; NaN if k or r differ between cores."""
+    """Return the similarity k/r of unrelated subspaces, or NaN if k or r differ between cores."""
     found = {
         min(1.0, cell.result.config["evaluation"]["top_k"] / rank)
         for cell in runs.cells
@@ -139,10 +144,10 @@ def _chance(runs: FigureRuns) -> float:
 
 
 def spectral_diagnostics(runs: FigureRuns) -> Iterator[Panel]:
-    """Yield entropy, effective rank, variance between clients, and thresholds in each round.
+    """Yield entropy, effective rank, variance between clients, and thresholds per round.
 
-    The variance is relative to RAVAN's variance in round 1 of the same setting, as in the paper,
-    and relative to the squared norm of the mean update.
+    As in the paper, one panel shows the variance relative to RAVAN in round 1 of the same setting.
+    Another panel shows it relative to the squared norm of the mean update.
     """
     rounds = runs.rounds
     yield from _diagnostic(runs, "spectral_entropy", "spectral entropy")
@@ -165,7 +170,7 @@ def spectral_diagnostics(runs: FigureRuns) -> Iterator[Panel]:
 
 
 def lambda_diagnostics(runs: FigureRuns) -> Iterator[Panel]:
-    """Yield the metric, the late spectral entropy and the zeroed singular values over λ."""
+    """Yield the metric, late spectral entropy and fraction of zeroed singular values over λ."""
     name, label, percent = _metric(runs)
     title = "after the last round"
     yield from _line(runs, title, label, runs.at(), "value", "lam", percent=percent, paper=name)
@@ -182,7 +187,7 @@ def alpha_diagnostics(runs: FigureRuns) -> Iterator[Panel]:
 
 
 def accuracy_inconsistency(runs: FigureRuns) -> Iterator[Panel]:
-    """Yield the final metric over 1 minus the late similarity, joined in the order of α."""
+    """Yield the final metric over 1 minus the late similarity, connected in the order of α."""
     name, label, percent = _metric(runs)
     across = "inconsistency index"
     for prefix, title in SUBJECTS.items():
@@ -200,8 +205,8 @@ def accuracy_inconsistency(runs: FigureRuns) -> Iterator[Panel]:
 def svt_spectra(runs: FigureRuns) -> Iterator[Panel]:
     """Yield the singular values of all cores of one client in the last diagnosed round.
 
-    There is a panel before and after the prox for each series, and panels of the removed values,
-    the uploads, and their energy.
+    Each series has a panel with the values before and after the prox. Three panels compare the
+    series: removed values, uploaded values, and energy in the tail.
     """
     removed, uploads, tails = list[Any](), list[Any](), list[Any]()
     x, value = "index of the singular value", "singular value"
@@ -240,13 +245,13 @@ def svt_spectra(runs: FigureRuns) -> Iterator[Panel]:
 
 
 def _cores(arrays: list[Any], name: str) -> np.ndarray:
-    """Return the spectra [n, r] of several runs, padded with NaN to one rank."""
+    """Concatenate the spectra [n, r] of several runs, padding ranks with NaN."""
     found = [pd.DataFrame(each[name]) for each in arrays if name in each]
     return pd.concat(found).to_numpy() if found else np.empty((0, 0))
 
 
 def _quantiles(values: np.ndarray, name: Any) -> "DataFrame":
-    """Summarize the singular values [n, r] of n cores, NaN beyond the rank of one, by index."""
+    """Summarize the singular values [n, r] of n cores per index; NaN pads cores of lower rank."""
     low, median, high = np.nanquantile(values, [0.1, 0.5, 0.9], axis=0)
     index = np.arange(1, values.shape[1] + 1)
     columns = {"series": name, "x": index, "value": median, "low": low, "high": high}
@@ -254,7 +259,7 @@ def _quantiles(values: np.ndarray, name: Any) -> "DataFrame":
 
 
 def heads(runs: FigureRuns, *, dots: bool) -> Iterator[Panel]:
-    """Yield the core heads and the squared norms of each block, in panels for each backbone."""
+    """Yield the core heads and the squared norms per block, in two panels per backbone."""
     rows = [
         (place, cell.result.config["model"]["name"], number, count, norms[block])
         for place, cell in enumerate(runs.cells)
@@ -273,9 +278,10 @@ def heads(runs: FigureRuns, *, dots: bool) -> Iterator[Panel]:
 
 
 def overhead(runs: FigureRuns) -> Iterator[Panel]:
-    """Yield the seconds of a client's local steps, and the overhead over RAVAN.
+    """Yield the duration of a client's local steps, and the overhead over RAVAN.
 
-    The first round of a run warms up. The overhead is the paper's: a ratio of medians.
+    The first round of each run is excluded as a warm-up. As in the paper, the overhead is a ratio
+    of medians.
     """
     if "client_seconds" not in runs.rounds:
         return
@@ -311,10 +317,10 @@ def overhead(runs: FigureRuns) -> Iterator[Panel]:
 
 
 def covariance(runs: FigureRuns) -> Iterator[Panel]:
-    """Yield the matrix between the updates of all clients after the last round, by series.
+    """Yield the similarity matrix of all clients' updates after the last round, per series.
 
-    It shows the one setting that most series have finished: clients of another seed have other
-    data. The paper calls it a covariance; the matrix is not centered.
+    Only the setting that most series have finished is shown, because clients have other data with
+    another seed. The paper calls the matrix a covariance, but it is not centered.
     """
     matrix = runs.layout.metric or "cosine"
     has = [place for place, cell in enumerate(runs.cells) if f"everyone_{matrix}" in cell.arrays]
@@ -341,7 +347,7 @@ def covariance(runs: FigureRuns) -> Iterator[Panel]:
 
 
 def personal(runs: FigureRuns) -> Iterator[Panel]:
-    """Yield the score of each client's own model minus the global model's, sorted."""
+    """Yield the gain of each client's personalized model over the global model, sorted."""
     rows = [
         (place, (rank + 0.5) / len(gains), gain)
         for place, cell in enumerate(runs.cells)
@@ -362,7 +368,7 @@ _HEADS = partial(
     Kind, note=("heads on each adapted matrix of a block; mean over runs",),
     series=("allocation", "method"),
 )  # fmt: skip
-#: The kinds of figures by name.
+#: Kinds of figures, keyed by name.
 KINDS: Mapping[FigureKind, Kind] = {
     "convergence": _SCORES(partial(scores, x="round")),
     "megabytes": _SCORES(partial(scores, x="megabytes")),

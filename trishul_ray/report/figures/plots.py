@@ -1,7 +1,8 @@
-"""Lines, bars, points and heat maps of a DataFrame, drawn into given axes.
+"""Draw lines, bars, points and heat maps from a DataFrame into matplotlib axes.
 
-A row is a number: its ``series``, its position ``x`` (and ``y`` in a heat map), its ``value``, the
-interval from ``low`` to ``high``, and the ``paper``'s number. Only the first three are required.
+Each row of the DataFrame is a number: its ``series``, position ``x`` (and ``y`` in a heat map),
+``value``, interval from ``low`` to ``high``, and the ``paper``'s number. Only ``series``, ``x`` and
+``value`` are required.
 """
 
 import itertools
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 
 INK, GREY = "#222222", "#555555"
 SMALL = 9
-#: Okabe & Ito (2008), safe for color-blind readers; without yellow, too faint on white.
+#: Color-blind safe palette of Okabe & Ito (2008), without yellow, which is too faint on white.
 _COLORS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F",
 )  # fmt: skip
 _DASHES = ("solid", (0, (5, 2)), (0, (6, 2, 1, 2)), (0, (1.5, 1.5)), (0, (3, 1)))
 _MARKERS, _HATCHES = "os^DvPX<h", ("", "///", "...", "\\\\\\", "xx", "++", "--", "oo", "**")
-#: Methods that look the same in every figure.
+#: Methods that have the same look in every figure.
 _METHODS = (
     "TRISHUL", "RAVAN", "TRISHUL without penalty", "SCAFFOLD+LoRA", "FedIT", "FedEx-LoRA",
     "FFA-LoRA", "Fed-SB",
@@ -37,7 +38,7 @@ Looks = Mapping[str, dict[str, Any]]
 
 
 def looks_of(names: Sequence[str]) -> Looks:
-    """Return a look for each name; two looks also differ without color."""
+    """Assign a look to each name; looks also differ in grayscale."""
     slots: dict[int, str] = {}
     for name in names:
         if (method := name.partition(" (")[0]) in _METHODS:
@@ -70,16 +71,16 @@ def lines(
     level: float = math.nan,
     by: str = "series",
 ) -> None:
-    """Draw a line with its interval for each series, and hollow points for the paper's numbers.
+    """Draw a line with an interval per series, and hollow markers for the paper's numbers.
 
     Args:
-        ax: The axes to draw into.
-        points: See the module.
-        looks: By the names in the column ``by``.
-        ranked: Whether the few positions on the x axis are equally far apart, as for 0, 0.1 and ∞.
+        ax: Axes to draw into.
+        points: Numbers, in the format of this module.
+        looks: Looks, keyed by the names in the column ``by``.
+        ranked: Whether to space x positions equally, as for 0, 0.1 and ∞.
         percent: Whether values are fractions.
-        level: A dotted line.
-        by: The column of the names.
+        level: Value of a dotted horizontal line, or NaN for none.
+        by: Column with the name of each line.
     """
     places = sorted(points["x"].unique())
     for name, line in points.groupby(by, observed=True, sort=False):
@@ -109,11 +110,11 @@ def spectra(
     ax: Axes, points: "DataFrame", looks: Looks, *, level: float = math.nan, by: str = "series",
     log_y: bool = True,
 ) -> None:  # fmt: skip
-    """Draw singular values by their index, on logarithmic axes."""
+    """Draw singular values over their index, on logarithmic axes."""
     lines(ax, points, looks, level=level, by=by)
     ax.set_xscale("log")
     ax.set_yscale("log" if log_y else "linear")
-    # Smaller values are zero, but for rounding in float32.
+    # Smaller values are zero up to rounding in float32.
     ax.set_ylim(bottom=1e-6 * points["high"].max() if log_y else 0)
     for axis in (ax.xaxis, ax.yaxis) if log_y else (ax.xaxis,):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -123,7 +124,7 @@ def spectra(
 def bars(
     ax: Axes, points: "DataFrame", looks: Looks, *, dots: bool = False, percent: bool = False
 ) -> None:
-    """Draw the series next to each other at each position, as bars from 0 or as points."""
+    """Draw the series side by side at each position, as bars from 0 or as points."""
     places = [*dict.fromkeys(points["x"])]
     names = [*dict.fromkeys(points["series"])]
     width = 0.84 / len(names)
@@ -151,7 +152,7 @@ def bars(
 
 
 def scatter(ax: Axes, points: "DataFrame", looks: Looks, *, across: str, percent: bool) -> None:
-    """Draw the rows whose ``metric`` is not ``across`` over the rows whose metric is."""
+    """Plot the other metric over the metric ``across``."""
     for number, (name, rows) in enumerate(points.groupby("series", observed=True, sort=False)):
         look = _line_look(looks, name)
         offset, side = ((5, 5), "left") if number % 2 == 0 else ((-5, -11), "right")
@@ -169,7 +170,10 @@ def scatter(ax: Axes, points: "DataFrame", looks: Looks, *, across: str, percent
 
 
 def heatmap(ax: Axes, points: "DataFrame", looks: Looks, *, limit: float, label: str) -> None:
-    """Draw a square matrix without its diagonal, on colors from ``-limit`` to ``limit``."""
+    """Draw a square matrix without its diagonal.
+
+    Colors range from ``-limit`` to ``limit``, or from 0 if no value is negative.
+    """
     values = points.pivot(index="y", columns="x", values="value")
     field = values.to_numpy(dtype=float, copy=True)
     np.fill_diagonal(field, math.nan)

@@ -1,4 +1,4 @@
-"""The runs and rounds that a figure shows, as DataFrames, and means over them."""
+"""Load the runs and rounds of a figure into DataFrames, and compute means over them."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from trishul_ray.report.references import reference_of
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-#: Fields that may be the x axis; other x axes are columns of rounds.
+#: Fields that can be the x axis; other x axes are columns of the rounds.
 FIELDS = ("lam", "alpha", "epsilon", "draw")
 
 
@@ -24,11 +24,12 @@ class FigureRuns:
     """The finished runs of one figure.
 
     Attributes:
-        cells: The finished runs.
-        runs: A row per run, by its position in ``cells`` (``cell``): names of its ``series`` and
-            ``panel``, its other labels (``setting``), its final ``value``, and :data:`FIELDS`.
-        rounds: A row per run and round: names and labels, all metrics, ``value`` in the round.
-        names: All series, with and without finished runs, so that missing runs change no color.
+        cells: The finished cells.
+        runs: One row per cell, indexed by its position in ``cells`` (``cell``): its ``series`` and
+            ``panel``, its labels on axes that do not name the series (``setting``), its final
+            ``value``, and :data:`FIELDS`.
+        rounds: One row per cell and round: the same names, all metrics, and the ``value``.
+        names: All series, including series without finished runs, so that colors are stable.
     """
 
     layout: FigureLayout
@@ -39,27 +40,27 @@ class FigureRuns:
     names: tuple[str, ...]
 
     def last(self, metric: str, rounds: int = 10) -> "Series":
-        """Return each run's mean of a metric over the last rounds that have it, by ``cell``."""
+        """Average a metric of each run over the last ``rounds`` rounds that measured it."""
         if metric not in self.rounds:
             return pd.Series(dtype=float)
         known = self.rounds.dropna(subset=[metric]).groupby("cell").tail(rounds)
         return known.groupby("cell")[metric].mean()
 
     def at(self, **values: "Series") -> "DataFrame":
-        """Return ``runs`` with ``cell`` and more columns, such as the columns of :meth:`last`."""
+        """Return ``runs`` with the column ``cell`` and additional columns, such as :meth:`last`."""
         return self.runs.assign(**values).reset_index()
 
     def means(
         self, frame: "DataFrame", column: str, x: str, paper: str = "", unit: float = 1.0
     ) -> "DataFrame":
-        """Return mean, standard deviation around it, and number of runs by series and ``x``.
+        """Compute the mean ± standard deviation and the number of runs per series and ``x``.
 
         Args:
             frame: Rows with ``series``, ``cell``, ``x`` and ``column``.
-            column: The column that is averaged.
-            x: The column of the x axis; a cost is averaged over the runs of a round.
-            paper: The metric of the paper's numbers, which are numbers of the last round.
-            unit: The paper's number for 1.
+            column: Column to average.
+            x: Column of the x axis. A cost is also averaged, over the runs of each round.
+            paper: Metric of the paper's numbers, which are shown at the last round.
+            unit: Divisor of the paper's numbers, such as 100 for percentages.
         """
         by = "round" if x in ("round", "megabytes", "hours") else x
         if column not in frame or x not in frame:
@@ -77,7 +78,7 @@ class FigureRuns:
         return found
 
     def paper(self, metric: str, places: "Series") -> float:
-        """Return the paper's number for the labels that cells share; NaN if not comparable."""
+        """Return the paper's number for labels shared by all cells, or NaN if not comparable."""
         key = self.layout.paper
         if not key or not metric or not self.sweep.is_comparable(self.cells):
             return math.nan
@@ -86,7 +87,7 @@ class FigureRuns:
         return math.nan if value is None else value
 
     def note(self, remarks: Sequence[str]) -> list[str]:
-        """Return the lines below a figure: profile, seeds, data, missing runs, and remarks."""
+        """Build the lines below a figure: profile, seeds, data, missing runs, and remarks."""
         counts = {axis: len({c.labels.get(axis, "") for c in self.cells}) for axis in REPETITIONS}
         repeated = [
             f"{n} {axis}" + "s" * (n > 1) for axis, n in counts.items() if n > 1 or axis == SEED
@@ -102,7 +103,7 @@ class FigureRuns:
 def select_runs(
     layout: FigureLayout, sweep: SweepOutcome, series: Sequence[str], panels: Sequence[str]
 ) -> FigureRuns:
-    """Return the finished runs of a figure, in series and panels by labels of these axes."""
+    """Select the finished runs of a figure, and group them by the axes of series and panels."""
     chosen = sweep.within(layout.where)
     cells = tuple(cell for cell in chosen if cell.status == "finished")
 
@@ -127,7 +128,7 @@ def select_runs(
 
 
 def _field(cell: CellOutcome, field: str) -> float:
-    """Return λ, α (infinite for an IID partition), ε (infinite without noise) or draw, or NaN."""
+    """Return λ, α (∞ for an IID partition), ε (∞ without noise) or draw, or NaN if undefined."""
     config, value = cell.result.config, None
     if field == "lam":
         value = config["method"].get("lam")
@@ -135,7 +136,7 @@ def _field(cell: CellOutcome, field: str) -> float:
         partition = config["partition"]
         value = {"iid": math.inf, "dirichlet": partition.get("alpha")}.get(partition["kind"])
     elif field == "draw":
-        value = config.get("draw")  # None: the seed
+        value = config.get("draw")  # None uses the seed
         value = config.get("seed") if value is None else value
     else:
         value = config.get("privacy", {}).get("epsilon")
