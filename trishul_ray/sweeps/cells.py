@@ -1,8 +1,8 @@
-"""Sweeps and their cells: the combinations of the labels of all axes.
+"""Expand a sweep into cells, the combinations of the labels of all axes.
 
-The fields of a cell come from the dataset's preset, then the sweep's base, the overrides of the
-command line, the values of the axes, and the adjustments of selected cells; later ones win. An
-override that would reach only some cells is rejected.
+The fields of a cell are merged in this order, where later values take precedence: the preset of the
+dataset, ``base`` of the sweep, overrides on the command line, values of the axes, and adjustments
+of selected cells. Overrides that would affect only some cells are rejected.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from trishul_ray.report.outcomes import SweepHead
 from trishul_ray.sweeps.search import Search
 from trishul_ray.sweeps.sweep_file import MAX_CELLS, Fields, SweepFile, field_of
 
-#: The axis of learning rates.
+#: Name of the axis of learning rates.
 RATE = "optimizer.lr"
 
 
@@ -32,11 +32,11 @@ class Cell:
     """One combination of axis labels.
 
     Attributes:
-        experiment: The run of the cell; cells may share one.
-        labels: Label of each axis, in the order of the axes.
-        metric: Name of its metric; None is the task's headline.
-        rows: Rows of its metric.
-        fields: The fields that the sweep sets, by dotted name.
+        experiment: The experiment; cells with equal ids share a run.
+        labels: Label on each axis, in the order of the axes.
+        metric: Name of the reported metric, or None for the primary metric of the task.
+        rows: Split that the metric is computed on.
+        fields: Fields that the sweep sets, keyed by dotted name.
     """
 
     experiment: Experiment
@@ -46,7 +46,7 @@ class Cell:
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def varied(self, values: Mapping[str, Any]) -> "Cell":
-        """Return the cell with other fields; a learning rate that is not set is looked up again.
+        """Return a copy with other fields. A learning rate that is not set is looked up again.
 
         Raises:
             InputError: The experiment is not valid.
@@ -60,9 +60,9 @@ class Sweep(SweepHead):
     """A validated sweep.
 
     Attributes:
-        cells: Every combination of labels that ``except`` does not leave out.
-        file: Its file, or None.
-        search: A search by Optuna, which samples each cell; or None.
+        cells: All combinations of labels that ``except`` does not exclude.
+        file: The sweep file, or None.
+        search: An Optuna search that samples each cell, or None.
     """
 
     cells: tuple[Cell, ...]
@@ -71,7 +71,7 @@ class Sweep(SweepHead):
 
     @property
     def made_by(self) -> str:
-        """The command that makes its runs, without overrides."""
+        """The command that starts the runs, without overrides."""
         if self.profile != "custom":
             return super().made_by
         if self.file is not None:
@@ -80,16 +80,16 @@ class Sweep(SweepHead):
         return " ".join(["trishul sweep", *axes])
 
     def displayed_labels(self, cell: Cell) -> dict[str, str]:
-        """Return the displayed labels of a cell, by axis."""
+        """Return the displayed labels of a cell, keyed by axis."""
         return {axis: self.shown_label(axis, label) for axis, label in cell.labels.items()}
 
     def cell_name(self, cell: Cell) -> str:
-        """Return the name of a cell in messages: ``vision: FedIT, CIFAR-100, seed=0``."""
+        """Return the name of a cell for messages, such as ``vision: FedIT, CIFAR-100, seed=0``."""
         return ": ".join(filter(None, [self.name, joined(self.displayed_labels(cell))]))
 
 
 def joined(labels: Mapping[str, str]) -> str:
-    """Return labels as text; numbers have the name of their axis."""
+    """Join labels, prefixing numbers with the name of their axis."""
     return ", ".join(
         f"{axis}={label}" if label.replace(".", "").isdigit() else label
         for axis, label in labels.items()
@@ -97,9 +97,9 @@ def joined(labels: Mapping[str, str]) -> str:
 
 
 def distinct(sweeps: Sequence[Sweep]) -> dict[str, Experiment]:
-    """Return the experiments of all cells by id, in order, each once.
+    """Return the distinct experiments of all cells, keyed by id, in order.
 
-    A shared experiment is scored after every round that one of its cells requires.
+    A shared experiment scores every round that any of its cells requires.
     """
     found: dict[str, Experiment] = {}
     for sweep in sweeps:
@@ -111,12 +111,12 @@ def distinct(sweeps: Sequence[Sweep]) -> dict[str, Experiment]:
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """Options of running cells.
+    """Options for running cells.
 
     Attributes:
-        retries: Number of retries of a run that failed.
-        stall_minutes: Minutes without a finished round after which a run is ended and retried.
-        concurrency: Number of concurrent runs; None is what the cluster holds.
+        retries: Maximum number of retries of a failed run.
+        stall_minutes: Minutes without a finished round after which a run is stopped and retried.
+        concurrency: Maximum number of concurrent runs, or None for the capacity of the cluster.
     """
 
     retries: int = 2
@@ -126,14 +126,14 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class CellRun:
-    """The run of a trial.
+    """The run that a Ray Tune trial executes.
 
     Attributes:
-        experiment: The run.
-        name: Its name in messages.
-        tags: Tags of its MLflow run.
-        replaces: Attempt of a stale run with the same id that the trial deletes first, as
-            ``read_note`` returns it; None resumes an existing run.
+        experiment: The experiment to run.
+        name: Name for messages.
+        tags: Tags of the MLflow run.
+        replaces: Name of the attempt of a stale run with the same id, which the trial deletes
+            first (see ``read_note``). If None, the trial resumes an existing run.
     """
 
     experiment: Experiment
@@ -142,12 +142,12 @@ class CellRun:
     replaces: str | None = None
 
 
-#: Returns the run of a trial, given its Tune configuration.
+#: Function that returns the run for the configuration of a Tune trial.
 FindRun = Callable[[Mapping[str, Any]], CellRun]
 
 
 def expand(file: SweepFile, overrides: Fields) -> tuple[Cell, ...]:
-    """Return the cells of all combinations but the excluded ones; the last axis varies fastest."""
+    """Build the cells of all combinations that are not excluded; the last axis varies fastest."""
     for number, excluded in enumerate(file.excluded):
         file.check_labels(excluded, "except", number)
     for number, adjustment in enumerate(file.adjust):
@@ -183,7 +183,7 @@ def expand(file: SweepFile, overrides: Fields) -> tuple[Cell, ...]:
 
 
 def _fields_of(file: SweepFile, labels: Mapping[str, str]) -> Fields:
-    """Return the fields that the labels of a cell set together, and its adjustments."""
+    """Merge the fields that the labels of a cell set, and its adjustments."""
     fields: Fields = {}
     for axis, label in labels.items():
         for name, value in file.labels[axis][label].fields.items():

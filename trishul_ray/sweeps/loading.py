@@ -1,4 +1,4 @@
-"""Load sweeps from files, from the folders of sweeps, or from axes on the command line."""
+"""Load and validate sweeps from files, profiles, or axes on the command line."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -29,14 +29,16 @@ from trishul_ray.sweeps.sweep_file import (
 
 
 def load_sweep(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Sweep:
-    """Read a sweep file, or its content, and validate every cell.
+    """Load a sweep, and validate all of its cells.
 
-    ``overrides`` are ``key=value`` strings for every cell, which win over ``base``. An override
-    that an axis or ``adjust`` also sets is rejected, but a range or list of seeds or draws, such as
-    ``seed=0..4``, replaces this axis.
+    Args:
+        source: Path of a sweep file, or its content.
+        overrides: ``key=value`` strings that apply to all cells, and take precedence over ``base``.
+            Overrides of fields that an axis or ``adjust`` sets are rejected. However, a range or
+            list of seeds or draws, such as ``seed=0..4``, replaces the axis.
 
     Raises:
-        InputError: One line that names the file, the path in it, and the fault.
+        InputError: The sweep is invalid. The message names the file and the path in it.
     """
     fields = read_overrides(overrides)
     if isinstance(source, Path):
@@ -45,7 +47,7 @@ def load_sweep(source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) 
 
 
 def sweep_from_axes(axes: Sequence[str], overrides: Sequence[str] = ()) -> Sweep:
-    """Make a sweep of axes as given on the command line: ``method.lam=0,0.01``, ``seed=0..4``.
+    """Create a sweep from axes on the command line, such as ``method.lam=0,0.01`` or ``seed=0..4``.
 
     Raises:
         InputError: As :func:`load_sweep`.
@@ -71,13 +73,13 @@ def sweep_from_axes(axes: Sequence[str], overrides: Sequence[str] = ()) -> Sweep
 def find_sweeps(
     names: Sequence[str], profile: str, overrides: Sequence[str] = ()
 ) -> tuple[Sweep, ...]:
-    """Load the sweeps of a profile, from ``./sweeps`` or the package.
+    """Load the sweeps of a profile from ``./sweeps`` or the package.
 
-    The name ``all`` means every sweep of the profile, in the paper's order, except files with
+    The name ``all`` selects every sweep of the profile, in the paper's order, except files with
     ``in_all: false``.
 
     Raises:
-        InputError: There is no such sweep, or as :func:`load_sweep`.
+        InputError: A sweep does not exist or is invalid.
     """
     files: dict[str, Path] = {}
     for folder in reversed(folders()):
@@ -116,7 +118,7 @@ def _load(path: Path, file: SweepFile, overrides: Fields) -> Sweep:
 def _build(
     file: SweepFile, name: str, profile: Profile, path: Path | None, overrides: Fields
 ) -> Sweep:
-    """Return the sweep of a file, after all checks of the file against its cells."""
+    """Build the sweep of a file, and validate the file against its cells."""
     for axis in file.labels.keys() & REPETITIONS:
         given = overrides.get(axis)
         if isinstance(given, list) or ".." in str(given):
@@ -163,7 +165,7 @@ def _build(
 
 
 def _tables(file: SweepFile, name: str, title: str) -> tuple[TableLayout, ...]:
-    """Return the tables of a file; without ``tables``, one table of all axes."""
+    """Return the tables of a file, or one table of all axes if ``tables`` is not set."""
     if file.tables is None and file.labels:
         axes = [axis for axis in file.labels if axis not in REPETITIONS] or [*file.labels]
         split = len(axes) - (len(axes) > 1)
@@ -176,7 +178,7 @@ def _tables(file: SweepFile, name: str, title: str) -> tuple[TableLayout, ...]:
 
 
 def _check_axes(file: SweepFile, cells: Sequence[Cell]) -> None:
-    """Check that no two labels of an axis show the same metric of the same runs."""
+    """Reject axes on which two labels report the same metric of the same runs."""
     for axis in file.labels:
         found: dict[str, list[object]] = {}
         for cell in cells:
@@ -194,7 +196,7 @@ def _check_axes(file: SweepFile, cells: Sequence[Cell]) -> None:
 
 
 def _check_metrics(file: SweepFile) -> None:
-    """Check that some task has the metrics that labels and a search name."""
+    """Reject metrics of labels or a search that no task defines."""
     named: list[tuple[str, tuple[str, ...]]] = [
         (value.metric, ("axes", axis, label, "metric"))
         for axis, labels in file.labels.items()
@@ -214,7 +216,7 @@ def _check_metrics(file: SweepFile) -> None:
 def _check_search(
     file: SweepFile, search: Search, cells: Sequence[Cell], overrides: Fields
 ) -> None:
-    """Check that the ends of every sampled range are valid in each cell, and the compared rows."""
+    """Validate the ends of every sampled range in each cell, and the split to compare on."""
     fixed = {*overrides, *(name for each in file.adjust for name in each.fields)}
     fixed |= {n for labels in file.labels.values() for v in labels.values() for n in v.fields}
     for name, space in search.space.items():
@@ -241,7 +243,7 @@ def _check_layouts(
     paper: Sequence[str],
     cells: Sequence[Cell],
 ) -> None:
-    """Check that tables or figures show axes, labels and cells that exist."""
+    """Reject tables or figures with unknown axes, labels or cells."""
     for number, layout in enumerate(layouts):
         path = section, number
         if any(other.name == layout.name for other in layouts[:number]):
@@ -279,7 +281,7 @@ def _check_table(
             file.fail(f"where leaves out {target.reference!r}, which target needs", *path, "where")
         if table.eval is not None:
             file.fail("one of eval and target can be shown, not both", *path)
-    # A number is a mean over repetitions: other labels must follow from its row and column.
+    # A number is a mean over repetitions, so its row and column must determine all other labels.
     hidden = [axis for axis in file.labels if axis not in (*axes, *REPETITIONS)]
     settings = {tuple(cell[axis] for axis in (*axes, *hidden)) for cell in shown}
     if len(settings) > len({setting[: len(axes)] for setting in settings}):

@@ -1,4 +1,4 @@
-"""Callback of Ray Tune: progress, failures, and the samples of a search."""
+"""Ray Tune callback that displays progress, and records failures and samples of a search."""
 
 from pathlib import Path
 from typing import Any
@@ -15,32 +15,32 @@ from trishul_ray.tracking.progress import SweepProgress
 
 
 class Monitor(tune.Callback):
-    """Follows the trials of a Tuner.
+    """Follow the trials of a Tuner.
 
     Attributes:
-        samples: The configurations of all trials.
-        failures: The reasons of failed runs by id.
+        samples: Configurations of all trials.
+        failures: Reasons of failed runs, keyed by id.
     """
 
     def __init__(self, find: FindRun, options: TuneOptions, progress: SweepProgress) -> None:
         self.find, self.options, self.progress = find, options, progress
         self.samples: list[dict[str, Any]] = []
         self.failures: dict[str, str] = {}
-        self._runs: dict[str, CellRun] = {}  # by trial
+        self._runs: dict[str, CellRun] = {}  # keyed by trial
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # Tune saves its callbacks, and nothing reads them
+        return {}  # Tune pickles its callbacks, but nothing loads them
 
     def on_trial_start(
         self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
     ) -> None:
-        """Show that a cell runs, perhaps again."""
+        """Display that a cell is running."""
         self.progress.start(self._run(trial).experiment.id)
 
     def on_trial_result(
         self, iteration: int, trials: list[Trial], trial: Trial, result: TuneResult, **info: Any
     ) -> None:
-        """Show a round and its notes."""
+        """Display a round and its notices."""
         run = self._run(trial)
         for note in result.get(NOTES, ()):
             self.progress.note(f"{run.name}: {note}")
@@ -51,7 +51,7 @@ class Monitor(tune.Callback):
     def on_trial_recover(
         self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
     ) -> None:
-        """Show why a cell is retried, or resumes elsewhere after a preemption."""
+        """Display why a cell is retried, or that it resumes on another node after a preemption."""
         id, error = self._run(trial).experiment.id, _error_of(trial)
         if getattr(error, "preempted", False):
             self.progress.move(id, _reason(error))
@@ -63,13 +63,13 @@ class Monitor(tune.Callback):
     def on_trial_error(
         self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
     ) -> None:
-        """Store why a cell failed after all retries."""
+        """Record the failure of a cell after all retries."""
         self._fail(trial, _reason(_error_of(trial)))
 
     def on_trial_complete(
         self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
     ) -> None:
-        """Show that a cell has finished, or store why it would fail again."""
+        """Display that a cell has finished, or record a failure that a retry would repeat."""
         result = trial.last_result or {}
         if FAILURE in result:
             self._fail(trial, result[FAILURE])
@@ -92,7 +92,7 @@ class Monitor(tune.Callback):
 
 
 def _error_of(trial: Trial) -> Exception | None:
-    # Not by Trial.get_pickled_error: Tune has not copied the file to the storage yet.
+    # Trial.get_pickled_error reads from the storage, to which Tune has not copied the file yet.
     if trial.pickled_error_file is None:
         return None
     error: Exception = cloudpickle.loads(Path(trial.pickled_error_file).read_bytes())

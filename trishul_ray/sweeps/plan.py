@@ -1,8 +1,9 @@
-"""Plan of sweeps, ``trishul sweep --plan``: the state of their runs, and the hours that are left.
+"""Plan sweeps (``trishul sweep --plan``): the states of their runs, and the remaining hours.
 
-Each distinct run counts once, in the first sweep that has it. Its time comes from finished runs of
-its kind on the same device, or from an estimate: the operations of the backbone and of the proximal
-steps at sustained rates, or the launches of kernels if they take longer.
+Each distinct run counts once, in the first sweep that contains it. Its duration is the mean of
+finished runs of its kind on the same device, if there are any. Otherwise, it is estimated from the
+operations of the backbone and the proximal steps at sustained rates, or from the kernel launches if
+they take longer.
 """
 
 import time
@@ -25,7 +26,7 @@ from trishul_ray.sweeps.status import CellState
 
 
 class Device(NamedTuple):
-    """Sustained rates in 10^12 operations per second, and seconds of a layer's kernel launches."""
+    """Sustained rates in 10^12 operations per second, and seconds of kernel launches per layer."""
 
     fp32: float
     tf32: float
@@ -34,9 +35,10 @@ class Device(NamedTuple):
     launch: float = 3.3e-4
 
 
-#: Devices by name: 0.6 (fp32), 0.4 (tf32, bf16) and 0.3 (fp64) of NVIDIA's stated dense peaks.
-#: ``cpu`` is a core with two fused multiply-adds of 256 bits per cycle at 3 GHz. Without
-#: CUDA graphs, launches take longest: 72 ms for a step of ViT-B/16 in bf16 on an H200, else 12 ms.
+#: Devices, keyed by name. The rates are 0.6 (fp32), 0.4 (tf32, bf16) and 0.3 (fp64) times NVIDIA's
+#: dense peak rates. ``cpu`` is one core at 3 GHz with two 256-bit fused multiply-adds per cycle.
+#: Without CUDA graphs, launches dominate: a step of ViT-B/16 in bf16 on an H200 takes 72 ms, and
+#: 12 ms with CUDA graphs.
 DEVICES = {
     "h200": Device(40, 198, 396, 10),
     "h100": Device(40, 198, 396, 10),
@@ -49,19 +51,19 @@ DEVICES = {
 }
 #: Operations of a proximal step of an r x r core, in units of r^3.
 PROX_OPERATIONS = 160
-#: Seconds of a run beyond its rounds.
+#: Seconds of a run in addition to its rounds.
 RUN_SECONDS = 3.0
-#: Test rows of user data, whose number is not known before they are read.
+#: Assumed number of rows of user data, since the actual number is unknown before loading.
 USER_ROWS = 1000
-#: A run without a new file for this long is not running.
+#: Seconds without a new file after which a run counts as not running.
 QUIET_SECONDS = 600.0
 
 
 def seconds_of(experiment: Experiment, device: str) -> float:
-    """Estimate the seconds of a run on one device.
+    """Estimate the duration of a run on one device, in seconds.
 
     Raises:
-        InputError: The model is not on this machine, or the adapters do not fit it.
+        InputError: The model is not on this machine, or the adapters do not fit the model.
     """
     from trishul_ray.adapters.multihead import MultiHead  # imports torch
     from trishul_ray.experiment.fit import build_site
@@ -77,7 +79,7 @@ def seconds_of(experiment: Experiment, device: str) -> float:
     official = official_rows(experiment.data.name) or {}
     each, size = fed.steps_of(max(1, official.get("train", USER_ROWS) // fed.clients))
     steps = fed.rounds * fed.clients_per_round * each
-    # The gradient of a product's input costs as much as the product, and so does that of a weight.
+    # The gradient of the input and the gradient of the weight each cost as much as the product.
     passes = 2 + method.train_all + model.gradient_checkpointing
     rows = official.get("test", USER_ROWS)
     rows = len(experiment.scored_rounds) * min(rows, experiment.evaluation.limit or rows)
@@ -95,7 +97,7 @@ def seconds_of(experiment: Experiment, device: str) -> float:
 def plan_table(
     sweeps: Sequence[Sweep], states: Mapping[str, CellState], device: str
 ) -> tuple[Table, list[str]]:
-    """Return a row per sweep with its runs by state and the hours left, and notes.
+    """Build a table with the runs per state and remaining hours of each sweep, and notices.
 
     Raises:
         InputError: The device is unknown.
@@ -159,7 +161,7 @@ def plan_table(
 
 
 def _measured(summaries: Iterable[RunSummary | None], device: str) -> dict[str, float]:
-    """Return the mean seconds of a round of finished runs on a device, by kind."""
+    """Average the round duration of finished runs on a device, in seconds, keyed by kind."""
     found: dict[str, list[float]] = {}
     for summary in summaries:
         if summary is None or not summary.round_seconds:
@@ -173,7 +175,7 @@ def _measured(summaries: Iterable[RunSummary | None], device: str) -> dict[str, 
 
 
 def _kind(experiment: Experiment) -> str:
-    """Return the fields that the time of a round depends on."""
+    """Return the fields that determine the duration of a round, as a key."""
     fed = experiment.federation
     sections = experiment.model, experiment.method, experiment.budget, experiment.data.name
     steps = fed.local_epochs, fed.local_steps, fed.batch_size
@@ -181,11 +183,11 @@ def _kind(experiment: Experiment) -> str:
 
 
 def _is_running(experiment: Experiment) -> bool:
-    """Return whether a run without a result has written a file a short time ago."""
+    """Return whether a run without a result has written a file recently."""
     written = RunFolder.of(experiment).home.written()
     return time.time() - max(written.values(), default=0.0) < QUIET_SECONDS
 
 
 def default_device(sweeps: Sequence[Sweep]) -> str:
-    """Return the device that a profile is made for."""
+    """Return the device that the profiles of the sweeps are designed for."""
     return "h100" if any(sweep.profile == "paper" for sweep in sweeps) else "cpu"

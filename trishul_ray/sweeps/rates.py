@@ -1,7 +1,7 @@
-"""Learning rates chosen on validation rows: the option ``--rates`` of ``trishul sweep``.
+"""Select learning rates on validation rows, for the option ``--rates`` of ``trishul sweep``.
 
-The sweep has an axis ``optimizer.lr``, and its cells have a metric of validation rows. The best
-rate of each setting goes to a file for ``optimizer.rates``.
+The sweep must have an axis ``optimizer.lr`` and report a validation metric. The best rate of each
+setting is written to a file for ``optimizer.rates``.
 """
 
 import json
@@ -23,7 +23,7 @@ from trishul_ray.sweeps.cells import RATE, Sweep
 
 
 def check_rates(sweep: Sweep) -> None:
-    """Raise an InputError unless the sweep compares rates on validation rows."""
+    """Raise InputError unless the sweep compares learning rates on validation rows."""
     place = sweep.file or sweep.name
     if RATE not in sweep.axes:
         raise InputError(f"{place}: rates are chosen from an axis {RATE!r}; add it")
@@ -38,10 +38,10 @@ def check_rates(sweep: Sweep) -> None:
 
 
 def choose_rates(outcome: SweepOutcome) -> TunedRates:
-    """Return the best rate of each setting: of the cells that differ only in rate and seed.
+    """Select the best learning rate of each setting, by its mean over repetitions.
 
-    The mean over seeds counts. A rate with a failed run is never the best; of equal rates the
-    lowest is.
+    A setting consists of the cells that differ only in rate, seed and draw. Rates with a failed run
+    are never selected. Ties are resolved in favor of the lowest rate.
 
     Raises:
         RunError: All rates of a setting failed, or cells have not been run.
@@ -93,7 +93,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def write_rates(rates: TunedRates, profile: str, file: Path) -> None:
-    """Write tuned rates as YAML, which ``optimizer.rates`` reads.
+    """Write tuned rates as a YAML file for ``optimizer.rates``.
 
     Raises:
         InputError: The file cannot be written.
@@ -105,7 +105,7 @@ def write_rates(rates: TunedRates, profile: str, file: Path) -> None:
     )
     plain: Any = json.loads(rates.model_dump_json())
     for each, rate in zip(plain["rates"], rates.rates, strict=True):
-        each["grid"] = dict(rate.grid)  # JSON's names are text
+        each["grid"] = dict(rate.grid)  # keys in JSON are strings
     try:
         write_file(file, (head + yaml.safe_dump(plain, sort_keys=False)).encode())
     except OSError as error:
@@ -113,7 +113,6 @@ def write_rates(rates: TunedRates, profile: str, file: Path) -> None:
 
 
 def rates_table(rates: TunedRates) -> Table:
-    """Return a row for each setting."""
     table = Table("dataset", "method", "rank", "partition", "rate", "score", box=None)
     for each in rates.rates:
         partition = each.partition if each.alpha is None else f"{each.partition}({each.alpha:g})"

@@ -1,7 +1,7 @@
-"""Run the missing cells of sweeps: the implementation of ``trishul sweep``.
+"""Run the missing cells of sweeps; the implementation of ``trishul sweep``.
 
-Cells are experiments. Sweeps may share them, and each runs once: the store has the results, and a
-repeated call only runs the cells without a valid result.
+Cells that share an experiment share its run, also across sweeps. Results are in the store, so a
+repeated call only runs cells without a valid result.
 """
 
 from collections import Counter
@@ -32,13 +32,14 @@ from trishul_ray.tracking.sweep import AXIS_TAG, CELL_TAG, SWEEP_TAG, SweepRun
 
 @dataclass(frozen=True)
 class Reproduced:
-    """Result of :func:`reproduce`: found and new runs.
+    """Result of :func:`reproduce`, with existing and new runs.
 
     Attributes:
-        outcomes: Results of every sweep, with the cells that a search sampled.
-        failures: Reasons why cells have no result, by name.
-        ran: Number of cells that were run.
-        mlflow_command: Command that opens the MLflow store of the first sweep.
+        outcomes: Outcomes of every sweep, including cells sampled by a search.
+        failures: Reasons why cells have no result, keyed by the name of the cell.
+        ran: Number of runs that were started.
+        mlflow_command: Command that opens the MLflow store of the first sweep, or None if no sweep
+            is logged.
     """
 
     outcomes: tuple[SweepOutcome, ...]
@@ -51,8 +52,8 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
     """Run the missing cells of sweeps and return all outcomes.
 
     Raises:
-        InputError: An experiment does not fit its backbone, the cluster cannot hold it, or no data
-            are available; no run was started.
+        InputError: An experiment does not fit its backbone or the cluster, or no data are
+            available. No run was started.
         RunError: Ray or Ray Tune failed.
     """
     for sweep in sweeps:
@@ -96,7 +97,7 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
 
 
 def cell_names(sweeps: Sequence[Sweep]) -> dict[str, str]:
-    """Return the names of cells in messages by id, according to the first sweep with the cell."""
+    """Return names for messages, keyed by id, from the first sweep that contains the experiment."""
     cells = [(sweep, cell) for sweep in sweeps for cell in sweep.cells]
     return {cell.experiment.id: sweep.cell_name(cell) for sweep, cell in reversed(cells)}
 
@@ -104,7 +105,7 @@ def cell_names(sweeps: Sequence[Sweep]) -> dict[str, str]:
 def _examine(
     sweeps: Sequence[Sweep], states: dict[str, CellState], progress: SweepProgress
 ) -> dict[str, Experiment]:
-    """Add the states of cells that are not known to have finished; return the unfinished ones."""
+    """Update ``states``, skipping finished cells, and return the unfinished experiments."""
     experiments = distinct([sweep for sweep in sweeps if sweep.search is None])
     done = {id for id, state in states.items() if state.status == "finished"}
     unknown = {id: each for id, each in experiments.items() if id not in done}
@@ -122,7 +123,7 @@ def _run(
     """Run cells and searches on Ray.
 
     Returns:
-        The sweeps, with the samples of searches as cells, and the reasons of failures by id.
+        The sweeps, with the samples of searches as cells, and reasons of failures, keyed by id.
     """
     from trishul_ray.federation.on_ray.session import opening, ray_session
     from trishul_ray.sweeps.tuner import run_cells, run_search
@@ -153,7 +154,7 @@ def _sample_run(sweep: Sweep, search: Search, cell: Cell, values: Mapping[str, A
 def cell_runs(
     sweeps: Sequence[Sweep], missing: Collection[str], states: Mapping[str, CellState]
 ) -> dict[str, CellRun]:
-    """Return the runs of missing cells by id, with the tags of all sweeps that share them."""
+    """Build the runs of missing cells, keyed by id, with the tags of all sweeps that share them."""
     tags: dict[str, dict[str, str]] = {}
     for sweep in sweeps:
         for cell in sweep.cells:
@@ -166,7 +167,7 @@ def cell_runs(
 
 
 def _with_parent(sweep: Sweep, parent: SweepRun | None) -> Sweep:
-    """Return a sweep whose runs are children of its MLflow run."""
+    """Make the runs of a sweep children of its MLflow run."""
     if parent is None:
         return sweep
     cells = []
@@ -185,7 +186,7 @@ def _close_parent(
     status: Status,
     progress: SweepProgress,
 ) -> None:
-    """Log results that MLflow does not have, and end the MLflow runs of a sweep and its cells."""
+    """Log results that MLflow lacks, and end the MLflow runs of a sweep and its cells."""
     logs, rejected = dict[str, Status](), list[str]()
     logged = None if status == "KILLED" else parent.results()
     for cell in sweep.cells if sweep.search is None else ():
@@ -209,10 +210,10 @@ def check_cells(
     names: Mapping[str, str],
     check_adapters: Callable[[Experiment], object],
 ) -> None:
-    """Check user data and their partition, and that the adapters of all cells fit their backbones.
+    """Validate user data and partitions, and the fit of adapters to their backbones.
 
     Raises:
-        InputError: Something does not fit; the message names the cell.
+        InputError: A check failed. The message names the cell.
     """
     checks: list[tuple[Callable[[Experiment], object], set[str]]] = [
         (check_rows, {"data", "partition", "federation", "seed", "draw"}),
@@ -231,7 +232,7 @@ def check_cells(
 
 
 def cell_tags(sweep: Sweep, cell: Cell) -> dict[str, str]:
-    """Return the tags of a cell's MLflow run: its sweep, and its labels on the axes that vary."""
+    """Build the tags of a cell's MLflow run: the sweep, and the labels on axes that vary."""
     labels = sweep.displayed_labels(cell)
     varying = {axis: text for axis, text in labels.items() if len(sweep.axes.get(axis, ())) != 1}
     return {
@@ -243,7 +244,7 @@ def cell_tags(sweep: Sweep, cell: Cell) -> dict[str, str]:
 
 
 def _open_parent(sweep: Sweep) -> SweepRun | None:
-    """Open the MLflow run of a sweep; None if it is not logged.
+    """Open the MLflow run of a sweep, or return None if MLflow is disabled for all cells.
 
     Raises:
         InputError: The MLflow store cannot be opened.

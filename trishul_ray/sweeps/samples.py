@@ -1,4 +1,4 @@
-"""Cells that a search samples: values of some fields, random or suggested by Optuna."""
+"""Create cells from the samples of a search, which are random or suggested by Optuna."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,12 +12,12 @@ from trishul_ray.runtime.lazy import ray
 from trishul_ray.sweeps.cells import Cell, Sweep
 from trishul_ray.sweeps.search import Search
 
-#: The axis whose labels are the sampled values.
+#: Name of the axis whose labels are the sampled values.
 SAMPLE = "sample"
 
 
 def with_random_samples(sweep: Sweep, search: Search) -> Sweep:
-    """Return a sweep with the samples of a random search as cells."""
+    """Replace the cells of a sweep by the samples of a random search."""
     rng, space = np.random.RandomState(search.seed), search.domains()
     samples = [
         spec
@@ -30,7 +30,7 @@ def with_random_samples(sweep: Sweep, search: Search) -> Sweep:
 def with_samples(
     sweep: Sweep, search: Search, samples: Sequence[tuple[Cell, Mapping[str, Any]]]
 ) -> Sweep:
-    """Return a sweep whose cells are samples of its cells, and a table that lists them."""
+    """Replace the cells of a sweep by samples, and its tables by one that lists them."""
     cells = tuple(sample_of(cell, values, search) for cell, values in samples)
     chosen = "chosen on the test rows" if search.rows == "test" else "by their validation rows"
     table = TableLayout(
@@ -44,10 +44,10 @@ def with_samples(
 
 
 def sample_of(cell: Cell, values: Mapping[str, Any], search: Search) -> Cell:
-    """Return a cell with sampled values of some fields, and the metric of the search.
+    """Apply sampled values and the metric of the search to a cell.
 
     Raises:
-        InputError: The values make no valid experiment.
+        InputError: The experiment with these values is invalid.
     """
     label = ", ".join(
         f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"

@@ -10,12 +10,12 @@ from trishul_ray.report.layouts import Text
 from trishul_ray.report.outcomes import is_loss
 from trishul_ray.runtime.lazy import ray
 
-#: Name of the task's main metric in a trial's results; see ``Task.headline``.
+#: Key of the primary metric in the results of a trial; see ``Task.headline``.
 HEADLINE = "headline"
 
 
 class Space(Section):
-    """The values of a sampled field: a choice, or numbers between two, both included."""
+    """Search space of a field: a choice, or a range of numbers that includes both ends."""
 
     choice: tuple[Any, ...] = ()
     uniform: tuple[float, float] | None = None
@@ -35,11 +35,11 @@ class Space(Section):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The choices, or the two ends."""
+        """The choices, or both ends of the range."""
         return self.choice or self.uniform or self.log or self.integer or ()
 
     def domain(self) -> Any:
-        """Return the space as Ray Tune's."""
+        """Convert to a Ray Tune search space."""
         if self.choice:
             return ray.tune.choice([*self.choice])
         if self.integer is not None:
@@ -48,7 +48,7 @@ class Space(Section):
 
 
 class Search(Section):
-    """Search for values that the axes do not set."""
+    """Random or Optuna search over fields that the axes do not set."""
 
     kind: Literal["random", "optuna"] = Field(description="how `space` is sampled")
     samples: int = Field(20, ge=1, description="number of samples per cell of the axes")
@@ -63,9 +63,9 @@ class Search(Section):
 
     @property
     def compared(self) -> str:
-        """Name of the compared metric in a trial's results."""
+        """Key of the compared metric in the results of a trial."""
         return score_name(self.metric or HEADLINE, self.rows)
 
     def domains(self) -> dict[str, Any]:
-        """Return the space as Ray Tune's, by field."""
+        """Convert to Ray Tune search spaces, keyed by field."""
         return {name: space.domain() for name, space in self.space.items()}

@@ -1,7 +1,7 @@
-"""Cells of sweeps that have a valid result: the store of results is the truth.
+"""Determine which cells of sweeps have a valid result in the store.
 
 A result is valid if it is complete, belongs to its experiment, and was computed from the data and
-weights that are on this machine now. Times and paths of files do not matter.
+weights that are on this machine now. Timestamps and paths of files do not matter.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.cells import Cell, Sweep
 from trishul_ray.version import NUMERICS
 
-#: Number of results that are read from a server at the same time.
+#: Number of results to load concurrently from a server.
 READERS = 16
 
 
@@ -39,11 +39,15 @@ class CellState:
     """State of an experiment in the store.
 
     Attributes:
-        status: ``finished``: the result is valid; ``missing``: it does not exist; ``failed``: it
-            does not exist, and the last run failed; ``stale``: it belongs to other data, weights or
-            numerics, or lacks a score, so that the next run deletes it first; ``corrupt``: files
-            are damaged, and the last checkpoint may restore them.
-        reason: One line on the fault; empty if finished.
+        status: One of
+
+            - ``finished``: the result is valid.
+            - ``missing``: the run has not finished.
+            - ``failed``: the run has not finished, and its last attempt failed.
+            - ``stale``: the result belongs to other data, weights or numerics, or lacks a score.
+              The next run deletes it first.
+            - ``corrupt``: files are damaged. The last checkpoint may restore them.
+        reason: Why the cell is not finished, in one line, or an empty string.
         summary: Content of ``result.json`` if finished, or if only scores are missing.
     """
 
@@ -55,9 +59,9 @@ class CellState:
 def examine(
     experiments: Mapping[str, Experiment], progress: ProgressCallback | None = None
 ) -> dict[str, CellState]:
-    """Return the state of each experiment in the store, by id.
+    """Load the state of each experiment from the store.
 
-    Nothing is downloaded: data and weights that are not on this machine are not compared.
+    Nothing is downloaded. Data and weights that are not on this machine are not compared.
 
     Raises:
         InputError: The bucket of a store does not exist.
@@ -71,14 +75,14 @@ def examine(
     def read(id: str) -> CellState:
         return _read_state(stores[found[id].storage.runs].child(id), found[id])
 
-    # Threads would slow down the reading of local files.
+    # Threads would slow down local reads.
     remote = any(not store.is_local for store in stores.values())
     with ThreadPoolExecutor(READERS if remote else 1) as pool:
         for number, (id, state) in enumerate(zip(found, pool.map(read, found), strict=True), 1):
             states[id] = state
             if progress is not None:
                 progress("reading results", number / len(found))
-    sources: dict[str, Mapping[str, str]] = {}  # they take time to compute
+    sources: dict[str, Mapping[str, str]] = {}  # cached, because computing them is slow
     for id, state in states.items():
         if state.summary is not None:
             experiment, storage = experiments[id], experiments[id].storage
@@ -91,12 +95,12 @@ def examine(
 
 
 def record_failure(experiment: Experiment, reason: str) -> None:
-    """Store the reason why a run has no result; its next finished run deletes the file."""
+    """Record why a run has no result, until the run finishes."""
     write_note(RunFolder.of(experiment).home, FAILURE, redact(reason))
 
 
 def collect(sweeps: Sequence[Sweep], states: Mapping[str, CellState]) -> tuple[SweepOutcome, ...]:
-    """Return the outcomes of sweeps whose cells have all been examined."""
+    """Build the outcomes of sweeps from the states of all cells."""
     cells = [cell for sweep in sweeps for cell in sweep.cells]
     stores = _open_stores(cell.experiment for cell in cells)
     headlines = {
@@ -111,7 +115,7 @@ def collect(sweeps: Sequence[Sweep], states: Mapping[str, CellState]) -> tuple[S
         if (summary := state.summary) is not None:  # another sweep may require more scores
             why = unscored(experiment, summary.scored_rounds)
             state = CellState("stale", why) if why else CellState("finished", "", summary)
-        # A cell without a result has the headline of other runs of its task.
+        # A cell without a result uses the primary metric of other runs of its task.
         metric = cell.metric or headlines.get(_task_of(experiment), "accuracy")
         return CellOutcome(
             labels=cell.labels,
@@ -128,7 +132,7 @@ def collect(sweeps: Sequence[Sweep], states: Mapping[str, CellState]) -> tuple[S
 
 
 def _open_stores(experiments: Iterable[Experiment]) -> dict[str, Store]:
-    """Open each store of runs once, by ``storage.runs``.
+    """Open each store of runs once; keys are the values of ``storage.runs``.
 
     Raises:
         InputError: A bucket does not exist.
@@ -141,7 +145,7 @@ def _open_stores(experiments: Iterable[Experiment]) -> dict[str, Store]:
 
 
 def _read_state(home: Store, experiment: Experiment) -> CellState:
-    """Return the state of an experiment according to the files of its run."""
+    """Determine the state of an experiment from the files of its run."""
     try:
         summary = RunSummary.read(home)
     except FileNotFoundError:
@@ -167,7 +171,7 @@ def _without_result(home: Store) -> CellState:
 
 
 def _compare(state: CellState, before: Mapping[str, str], now: Mapping[str, str]) -> CellState:
-    """Return the state of a finished run, given its sources and the sources on this machine."""
+    """Mark a finished run as stale if its data or weights differ from those now on this machine."""
     if not comparable(before, now):
         now = {name: source for name, source in now.items() if name != "backbone"}
     if changed := changed_sources(before, now):

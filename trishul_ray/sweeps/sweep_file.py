@@ -1,7 +1,8 @@
-"""Sweep files: YAML that pydantic validates, merged over the files that it extends.
+"""Parse and validate sweep files, and merge them over the files that they extend.
 
-See docs/sweep-files.md. A file's ``base`` replaces fields of the extended files and ``axes``
-replaces axes (null removes an axis); each other section replaces the extended section.
+The ``base`` of a file replaces single fields of the extended files, and ``axes`` replaces single
+axes (null removes an axis). Every other section replaces the whole section. See
+docs/sweep-files.md.
 """
 
 import itertools
@@ -33,39 +34,39 @@ from trishul_ray.report.layouts import (
 )
 from trishul_ray.sweeps.search import Search
 
-#: A range such as 0..1000000 is a mistake.
+#: Maximum number of cells; a range such as 0..1000000 is a mistake.
 MAX_CELLS = 20_000
 PROFILES: tuple[Profile, ...] = get_args(Profile)
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
-#: Values by the dotted name of a field.
+#: Values, keyed by the dotted name of the field.
 Fields = dict[str, Any]
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is nearest to ``name``, or all known names."""
+    """Suggest the known name that is closest to ``name``, or list all known names."""
     near = did_you_mean(name, known).removeprefix("; ")
     return near or f"known: {', '.join(known) or 'none'}"
 
 
 @cache
 def _known_fields() -> tuple[str, ...]:
-    """Return the dotted names of the fields of all methods."""
+    """List the dotted names of the fields of all methods."""
     return tuple(dict.fromkeys(name for m in method_names() for name in field_names(m)))
 
 
 def field_of(name: str) -> str:
-    """Return the dotted name of a field, given its short name or its last part.
+    """Expand the short name or last part of a field's name to its dotted name.
 
     Raises:
-        InputError: No field, or several fields, have this last part.
+        InputError: No field matches, or several fields match.
     """
     name = full_name(name, _known_fields())
     return SHORT_FIELDS.get(name, name)
 
 
 def flat_fields(fields: Any, prefix: str = "") -> Fields:
-    """Return the values of nested fields by dotted name; raise a ValueError if one is set twice."""
+    """Flatten nested fields to dotted names; raise ValueError if a field is set twice."""
     if not isinstance(fields, Mapping):
         raise ValueError("must be fields, such as {optimizer.lr: 0.01}")
     flat: Fields = {}
@@ -79,7 +80,7 @@ def flat_fields(fields: Any, prefix: str = "") -> Fields:
 
 
 def parse(text: str, place: str) -> Any:
-    """Parse YAML; raise an InputError that names ``place``."""
+    """Parse YAML; raise InputError with ``place`` if it is invalid."""
     try:
         return parse_yaml(text)
     except yaml.YAMLError as error:
@@ -87,7 +88,7 @@ def parse(text: str, place: str) -> Any:
 
 
 def read_overrides(overrides: Sequence[str]) -> Fields:
-    """Return the values of ``key=value`` overrides by dotted field name."""
+    """Parse ``key=value`` overrides into values, keyed by dotted name."""
     fields: Fields = {}
     for text in overrides:
         key, raw = split_override(text)
@@ -99,7 +100,7 @@ FlatFields = Annotated[Fields, BeforeValidator(flat_fields)]
 
 
 class AxisLabel(Section):
-    """The fields that one label of an axis sets."""
+    """Fields that a label of an axis sets."""
 
     fields: FlatFields = Field(default_factory=dict)
     metric: Text | None = None
@@ -107,14 +108,14 @@ class AxisLabel(Section):
 
 
 class Adjustment(Section):
-    """Fields of selected cells; they win over the axes and over earlier adjustments."""
+    """Fields of selected cells, which override the axes and earlier adjustments."""
 
     where: Labels = Field(description="the selected labels; all labels of an axis that is missing")
     fields: FlatFields
 
 
 def _labels_of(axis: str, given: Any) -> dict[str, Any]:
-    """Return the labels of an axis: values or ranges of its field, or labels with fields."""
+    """Parse the labels of an axis: values or ranges of its field, or labels with fields."""
     if isinstance(given, Mapping):
         pairs = [(str(label), value) for label, value in given.items()]
     else:
@@ -133,7 +134,7 @@ def _labels_of(axis: str, given: Any) -> dict[str, Any]:
 
 
 def _range(value: Any) -> Iterable[Any]:
-    """Return the numbers of a range such as ``0..4``, or the value itself."""
+    """Expand a range such as ``0..4``, or return the value itself."""
     if isinstance(value, list | dict) or value is None or value == "":
         raise ValueError("the values of an axis must be names or numbers")
     if not (match := _RANGE.fullmatch(str(value))):
@@ -145,7 +146,7 @@ def _range(value: Any) -> Iterable[Any]:
 
 
 class SweepFile(Section):
-    """The sections of a sweep file."""
+    """Content of a sweep file."""
 
     extends: Names = ()
     name: FileName | None = None
@@ -176,20 +177,20 @@ class SweepFile(Section):
 
     @property
     def description(self) -> str:
-        """The comment at the head of the file."""
+        """The leading comment of the file."""
         return self._description
 
     @property
     def labels(self) -> dict[str, dict[str, AxisLabel]]:
-        """The labels of each axis."""
+        """Labels of each axis, without removed axes."""
         return {name: labels for name, labels in self.axes.items() if labels is not None}
 
     def fail(self, message: str, *path: str | int) -> NoReturn:
-        """Raise an InputError that names the file and the path of a value."""
+        """Raise InputError with the file and the path of a value."""
         raise InputError(f"{_place(self._place, path)}: {message}")
 
     def check_labels(self, selected: Labels, *path: str | int) -> None:
-        """Raise an InputError unless the axes and labels of a selection exist."""
+        """Raise InputError if an axis or label of a selection does not exist."""
         for axis, labels in selected.items():
             self.check_axis(axis, *path)
             for label in labels:
@@ -198,7 +199,7 @@ class SweepFile(Section):
                     self.fail(f"axis {axis!r} has no label {label!r}; {near}", *path, axis)
 
     def check_axis(self, axis: str, *path: str | int) -> None:
-        """Raise an InputError unless an axis exists."""
+        """Raise InputError if an axis does not exist."""
         if axis not in self.labels:
             self.fail(f"unknown axis {axis!r}; {hint(axis, self.labels)}", *path)
 
@@ -215,10 +216,10 @@ def _place(file: str, path: Sequence[str | int]) -> str:
 
 
 def make_file(content: Any, place: str, description: str = "") -> SweepFile:
-    """Validate the content of a sweep file; messages name ``place``.
+    """Validate the content of a sweep file.
 
     Raises:
-        InputError: One line with the place, the path in it, and the fault.
+        InputError: The content is invalid. The message names ``place`` and the path in it.
     """
     try:
         made = SweepFile.model_validate(content)
@@ -239,16 +240,16 @@ def _describe(error: ErrorDetails) -> str:
 
 
 def folders() -> tuple[Path, ...]:
-    """Return the folders of sweeps: the user's, a checkout's, the installed ones."""
+    """Return the folders of sweep files: user, checkout and installed package."""
     checkout = Path(__file__).parents[2] / "sweeps"
     return Path("sweeps"), checkout, Path(sys.prefix) / "share" / "trishul-ray" / "sweeps"
 
 
 def read_file(path: Path, children: tuple[Path, ...] = ()) -> SweepFile:
-    """Read a file over the files that it extends.
+    """Load a sweep file, and merge it over the files that it extends.
 
     Raises:
-        InputError: One line with the file, the path in it, and the fault.
+        InputError: The file is invalid. The message names the file and the path in it.
     """
     place = os.path.relpath(path) if path.resolve().is_relative_to(Path.cwd()) else str(path)
     try:
@@ -265,7 +266,7 @@ def read_file(path: Path, children: tuple[Path, ...] = ()) -> SweepFile:
     axes: dict[str, Any] = {}
     for name in file.extends:
         candidates = [folder / name for folder in (path.parent, *folders())]
-        found = next(filter(os.path.isfile, candidates), None)  # also for names that are too long
+        found = next(filter(os.path.isfile, candidates), None)  # False if a name is too long
         if found is None:
             file.fail(f"{name} does not exist; give its path from this file", "extends")
         if found.resolve() in (*children, path.resolve()):

@@ -1,8 +1,8 @@
-"""A Ray Tune trial that is one federated run; one step is one round.
+"""Ray Tune trainable that executes a federated run, one round per step.
 
-The trial's process drives the run. The coordinator and the client actors start from it, in the
-bundles of its placement group. Tune retries a failed trial, which resumes at the checkpoint of the
-last round; Tune saves nothing. A trial that makes no progress ends itself.
+The process of the trial drives the run, and starts the coordinator and the client actors in the
+bundles of its placement group. A failed trial is retried by Tune and resumes at the run's own
+checkpoint of the last round; Tune checkpoints are not used. A stalled trial terminates itself.
 """
 
 import faulthandler
@@ -27,19 +27,19 @@ from trishul_ray.sweeps.cells import CellRun, FindRun
 from trishul_ray.sweeps.search import HEADLINE
 from trishul_ray.tracking.progress import RunProgress
 
-#: Keys of a trial's results, in addition to the metrics of the round and :data:`HEADLINE`: the
-#: number of the round, notes of the run, the reason why it would fail again, whether it has
-#: finished, and the name of the metric that is :data:`HEADLINE`.
+#: Keys of a trial's results, in addition to the metrics of the round and :data:`HEADLINE`: number
+#: of the round, notices, reason of a failure that a retry would repeat, whether the run has
+#: finished, and the name of the primary metric.
 ROUND, NOTES, FAILURE, FINISHED = "round", "notes", "failure", "finished"
 HEADLINE_NAME = "headline_name"
-#: A round may take this many times the longest one so far.
+#: A round may take up to this multiple of the longest round so far.
 LONGEST_ROUNDS = 5.0
-#: Report of a trial after a round: the metrics, and values of the keys above.
+#: Result of a trial after a round: metrics, and values of the keys above.
 TuneResult: TypeAlias = dict[str, Any]
 
 
 class _Notes(RunProgress):
-    """Collects the notes of a run instead of displaying its progress."""
+    """Collect the notices of a run instead of displaying its progress."""
 
     def __init__(self) -> None:
         super().__init__(1, Console(quiet=True))
@@ -50,24 +50,24 @@ class _Notes(RunProgress):
 
 
 class CellTrial(tune.Trainable):
-    """Runs one cell of a sweep after the other, with the same coordinator and client actors.
+    """Run cells of a sweep sequentially, reusing the coordinator and client actors.
 
-    Each result is one round. The last one has ``finished``, or ``failure`` if the same input would
-    fail again.
+    Each result is one round. The last result has ``finished``, or ``failure`` if a retry would fail
+    with the same error.
     """
 
-    #: Least seconds for the start of a run, which loads data and backbone.
+    #: Minimum time limit for starting a run, which loads the data and the backbone, in seconds.
     loading_seconds = 1800.0
     _waits: bool
 
-    def setup(  # type: ignore[override]  # tune.with_parameters adds the others
+    def setup(  # type: ignore[override]  # tune.with_parameters adds the other parameters
         self,
         config: dict[str, Any],
         find: FindRun,
         environment: WorkerEnvironment,
         stall_seconds: float,
     ) -> None:
-        """Open the first run; ``find`` returns the run of a Tune configuration."""
+        """Open the first run. ``find`` returns the run of a Tune configuration."""
         environment.apply()
         os.environ.pop("MLFLOW_RUN_ID", None)  # would replace the parent of the runs logged here
         self._find, self._stall_seconds = find, stall_seconds
@@ -75,24 +75,24 @@ class CellTrial(tune.Trainable):
         self._open(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Open the next run; the actors stay."""
+        """Open the next run, reusing the actors."""
         self._close_run()
         self._open(new_config)
         return True
 
     def cleanup(self) -> None:
-        """End the actors."""
+        """Stop the actors."""
         self._close_run()
         self._workers.close()
 
     def step(self) -> TuneResult:
-        """Run one round and return its metrics.
+        """Run one round, and return its metrics.
 
         Raises:
-            RunError: The run failed; the message is one line.
+            RunError: The run failed. The message is one line.
         """
-        # The process ends itself after this time, and its log has the stack: Tune retries the
-        # trial, which resumes at its checkpoint.
+        # On a timeout, the process logs its stack and exits. Tune retries the trial, which resumes
+        # at its checkpoint.
         limit = max(self._stall_seconds, LONGEST_ROUNDS * max(self._seconds, default=0.0))
         began = time.monotonic()
         faulthandler.dump_traceback_later(
@@ -101,7 +101,7 @@ class CellTrial(tune.Trainable):
         try:
             return self._advance()
         except BusyError:
-            # The result of that process counts; if it ends without one, this one resumes the run.
+            # Use the result of that process, or resume the run if it ends without a result.
             self._steps = self._run(self._cell)
             first, self._waits = not self._waits, True
             return self._result(["another process runs it: waiting"] if first else [])
@@ -125,20 +125,20 @@ class CellTrial(tune.Trainable):
         self._steps = self._run(self._cell)
 
     def _run(self, run: CellRun) -> RunSteps:
-        # A generator: nothing happens before the first step, where Tune handles errors.
+        # A generator, so that errors are raised in the first step, where Tune handles them.
         home = RunFolder.of(run.experiment).home
         old = run.replaces is not None and run.replaces == read_note(home, ATTEMPT)
         options: dict[str, Any] = {"workers": self._workers, "extras": False, "tags": run.tags}
         finished = yield from run_steps(run.experiment, self._progress, fresh=old, **options)
         if finished.repeated and finished.summary.damaged_files(home, NUMBERS):
-            # Its last checkpoint is also lost.
+            # The last checkpoint is also lost, so start over.
             finished = yield from run_steps(run.experiment, self._progress, fresh=True, **options)
         return finished
 
     def _advance(self) -> TuneResult:
         try:
             report = next(self._steps)
-            if not self._metrics:  # all cells of a sweep would report the notes of the start
+            if not self._metrics:  # otherwise, every cell would repeat the notices of the start
                 self._progress.notes.clear()
             for record in report.records:
                 self._metrics |= {ROUND: record.round, **record.metrics()}
@@ -162,5 +162,5 @@ class CellTrial(tune.Trainable):
         return {**self._metrics, **headline, **known, **fields}
 
     def _close_run(self) -> None:
-        with suppress(Exception):  # it has failed, or Tune has stopped it
+        with suppress(Exception):  # the run failed, or Tune stopped it
             self._steps.close()

@@ -1,6 +1,6 @@
-"""Run cells as Ray Tune trials: in parallel, with retries, and with actors that stay.
+"""Run cells as Ray Tune trials, in parallel, with retries and reused actors.
 
-The results in the store decide which cells run. Nothing that Tune saves is read back.
+The results in the store determine which cells run. Files written by Tune are never loaded.
 """
 
 import logging
@@ -34,16 +34,16 @@ from trishul_ray.sweeps.search import Search
 from trishul_ray.sweeps.trial import CellTrial, TuneResult
 from trishul_ray.tracking.progress import SweepProgress
 
-#: Most trials that run or wait on a cluster that may grow.
+#: Maximum number of running or pending trials on an autoscaling cluster.
 MAX_WAITING = 100
 
 _ENVIRONMENT = {
-    "RAY_AIR_NEW_OUTPUT": "0",  # the lowest verbosity of the new output still prints
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # paths of an experiment are relative to the current folder
+    "RAY_AIR_NEW_OUTPUT": "0",  # the new output prints even at its lowest verbosity
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # paths in experiments are relative to the current folder
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # the command handles Ctrl-C
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a round may have no scores
-    "TUNE_GLOBAL_CHECKPOINT_S": "1000000",  # its state is never read
+    "TUNE_GLOBAL_CHECKPOINT_S": "1000000",  # the state of Tune is never loaded
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
     "TUNE_WARN_THRESHOLD_S": "1000000",
 }
@@ -56,13 +56,17 @@ def request(
     *,
     may_grow: bool = False,
 ) -> tuple[Slices, tuple[Mapping[str, float], ...]]:
-    """Return the slices and the bundles of an experiment's trial when this many runs share nodes.
+    """Compute the slices and placement group bundles of an experiment's trial.
 
-    If the number of actors is ``auto``, a run gets its share of the slices that fit on the nodes.
-    With ``may_grow``, an autoscaler may add nodes: a request that does not fit yet waits.
+    Args:
+        experiment: The experiment to run.
+        nodes: Resources of each node, such as ``{"CPU": 8, "GPU": 1}``.
+        runs: Number of runs that share the nodes. If the number of actors is ``auto``, a run gets
+            its share of the slices that fit on the nodes.
+        may_grow: Whether an autoscaler may add nodes, so that a request may wait until it fits.
 
     Raises:
-        InputError: The nodes cannot hold it; the message names the field.
+        InputError: The request exceeds the nodes. The message names the field.
     """
     total = {kind: sum(node.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU")}
     inline = experiment.resources.backend == "inline"
@@ -79,24 +83,27 @@ def request(
             f"resources: {slices} do not fit on the nodes of the cluster; lower resources.actors, "
             "resources.cpus_per_actor or resources.gpus_per_actor"
         )
-    # An inline run computes in the trial's own process, which has the first bundle.
+    # An inline run computes in the process of the trial, which uses the first bundle.
     return slices, tuple(slices.bundles()) if inline else ({}, *slices.bundles())
 
 
 def run_cells(
     runs: Mapping[str, CellRun], options: TuneOptions, progress: SweepProgress
 ) -> dict[str, str]:
-    """Run cells on the current Ray runtime, and return the reasons of failures by id.
+    """Run cells on the current Ray cluster.
 
-    A cell that fails is retried from its checkpoint, and the other cells continue.
+    A failed cell is retried from its checkpoint, while the other cells continue.
+
+    Returns:
+        The reasons of failures, keyed by id.
 
     Raises:
-        InputError: The cluster cannot hold a cell, or no cell's data are available.
+        InputError: A cell does not fit on the cluster, or the data of all cells are missing.
         RunError: Ray Tune failed.
     """
     for id, run in runs.items():
         progress.add(id, run.name, run.experiment.federation.rounds)
-    # Cells with the same backbone and data follow each other: actors reuse loaded ones.
+    # Sort by backbone and data, so that actors can reuse loaded inputs.
     order = sorted(runs, key=lambda id: _inputs_of(runs[id].experiment))
     monitor = Monitor(lambda config: runs[config["cell"]], options, progress)
     experiments = [run.experiment for run in runs.values()]
@@ -111,15 +118,15 @@ def run_search(
     options: TuneOptions,
     progress: SweepProgress,
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Run samples of an experiment that Optuna suggests from earlier samples.
+    """Run samples that Optuna suggests, based on the results of earlier samples.
 
-    Samples with a result end at once, so that a repeated search suggests the same samples.
+    Samples with a stored result end immediately, so a repeated search suggests the same samples.
 
     Returns:
-        The values of all samples, and the reasons of failures by id.
+        The values of all samples, and the reasons of failures, keyed by id.
 
     Raises:
-        InputError: The cluster cannot hold a run, or the data are not available.
+        InputError: A run does not fit on the cluster, or the data are not available.
         RunError: Ray Tune failed.
     """
     progress.expect(search.samples)
@@ -133,12 +140,12 @@ def _inputs_of(experiment: Experiment) -> tuple[str, str]:
 
 
 def prepare_inputs(experiments: Sequence[Experiment], progress: SweepProgress) -> None:
-    """Prepare the data and pretrain the backbones of all experiments, each once.
+    """Prepare each distinct dataset, and pretrain each distinct built-in backbone.
 
-    An experiment whose data are not available fails in its trial, with the reason.
+    If data are missing for only some experiments, these fail later in their trials.
 
     Raises:
-        InputError: The data of no experiment are available.
+        InputError: The data of all experiments are missing.
     """
     distinct = {
         (*_inputs_of(each), each.task.model_dump_json(), each.storage.cache, each.storage.hub): each
@@ -164,10 +171,10 @@ def _fit(
     space: dict[str, Any],
     searcher: Searcher | None = None,
 ) -> None:
-    """Run trials: those of a grid, or as many samples of one experiment.
+    """Run the trials of a grid, or with a searcher, this number of samples of one experiment.
 
     Raises:
-        InputError: The cluster cannot hold an experiment, or no data are available.
+        InputError: An experiment does not fit on the cluster, or no data are available.
         RunError: Ray Tune failed.
     """
     options, find, grows = monitor.options, monitor.find, joins_cluster()
@@ -179,7 +186,7 @@ def _fit(
 
     slices = [requested(experiment)[0] for experiment in experiments]
     fitting = max(sum(map(each.count_in, nodes)) // each.actors for each in slices)
-    # Trials that wait make an autoscaler add nodes.
+    # Pending trials make an autoscaler add nodes.
     concurrent = options.concurrency or (MAX_WAITING if grows else max(1, fitting))
     if not fitting:
         monitor.progress.note("no node can hold a run yet: waiting for nodes (see `ray status`)")
@@ -217,7 +224,7 @@ def _fit(
                     name="cells",
                     storage_path=folder,
                     verbose=0,
-                    # The reporter for notebooks would clear the output of the cell.
+                    # The reporter for notebooks would clear the output of the notebook cell.
                     progress_reporter=tune.CLIReporter(),
                     failure_config=tune.FailureConfig(max_failures=options.retries),
                     checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
@@ -243,7 +250,7 @@ def _optuna(search: Search) -> Searcher:
 
 @contextmanager
 def _quiet_tune() -> Iterator[None]:
-    """Set Ray Tune up to print nothing, to keep no files, and to leave Ctrl-C to the command."""
+    """Silence Ray Tune, avoid its extra files, and restore signal handlers afterwards."""
     loggers = [logging.getLogger(f"ray.{part}") for part in ("tune", "air", "train")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
