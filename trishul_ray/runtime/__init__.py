@@ -1,1 +1,1 @@
-"""The device, its memory, CUDA graphs, random streams, and lazy imports."""
+"""Devices, memory, CUDA graphs, random streams, and lazy imports."""

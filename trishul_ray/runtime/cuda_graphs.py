@@ -1,8 +1,8 @@
-"""CUDA graphs: hundreds of kernels in one launch.
+"""Capture functions as CUDA graphs, which launch hundreds of kernels at once.
 
-A GPU may compute the kernels of a local step faster than the host launches them one by one. A graph
-holds the kernels of a function, with the addresses of its arguments and results, and one launch
-replays them all: the same kernels on the same shapes give the same bytes.
+A GPU may execute the kernels of a local step faster than the host launches them one by one. A graph
+records the kernels of a function with the addresses of its arguments and results, and replays them
+in a single launch. The results are bitwise identical, since kernels and shapes are the same.
 """
 
 from __future__ import annotations
@@ -18,41 +18,49 @@ from trishul_ray.runtime.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    #: A function of tensors whose kernels and shapes depend on no value: it never waits for the
-    #: device and draws no random numbers.
+    #: A function of tensors whose kernels and shapes do not depend on values. It must not
+    #: synchronize with the device or use random numbers.
     Function = Callable[..., tuple[Tensor, ...]]
     Results = Callable[[], tuple[Tensor, ...]]
-    #: A captured function: returns its results for other arguments of the same shapes.
+    #: A captured function, which can be called with other arguments of the same shapes.
     Replay = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
-#: Number of graphs of one process, of functions and shapes. Batches of text have many shapes.
+#: Maximum number of graphs per process. It is limited because text batches have many shapes.
 MOST = 16
 
 _active: ContextVar[Graphs | None] = ContextVar("graphs", default=None)
 
 
 class Graphs:
-    """The CUDA graphs of one device, by function and by the shapes of its arguments.
+    """CUDA graphs of one device, keyed by function and argument shapes.
 
-    A function is called at the first arguments of some shapes, captured at the second and replayed
-    from then on. On a CPU, which has no graphs, a replay calls the function again on the same
-    copies of its arguments, and copies its results to the same places.
+    For each combination of shapes, the first call runs the function, the second call captures it,
+    and later calls replay it. On a CPU, which does not support graphs, a replay calls the function
+    on the same copies of its arguments, and copies the results to the same tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._graphs: dict[Hashable, Replay | None] = {}  # None: called once
+        self._graphs: dict[Hashable, Replay | None] = {}  # None after the first call
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = None if self._stream is None else torch.cuda.graph_pool_handle()
 
     def call(self, name: Hashable, function: Function, *given: Tensor) -> tuple[Tensor, ...]:
-        """Return ``function(*given)``, which the next call with the same shapes may overwrite.
+        """Compute ``function(*given)``.
 
-        ``name`` stands for the function and its data except the arguments. A function of a tensor
-        on the host may depend on its values: it is called every time.
+        If a tensor is not on the device, the function is always called directly, as it may depend
+        on values.
+
+        Args:
+            name: Identifies the function and all of its data except the arguments.
+            function: The function to call, capture or replay.
+            *given: The arguments.
+
+        Returns:
+            The results. The next call with the same shapes may overwrite them.
 
         Raises:
-            FailsAgainError: A GPU cannot capture the function.
+            FailsAgainError: The function cannot be captured on a GPU.
         """
         if any(tensor.device.type != self.device.type for tensor in given):
             return function(*given)
@@ -69,7 +77,7 @@ class Graphs:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let :func:`replayed` use these graphs inside."""
+        """Make :func:`replayed` use these graphs inside the context."""
         token = _active.set(self)
         try:
             yield
@@ -77,7 +85,7 @@ class Graphs:
             _active.reset(token)
 
     def _beside(self, function: Function, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Call a function on the stream of the captures, whose libraries are then set up."""
+        """Call a function on the capture stream, to initialize libraries for that stream."""
         if self._stream is None:
             return function(*given)
         here = torch.cuda.current_stream(self.device)
@@ -102,7 +110,7 @@ class Graphs:
         return replay
 
     def _call_again(self, function: Function, inputs: Sequence[Tensor]) -> Results:
-        """Return what calls a function on ``inputs``; the results are always the same tensors."""
+        """Return a function that recomputes the results for ``inputs`` into the same tensors."""
         results = tuple(tensor.clone() for tensor in function(*inputs))
 
         def call() -> tuple[Tensor, ...]:
@@ -113,7 +121,7 @@ class Graphs:
         return call
 
     def _capture(self, function: Function, inputs: Sequence[Tensor]) -> Results:
-        """Return what launches the kernels of a function on ``inputs``."""
+        """Capture a function on ``inputs``, and return a function that launches the graph."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
@@ -135,9 +143,9 @@ class Graphs:
 
 
 def replayed(name: Hashable, function: Function, *given: Tensor) -> tuple[Tensor, ...]:
-    """Return ``function(*given)`` through the active graphs, if there are any.
+    """Compute ``function(*given)``, using the active graphs if there are any.
 
-    The results are the caller's own; see :meth:`Graphs.call`.
+    The results are copies, which later calls do not overwrite; see :meth:`Graphs.call`.
     """
     graphs = _active.get()
     if graphs is None:

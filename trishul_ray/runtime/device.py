@@ -1,4 +1,4 @@
-"""The device of a run, the cores that it may use, and an actor's fraction of a GPU's memory."""
+"""Select the device of a run, count usable cores, and cap the GPU memory of an actor."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from trishul_ray.storage.integrity import remark
 
 GIB = 2**30
 
-#: Memory that a process uses on a GPU without tensors: the CUDA context, library workspaces.
+#: GPU memory of a process without its tensors: the CUDA context and library workspaces.
 CONTEXT_BYTES = 0.6 * GIB
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
@@ -16,7 +16,7 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use, by its affinity and cgroup quota."""
-    import joblib  # only here, as it takes a tenth of a second
+    import joblib  # imported here, because it takes 0.1 s
 
     cores: int = joblib.cpu_count()
     return cores
@@ -25,15 +25,15 @@ def usable_cores() -> int:
 def set_threads_of_thread(count: int) -> None:
     """Set the number of threads that torch uses in the calling thread.
 
-    The first operation in a new thread otherwise replaces the number by the one that any thread of
-    the process set last, so that last bits would depend on timing.
+    Unlike ``torch.set_num_threads``, this is safe in a new thread, whose first operation otherwise
+    resets the number to the latest setting of any thread. Then results would depend on timing.
     """
     torch.get_num_threads()  # marks this thread as initialized
     torch.set_num_threads(count)
 
 
 def oversubscription_warning(processes: int, threads: int, cores: float) -> str | None:
-    """Return a one-line warning if processes of ``threads`` each share fewer cores, else None."""
+    """Return a one-line warning if processes use more threads than cores, otherwise None."""
     if processes * threads <= cores:
         return None
     actors = f"{processes} actors x " if processes > 1 else ""
@@ -44,12 +44,13 @@ def oversubscription_warning(processes: int, threads: int, cores: float) -> str 
 
 
 def device_named(name: str) -> "torch.device":
-    """Return the device of ``resources.device``; ``auto`` is the GPU if torch finds one.
+    """Return the device for ``resources.device``.
 
-    A remark reports a GPU that torch does not find.
+    ``auto`` selects the GPU if torch can use it, otherwise the CPU. If there is an NVIDIA driver
+    nevertheless, a remark reports the reason.
 
     Raises:
-        InputError: ``cuda`` needs a GPU, and torch finds none.
+        InputError: The device is ``cuda``, but torch finds no GPU.
     """
     reason = why_unusable()
     if name == "auto":
@@ -62,7 +63,7 @@ def device_named(name: str) -> "torch.device":
 
 
 def why_unusable() -> str | None:
-    """Return why torch cannot compute on a GPU of this machine; None if it can."""
+    """Return why torch cannot use a GPU of this machine, or None if it can."""
     if torch.cuda.is_available():
         return None
     built = torch.version.cuda or "the CPU"
@@ -70,15 +71,15 @@ def why_unusable() -> str | None:
 
 
 def has_nvidia_driver() -> bool:
-    """Return whether NVIDIA's driver is loaded, without importing torch."""
+    """Return whether the NVIDIA driver is loaded, without importing torch."""
     return _DRIVER_FILE.exists()
 
 
 def cap_device_memory(share: float) -> None:
-    """Limit torch in this process to a fraction of one GPU's memory if 0 < share < 1.
+    """Limit torch in this process to a fraction of a GPU's memory if 0 < share < 1.
 
-    Ray limits nothing. The CUDA contexts of all processes that fit on the GPU, at most half of its
-    memory, are subtracted before the rest is divided.
+    Ray does not enforce GPU fractions. The CUDA contexts of all processes that fit on the GPU, but
+    at most half of its memory, are subtracted before dividing the rest.
     """
     if torch.cuda.is_available() and 0.0 < share < 1.0:
         total = torch.cuda.mem_get_info()[1]

@@ -1,10 +1,11 @@
-"""Libraries that take long to import, imported at their first use.
+"""Lazy modules, which import slow libraries at their first use.
 
-A configuration consists of the classes of the methods, which compute with tensors. Modules that
-are imported to read one, or to list datasets, write ``from trishul_ray.runtime.lazy import torch``
-instead of ``import torch``, so that a mistyped field is answered at once, as is a command that
-finds all its runs finished: importing torch takes seconds, and transformers more.
-``pc`` and ``pq`` are ``pyarrow.compute`` and ``pyarrow.parquet``, ``pd`` is pandas.
+Importing torch takes seconds, and transformers even longer. Modules that are needed to validate a
+configuration or to list datasets use ``from trishul_ray.runtime.lazy import torch`` instead of
+``import torch``. Thus, commands respond immediately to a mistyped field, or if all runs have
+already finished.
+
+``pc`` and ``pq`` are ``pyarrow.compute`` and ``pyarrow.parquet``, and ``pd`` is pandas.
 """
 
 import importlib
@@ -53,7 +54,7 @@ else:
             try:
                 return getattr(module, name)
             except AttributeError:
-                # Perhaps a part that it does not import by itself.
+                # The name may be a submodule that the package does not import.
                 with suppress(ModuleNotFoundError):
                     return importlib.import_module(f"{self.__name__}.{name}")
                 raise
@@ -72,14 +73,14 @@ else:
 
 
 def import_ahead(*names: str) -> threading.Thread:
-    """Import modules in a thread while this one waits for something else.
+    """Import modules in a background thread, while the caller waits for something else.
 
-    Join it before importing any of them here: two threads that import modules which import one
-    another may get one that is not complete.
+    Join the thread before importing any of these modules. If two threads import modules with
+    circular imports, one of them may see a partially initialized module.
     """
 
     def run() -> None:
-        # Signals are for the main thread, which may hold them back while Ray starts.
+        # Leave signals to the main thread, which may block them while Ray starts.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         for name in names:
             importlib.import_module(name)

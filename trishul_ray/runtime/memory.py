@@ -1,4 +1,4 @@
-"""Memory of a process that trains: its peak, and errors where it is too small."""
+"""Measure the peak memory of a training process, and report failed allocations."""
 
 import ctypes
 import re
@@ -11,7 +11,7 @@ from typing import Literal
 from trishul_ray.errors import RunError
 from trishul_ray.runtime.lazy import torch
 
-#: Texts in errors of libraries that could not allocate, which have no separate type.
+#: Messages of failed allocations in libraries that do not raise a separate error type.
 _FULL = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -19,12 +19,13 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True, order=True)
 class PeakMemory:
-    """Most memory that one worker has used since its backbone was loaded.
+    """Peak memory of a worker since its backbone was loaded.
 
     Attributes:
-        bytes: How much.
-        of: ``gpu``: allocated by torch on the GPU; ``process``: resident set of the whole process,
-            with libraries and memory-mapped files, and of the server too where it trains inline.
+        bytes: Number of bytes.
+        of: ``gpu`` for memory allocated by torch on the GPU, or ``process`` for the resident set of
+            the process, including libraries, memory-mapped files and, for inline training, the
+            server.
     """
 
     bytes: int
@@ -32,7 +33,7 @@ class PeakMemory:
 
 
 def reset_peak(device: "torch.device") -> None:
-    """Measure from now on; a kernel that does not allow it measures since the process began."""
+    """Reset the peak. If the kernel does not permit this, the peak since process start remains."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -42,16 +43,16 @@ def reset_peak(device: "torch.device") -> None:
 
 
 def return_freed() -> None:
-    """Return freed memory to the system, which glibc keeps by the GiB where threads have used it.
+    """Return freed memory to the system, as glibc may retain gigabytes freed by threads.
 
-    It takes microseconds where there is none. Other C libraries are not asked.
+    This takes microseconds if there is nothing to return, and has no effect with other C libraries.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_memory(device: "torch.device") -> PeakMemory | None:
-    """Return the peak of this process on a device; None if the system does not say."""
+    """Return the peak memory of this process on a device, or None if it is not available."""
     if device.type == "cuda":
         return PeakMemory(torch.cuda.max_memory_allocated(device), "gpu")
     with suppress(OSError):
@@ -62,10 +63,15 @@ def peak_memory(device: "torch.device") -> PeakMemory | None:
 
 @contextmanager
 def memory_of(work: Callable[[], str] | str, remedy: str) -> Iterator[None]:
-    """Turn an allocation that fails into a RunError with the work, the cap and the remedies.
+    """Convert failed allocations into a RunError with the work, the memory limit and remedies.
 
-    ``work`` may be a function, which is called only if an allocation fails. A whole GPU is a remedy
-    for a process that may use a share of one.
+    Args:
+        work: Description of the work, or a function that returns it, called only on failure.
+        remedy: The remedy. For a process limited to a fraction of a GPU, the message also suggests
+            using a whole GPU.
+
+    Raises:
+        RunError: An allocation failed.
     """
     try:
         yield
@@ -81,7 +87,7 @@ def memory_of(work: Callable[[], str] | str, remedy: str) -> Iterator[None]:
 
 
 def _limit() -> tuple[str, str]:
-    """Return what this process may use, and a remedy if that is a share of a GPU, as text."""
+    """Describe the memory limit of this process, and a remedy if it is a fraction of a GPU."""
     if not torch.cuda.is_initialized():
         return "its process may use", ""
     share, total = torch.cuda.get_per_process_memory_fraction(), torch.cuda.mem_get_info()[1]

@@ -1,10 +1,10 @@
-"""Names that stay distinct after letters were replaced or cut."""
+"""Keep names unique after replacing characters or truncating."""
 
 from collections.abc import Container
 from itertools import chain, count
 
 
 def free_name(name: str, taken: Container[str]) -> str:
-    """Return the name, or with the first number from 2 that makes it a new one: ``name-2``."""
+    """Return ``name``, or the first of ``name-2``, ``name-3``, ... that is not taken."""
     numbered = (f"{name}-{number}" for number in count(2))
     return next(each for each in chain([name], numbered) if each not in taken)

@@ -1,12 +1,14 @@
-"""Shares of a count, computed without rounding."""
+"""Compute fractions of a count without rounding errors."""
 
 import math
 from fractions import Fraction
 
 
 def exact_fraction(count: int, *shares: float) -> Fraction:
-    """Return ``count`` times the shares, each read as the decimal number that it is written as.
+    """Multiply ``count`` by fractions, interpreting each as the decimal number that it displays.
 
-    In binary 0.8 x 0.75 x 5 is a little more than 3, and its ceiling 4; here it is 3.
+    Example:
+        >>> 0.8 * 0.75 * 5, exact_fraction(5, 0.8, 0.75)
+        (3.0000000000000004, Fraction(3, 1))
     """
     return math.prod((Fraction(repr(float(share))) for share in shares), start=Fraction(count))

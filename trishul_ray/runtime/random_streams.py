@@ -1,8 +1,8 @@
 """Random streams without a global seed.
 
-Each stream is identified by ``(seed, purpose, *path)``, where the path is usually
-``(round, client)``. Equal components give the same stream in any process; streams that differ in
-any component are independent.
+Each stream is identified by ``(seed, purpose, *path)``, where ``path`` is usually
+``(round, client)``. Equal identities yield the same stream in any process, and streams that differ
+in any component are independent.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def _entropy(seed: int, purpose: str, path: tuple[int | str, ...]) -> int:
 
 
 def numpy_rng(seed: int, purpose: str, *path: int | str) -> np.random.Generator:
-    """Return a NumPy generator (Philox).
+    """Create a NumPy generator (Philox) for a stream.
 
     Args:
-        seed: the experiment's seed, >= 0.
-        purpose: what the numbers are for, e.g. ``"cohort"`` or ``"batches"``.
-        path: further components of the stream's identity, e.g. ``(round, client)``.
+        seed: Seed of the experiment, at least 0.
+        purpose: Purpose of the numbers, such as ``"cohort"`` or ``"batches"``.
+        *path: Additional components of the identity, such as ``(round, client)``.
     """
     return np.random.Generator(
         np.random.Philox(np.random.SeedSequence(_entropy(seed, purpose, path)))
@@ -36,7 +36,7 @@ def numpy_rng(seed: int, purpose: str, *path: int | str) -> np.random.Generator:
 def torch_rng(
     seed: int, purpose: str, *path: int | str, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """Return a torch generator on ``device``; see :func:`numpy_rng` for the arguments."""
+    """Create a torch generator on ``device``; see :func:`numpy_rng` for the other arguments."""
     generator = torch.Generator(device=device)
     generator.manual_seed(_entropy(seed, purpose, path) & 0x7FFF_FFFF_FFFF_FFFF)
     return generator

@@ -1,4 +1,4 @@
-"""The stack of a run: software and devices that can change the last bits of its numbers."""
+"""Record the software and device of a run, which can change the last bits of its numbers."""
 
 import platform
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ def _packages() -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Stack:
-    """The stack of one worker. Threads and numerics are part of the experiment's id.
+    """The stack of a worker, without threads and numerics, which are part of the experiment's id.
 
     Attributes:
-        torch: Version and build, such as ``2.13.0+cu130``.
-        numpy: Version.
-        transformers: Version.
-        device: Name of the GPU, or the processor's architecture and instruction set.
-        first_round: First round that it computed in a run; 0 is the state before round 1.
+        torch: Version and build of torch, such as ``2.13.0+cu130``.
+        numpy: Version of NumPy.
+        transformers: Version of transformers.
+        device: Name of the GPU, or architecture and instruction set of the CPU.
+        first_round: First round that the stack computed in a run; 0 is the state before round 1.
     """
 
     torch: str
@@ -36,7 +36,7 @@ class Stack:
     first_round: int = field(default=0, compare=False)
 
     def difference(self, other: "Stack") -> str:
-        """Return the first part that differs, as ``torch 2.12.0 and not 2.13.0``, or ``""``."""
+        """Describe the first difference (``torch 2.12.0 and not 2.13.0``), or return ``""``."""
         for name in (*_PACKAGES, "device"):
             own, its = getattr(self, name), getattr(other, name)
             if own != its:
@@ -45,7 +45,7 @@ class Stack:
 
     @property
     def outdated(self) -> str:
-        """The first package of another version than the installed one, as in :meth:`difference`."""
+        """The first difference from the installed packages, like :meth:`difference`."""
         return self.difference(replace(self, **_packages()))
 
 

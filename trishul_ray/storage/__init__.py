@@ -1,1 +1,1 @@
-"""Files: any pyarrow filesystem, durable writes, checksums, and redaction."""
+"""Store files: pyarrow filesystems, durable writes, checksums, locks, and redaction."""

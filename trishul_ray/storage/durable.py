@@ -1,7 +1,7 @@
 """Write files durably, and remove temporary files.
 
-:func:`complete_file` and :func:`complete_folder` write everything that must survive a killed
-process or a power cut: under a hidden name in the same folder, synced, then renamed.
+:func:`complete_file` and :func:`complete_folder` write data that must survive a killed process or a
+power failure. They write to a hidden name in the same folder, sync, and then rename.
 """
 
 import errno
@@ -20,38 +20,38 @@ from safetensors import SafetensorError
 
 from trishul_ray.errors import InputError, first_line
 
-#: An object of JSON.
+#: A JSON object.
 Json: TypeAlias = dict[str, Any]
 
-#: Names of :func:`temporary_name` and of :func:`scratch_folder`.
+#: Patterns of the names from :func:`temporary_name` and :func:`scratch_folder`.
 _UNFINISHED = (f".*.{'[0-9a-f]' * 8}.tmp", ".trishul-*.????????.tmp")
 
-#: Seconds after its last change that an unfinished file is kept: its process may still write it.
+#: Seconds after its last change for which an unfinished file is kept, as it may be in use.
 UNFINISHED_SECONDS = 24 * 3600.0
 
-#: Seconds after its last change that the scratch folder of a process that has ended is kept.
+#: Seconds after the last change for which the scratch folder of a dead process is kept.
 LOG_SECONDS = 3600.0
 
-#: A file in a scratch folder that is kept for its logs.
+#: Name of a file that marks a scratch folder to be kept for its logs.
 _LOGS_KEPT = ".logs-kept"
 
-#: Parents of scratch folders if the path of ``TMPDIR`` is too long for a socket.
+#: Parents of scratch folders if the path of ``TMPDIR`` is too long for a Unix socket.
 _SHORT = ("/tmp", "/var/tmp")
 
-#: Errors of file systems that cannot sync a folder, or a file that this user cannot read.
+#: Errors of file systems that cannot sync folders, or files that this user cannot read.
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES)
 
 
 def nearest_existing(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
+    """Return the folder, or its nearest existing parent."""
     return next(each for each in (folder, *folder.parents) if each.exists())
 
 
 def why_not_writable(folder: Path) -> str:
-    """Return why a folder, which need not exist yet, cannot be written, or an empty string."""
+    """Return why a folder, which may not exist yet, is not writable, or an empty string."""
     nearest = nearest_existing(folder)
     try:
-        # Write a file: permission bits do not show read-only mounts and quotas.
+        # Write a file, because permission bits do not reflect read-only mounts and quotas.
         with tempfile.TemporaryFile(dir=nearest) as probe:
             probe.write(b"0")
     except OSError as error:
@@ -60,17 +60,17 @@ def why_not_writable(folder: Path) -> str:
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Check that files can be written into a folder, which need not exist yet.
+    """Check that a folder, which may not exist yet, is writable.
 
     Raises:
-        InputError: They cannot; the message names ``option``.
+        InputError: The folder is not writable. The message names ``option``.
     """
     if fault := why_not_writable(folder):
         raise InputError(f"{option}: {fault}; choose another folder")
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents durably: each is on the disk before its content."""
+    """Create a folder and its parents durably, syncing each before its content."""
     if not folder.is_dir():
         if not folder.parent.exists():
             make_folder(folder.parent)
@@ -79,24 +79,24 @@ def make_folder(folder: Path) -> None:
 
 
 def write_file(file: Path, data: bytes) -> None:
-    """Create the folder of a file, and write the file durably and completely."""
+    """Write a file durably and atomically, creating its folder."""
     make_folder(file.parent)
     with complete_file(file) as new:
         new.write_bytes(data)
 
 
 def temporary_name(name: str) -> str:
-    """Return a new hidden name for a file or folder while it is written."""
+    """Generate a unique hidden name for a file or folder that is being written."""
     return f".{name}.{secrets.token_hex(4)}.tmp"
 
 
 @contextmanager
 def complete_file(file: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder that replaces ``file`` on success, durably.
+    """Yield a temporary path in the same folder that durably replaces ``file`` on success.
 
-    No reader sees a part, and a power cut leaves the old file or the new one: the content is on the
-    disk before the name, and the name before this returns. A process that is killed leaves the
-    temporary file; see :func:`remove_unfinished`.
+    Readers never see a partial file. After a power failure, either the old or the new file exists,
+    because the content is synced before the rename, and the rename before this function returns. A
+    killed process leaves the temporary file behind; see :func:`remove_unfinished`.
     """
     new = file.with_name(temporary_name(file.name))
     try:
@@ -109,17 +109,17 @@ def complete_file(file: Path) -> Iterator[Path]:
 
 @contextmanager
 def complete_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``folder`` on success, durably, as in complete_file.
+    """Yield a temporary folder that durably becomes ``folder`` on success, like a complete file.
 
-    ``folder`` must be new or empty; its parents are created. Its files get the folder's read
-    permissions, since safetensors writes files that only their owner can read.
+    ``folder`` must be new or empty, and its parents are created. The files receive the read
+    permissions of the folder, since safetensors writes files that only their owner can read.
 
     Raises:
-        OSError: ``folder`` has content, or the disk is full.
+        OSError: ``folder`` is not empty, or the disk is full.
     """
     make_folder(folder.parent)
     new = folder.with_name(temporary_name(folder.name))
-    new.mkdir()  # unlike mkdtemp, with the permissions that the umask leaves
+    new.mkdir()  # unlike mkdtemp, this respects the umask
     try:
         yield new
         readable = new.stat().st_mode & 0o444
@@ -128,24 +128,24 @@ def complete_folder(folder: Path) -> Iterator[Path]:
                 path.chmod(path.stat().st_mode | readable)
             _sync(path)
         put_in_place(new, folder)
-    except SafetensorError as error:  # of a full disk
+    except SafetensorError as error:  # raised if the disk is full
         raise OSError(errno.EIO, first_line(error), str(folder)) from error
     except OSError as error:
-        error.filename = error.filename or str(folder)  # a full disk names no file
+        error.filename = error.filename or str(folder)  # missing if the disk is full
         raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
-    """Rename a file or folder durably: content first. The content of a folder must be synced."""
+    """Rename a file or folder durably. The content of a folder must already be synced."""
     _sync(temporary)
     os.replace(temporary, target)
     _sync(target.parent)
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    """Flush the content of a file, or the entries of a folder, to disk."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -160,11 +160,11 @@ def _sync(path: Path) -> None:
 def remove_unfinished(folder: Path) -> list[Path]:
     """Remove the temporary files of killed processes below a folder, and return their paths.
 
-    A process may still write a file that has changed within :data:`UNFINISHED_SECONDS`.
+    Files changed within :data:`UNFINISHED_SECONDS` are kept, as a process may still write them.
     """
     oldest, removed = time.time() - UNFINISHED_SECONDS, []
     for path in [p for pattern in _UNFINISHED for p in folder.rglob(pattern)]:
-        with suppress(OSError):  # another process may be faster
+        with suppress(OSError):  # another process may have removed it
             if path.lstat().st_mtime < oldest:
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
@@ -176,11 +176,11 @@ def remove_unfinished(folder: Path) -> list[Path]:
 
 @contextmanager
 def scratch_folder(purpose: str, place: Path | None = None) -> Iterator[str]:
-    """Yield a temporary folder that only this user can read, and remove it at the end.
+    """Yield a temporary folder that only this user can read, and remove it on exit.
 
-    Its parent is the system's folder for temporary files, or ``place``. If the process is killed,
-    or after :func:`keep_logs`, :func:`remove_abandoned` removes it. A lock on the folder ends with
-    this process and its forks.
+    It is created in ``place``, or in the system's folder for temporary files. If the process is
+    killed, or after :func:`keep_logs`, :func:`remove_abandoned` removes it later. The folder is
+    locked until this process and its forks end.
     """
     folder = Path(tempfile.mkdtemp(".tmp", f".trishul-{purpose}.", place))
     lock = os.open(folder, os.O_RDONLY)
@@ -195,7 +195,7 @@ def scratch_folder(purpose: str, place: Path | None = None) -> Iterator[str]:
 
 
 def keep_logs(folder: str | Path) -> None:
-    """Keep a scratch folder for :data:`LOG_SECONDS` after the last line in its logs."""
+    """Keep a scratch folder for :data:`LOG_SECONDS` after the last write to its logs."""
     with suppress(OSError):
         (Path(folder) / _LOGS_KEPT).touch()
 
@@ -203,7 +203,7 @@ def keep_logs(folder: str | Path) -> None:
 def temporary_folders() -> list[str]:
     """Return possible parents of scratch folders: ``RAY_TMPDIR``, ``TMPDIR``, and short paths.
 
-    Sockets need a short path.
+    Short paths are needed because Unix sockets limit the length of their path.
     """
     chosen = os.environ.get("RAY_TMPDIR")
     return list(dict.fromkeys(filter(None, [chosen, tempfile.gettempdir(), *_SHORT])))
@@ -214,7 +214,7 @@ def remove_abandoned() -> list[Path]:
     oldest = time.time() - LOG_SECONDS
     removed = []
     for folder in (f for place in temporary_folders() for f in Path(place).glob(".trishul-*.tmp")):
-        with suppress(OSError):  # not a folder, or a living process holds its lock
+        with suppress(OSError):  # not a folder, or locked by a running process
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

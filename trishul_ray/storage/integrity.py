@@ -1,6 +1,6 @@
-"""Find changed files: checksums, checked folders of the cache, and notices of damage.
+"""Detect changed and damaged files with checksums, and manage the folders of the cache.
 
-A folder of the cache has the checksums of its files, which are compared before use.
+Each folder of the cache stores the checksums of its files, which are verified before use.
 """
 
 import hashlib
@@ -22,39 +22,39 @@ from filelock import FileLock, Timeout
 from trishul_ray.errors import CorruptFileError, InputError, first_line
 from trishul_ray.storage.durable import Json, complete_folder, make_folder, write_file
 
-#: Beginning of a pointer file of Git LFS.
+#: First bytes of a Git LFS pointer file.
 _LFS = b"version https://git-lfs.github.com/spec/"
 
-#: A file may change again without a visible change of its times within this many seconds, because
-#: the clocks of file systems advance in steps.
+#: Seconds within which a file may change again without new timestamps, because the clocks of file
+#: systems advance in steps.
 SETTLING_SECONDS = 2.0
 
-#: A file in a folder of the cache with the checksums of the others.
+#: File in a cache folder with the checksums of all other files.
 SEAL = ".xxh128"
 
-#: Seconds after its last use that a folder of the cache is kept; it is made again when needed.
+#: Seconds after its last use for which a cache folder is kept. It is recreated when needed.
 KEPT_SECONDS = 30 * 24 * 3600.0
 
-#: The folders in a cache, and their folders that :func:`remove_unused` may remove.
+#: Top-level folders of a cache, and patterns of the folders that :func:`remove_unused` may remove.
 _PARTS = frozenset({"data", "layers", "models", "rows", "weights"})
 _REMOVABLE = ("weights/*", "rows/*", "data/*/*")
 
-#: Between the other fields of an object of JSON and the hex digits of its checksum.
+#: Separates the fields of a JSON object from the hex digits of its checksum.
 _CHECKSUM = b',\n  "checksum": "'
 
-#: Notices of repairs that this process has not yet sent to its driver.
+#: Notices of repairs that this process has not sent to its driver yet.
 _remarks: list[str] = []
 
 _logger = logging.getLogger(__name__)
 
 
 def digest(file: Path) -> str:
-    """Return the hex SHA-256 of a file's content, computed once per process unless it changes."""
+    """Compute the hex SHA-256 of a file, cached per process until the file changes."""
     return _hash(file, hashlib.sha256)
 
 
 def checksum(file: Path) -> str:
-    """Return the 128-bit hex XXH3 of a file's content, computed as often as :func:`digest`."""
+    """Compute the hex 128-bit XXH3 of a file, cached like :func:`digest`."""
     return _hash(file, xxhash.xxh3_128)
 
 
@@ -71,17 +71,17 @@ def _computed(path: Path, algorithm: Callable[[], Any], stamp: tuple[int, ...]) 
 
 
 def stamp(file: Path) -> tuple[int, ...]:
-    """Return device, inode, size and times of a file, which change with its content.
+    """Return device, inode, size, mtime and ctime of a file, which change with its content.
 
-    The last of them, ``ctime``, cannot be set, so an edit that restores the modification time also
-    shows. Only two edits at the same tick of the clock do not.
+    Since ``ctime`` cannot be set, edits that restore the modification time are also detected. Only
+    the second of two edits within one tick of the clock is not.
     """
     now = file.stat()
     return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
 
 
 def lfs_pointer(file: Path) -> str:
-    """Return how to fetch a file that is only a pointer of Git LFS; empty for other files."""
+    """Return how to fetch a file that is a Git LFS pointer, or an empty string for other files."""
     if not file.is_file():
         return ""
     with file.open("rb") as stream:
@@ -93,17 +93,20 @@ def lfs_pointer(file: Path) -> str:
 def record_checksums(folder: Path) -> None:
     """Record the checksums of a cache folder's files for :func:`find_corruption`.
 
-    They find damage, not malice: XXH3 is as fast as memory. ``xxhsum --check .xxh128`` also reads
-    the file.
+    XXH3 runs at memory bandwidth. It detects damage, but not malicious changes. ``xxhsum --check
+    .xxh128`` can also verify the file.
     """
     lines = [f"{checksum(folder / name)}  {name}\n" for name in _files(folder)]
     write_file(folder / SEAL, "".join(lines).encode())
 
 
 def find_corruption(folder: Path) -> str:
-    """Return how a folder differs from its recorded checksums, or an empty string.
+    """Compare a folder with its recorded checksums.
 
-    Every file is read, once per process unless it changes.
+    Reads each file once per process, and again if it changes.
+
+    Returns:
+        The difference, or an empty string.
     """
     try:
         lines = (folder / SEAL).read_text().splitlines()
@@ -124,10 +127,15 @@ def _files(folder: Path) -> list[str]:
 
 
 def make_once(cache: Path, name: str, make: Callable[[Path], None]) -> Path:
-    """Return the folder ``name`` of a cache; ``make`` writes its files if it does not exist.
+    """Return a folder of a cache, creating it if it does not exist.
 
-    The first process to lock it makes it; the others wait. A damaged folder is replaced; its open
-    mappings stay valid.
+    The first process to lock the folder creates it, while others wait. A damaged folder is
+    replaced. Its memory mappings in other processes stay valid.
+
+    Args:
+        cache: The cache.
+        name: Path of the folder in the cache.
+        make: Function that writes the files into a temporary folder.
 
     Raises:
         InputError: The cache cannot be written.
@@ -142,7 +150,7 @@ def make_once(cache: Path, name: str, make: Callable[[Path], None]) -> Path:
         raise InputError(f"storage.cache: cannot write {fault}; set TRISHUL_CACHE") from error
     with held:
         for unfinished in folder.parent.glob(f".{folder.name}.*.tmp"):
-            shutil.rmtree(unfinished)  # of a killed process, which held this lock
+            shutil.rmtree(unfinished)  # left by a killed process that held this lock
         _remove_damaged(folder)
         if not folder.is_dir():
             for unused in remove_unused(cache):
@@ -155,7 +163,7 @@ def make_once(cache: Path, name: str, make: Callable[[Path], None]) -> Path:
 
 
 def _mark(cache: Path) -> None:
-    """Mark a cache that has no other files, so that backups skip it."""
+    """Mark a cache with a CACHEDIR.TAG for backup tools, unless it contains other files."""
     tag = cache / "CACHEDIR.TAG"
     names = {path.name for path in cache.glob("*") if path.suffix != ".tmp"}
     if not tag.exists() and names <= _PARTS:
@@ -163,10 +171,10 @@ def _mark(cache: Path) -> None:
 
 
 def remove_unused(cache: Path) -> list[Path]:
-    """Remove the folders of a cache that no process has used for a month, and return their paths.
+    """Remove the folders of a cache that were not used for a month, and return their paths.
 
-    A folder is only removed if :func:`make_once` has made it, as its name and checksums show. Open
-    mappings stay valid. The modification time of a folder is its last use.
+    Only folders created by :func:`make_once` are removed, which are recognized by their name and
+    checksums. Memory mappings stay valid. The modification time of a folder is its last use.
     """
     oldest, removed = time.time() - KEPT_SECONDS, []
     for seal in (seal for part in _REMOVABLE for seal in cache.glob(f"{part}/{SEAL}")):
@@ -180,7 +188,7 @@ def remove_unused(cache: Path) -> list[Path]:
 
 
 def discard_damaged(folder: Path) -> None:
-    """Remove a damaged folder of the cache, which is then made again."""
+    """Remove a cache folder if it is damaged, so that it is recreated."""
     if folder.is_dir() and find_corruption(folder):
         with FileLock(f"{folder}.lock", fallback_to_soft=False):
             _remove_damaged(folder)
@@ -193,19 +201,20 @@ def _remove_damaged(folder: Path) -> None:
 
 
 def to_checked_json(fields: Json) -> bytes:
-    """Return an object as JSON with a last field ``checksum``: the SHA-256 of the bytes before.
+    """Serialize an object to JSON with a final field ``checksum``, the SHA-256 of the bytes before.
 
-    It covers bytes, not values: thousands of results are checked without encoding them again.
+    The checksum covers bytes instead of values, so that results are verified without encoding them
+    again.
     """
     text = json.dumps(fields, indent=2, ensure_ascii=False)
     return _with_checksum(text.removesuffix("\n}").encode())
 
 
 def from_checked_json(content: bytes, place: str) -> Json:
-    """Return the object that :func:`to_checked_json` has written, with its checksum.
+    """Parse and verify an object written by :func:`to_checked_json`, and return all its fields.
 
     Raises:
-        CorruptFileError: It is damaged; the message names its ``place``.
+        CorruptFileError: The content is damaged. The message names its ``place``.
     """
     try:
         fields = json.loads(content)
@@ -224,13 +233,13 @@ def _with_checksum(body: bytes) -> bytes:
 
 
 def remark(line: str) -> None:
-    """Report a repair to the user: in a log line, and from a worker by :func:`take_remarks`."""
+    """Log a repair, and record it for :func:`take_remarks`, with which workers report it."""
     _logger.warning(line)
     _remarks.append(line)
 
 
 def take_remarks() -> tuple[str, ...]:
-    """Return the remarks of this process since the last call; a worker's log is not shown."""
+    """Return and clear the remarks of this process. Logs of workers are not displayed."""
     taken = tuple(_remarks)
     _remarks.clear()
     return taken

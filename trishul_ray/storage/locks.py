@@ -1,4 +1,4 @@
-"""Locks that one process at a time holds: a file on this machine, a lease in a bucket."""
+"""Mutual exclusion of processes: lock files on one machine, and leases in a bucket."""
 
 import threading
 import uuid
@@ -14,18 +14,18 @@ from trishul_ray.errors import StorageError, StorageRefusedError
 from trishul_ray.storage.durable import make_folder
 from trishul_ray.storage.store import Store, reason
 
-#: Seconds to wait for the holder of a lock file, such as a killed process that is still ending.
+#: Seconds to wait for a lock file, for example of a killed process that is still exiting.
 LOCK_SECONDS = 5.0
-#: Seconds after which a holder writes its lease again, and after which an old lease has expired.
+#: Seconds after which a holder renews its lease, and after which a lease expires.
 RENEW_SECONDS, EXPIRED_SECONDS = 5.0, 20.0
 
 
 @contextmanager
 def file_lock(file: Path) -> Iterator[None]:
-    """Hold a lock file, which is removed at the end, as is a folder that was created for it.
+    """Acquire a lock file, and remove it on exit, including a folder created for it.
 
     Raises:
-        TimeoutError: Another process holds it.
+        TimeoutError: Another process holds the lock.
         StorageRefusedError: The folder cannot be written.
     """
     lock, is_new = FileLock(file, fallback_to_soft=False), not file.parent.exists()
@@ -39,28 +39,28 @@ def file_lock(file: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # another run has begun
-            file.unlink(missing_ok=True)  # a process that waits for the file opens a new one
-            if is_new:  # the input was rejected: leave nothing
+        with suppress(OSError):  # another run has started in the folder
+            file.unlink(missing_ok=True)  # a waiting process creates a new file
+            if is_new:  # the input was rejected, so leave no files
                 file.parent.rmdir()
         lock.release()
 
 
 @contextmanager
 def lease(store: Store, name: str) -> Iterator[None]:
-    """Hold the lease ``name``, an empty object in a folder that a thread writes again and again.
+    """Acquire a lease, an empty object in a folder that a thread renews periodically.
 
-    A process writes its object and then lists the folder: it holds the lease if no other process
-    has an object. Of processes that start together, at most one sees no other. The others remove
-    their objects and try again until an abandoned lease would have expired. Ages are measured by
-    the clock of the storage.
+    Each process writes its own object, and then lists the folder. It acquires the lease if all
+    objects of other processes have expired. If several processes start at the same time, at most
+    one succeeds. The others remove their objects, and retry until an abandoned lease would have
+    expired. Ages are measured by the clock of the storage.
 
     Raises:
-        TimeoutError: Another process holds it.
-        StorageError: The storage fails.
+        TimeoutError: Another process holds the lease.
+        StorageError: The storage failed.
     """
     mine, ended = f"{name}.{uuid.uuid4().hex}", threading.Event()
-    hasty = replace(store, retry_seconds=0.0)  # a lease that is not written or removed expires
+    hasty = replace(store, retry_seconds=0.0)  # on failure, the lease expires
 
     def acquire() -> None:
         store.write(mine, b"")

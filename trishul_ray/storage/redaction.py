@@ -1,17 +1,17 @@
-"""Secrets in texts and field names: find them and mask them."""
+"""Find and mask secrets in texts and field names."""
 
 import itertools
 import re
 
 MASK = "***"
-# Words in the name of a secret field; "tokens" and "tokenizer" are not secret.
+# Words in the names of secret fields. The plural "tokens" and "tokenizer" are not secret.
 _SECRET_WORDS = frozenset(
     {"token", "secret", "password", "passwd", "pwd", "credential", "credentials", "apikey"}
 )
 
 _SECRET_PAIRS = frozenset({"api_key", "access_key", "secret_key", "private_key"})
-# Each pattern reads a text once: nothing is tried again from every letter of a long word.
-# Up to the last @ of the host: a password may also have one.
+# Each pattern is linear in the length of the text, without backtracking over long words.
+# Greedy up to the last @ of the host, because passwords may contain one.
 _USERINFO = re.compile(r"://[^/\s]+@")
 
 _QUERY = re.compile(

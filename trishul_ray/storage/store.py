@@ -1,7 +1,7 @@
-"""Files of a run on any pyarrow filesystem (a local folder, s3://, gs://).
+"""Read and write the files of a run on any pyarrow filesystem (local folder, s3://, gs://).
 
-An operation that fails for a reason that may be temporary (a server that does not answer, a full
-disk) is retried with growing pauses for the store's ``retry_seconds``.
+Operations that fail temporarily (unavailable server, full disk) are retried with exponential
+backoff for up to ``retry_seconds`` of the store.
 """
 
 import errno
@@ -24,23 +24,23 @@ from trishul_ray.storage.redaction import redact
 
 T = TypeVar("T")
 
-#: Size in bytes of the largest object that S3 and compatible stores copy in one request.
+#: Maximum size in bytes of an object that S3 and compatible stores copy in one request.
 COPY_LIMIT = 5 * 2**30
 
-#: Permanent failures.
+#: Errors that are permanent.
 _REFUSALS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _REFUSAL_NUMBERS = (errno.ENOENT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
 _NO_BUCKET = ("NO_SUCH_BUCKET", "allow_bucket_creation")
 _REFUSAL_WORDS = (
     *("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", *_NO_BUCKET),
-    "is a directory",  # as Arrow says, without a number
+    "is a directory",  # Arrow raises this without an errno
 )
 
 _logger = logging.getLogger(__name__)
 
 
 def check_name(name: str) -> str:
-    """Return the name of a file inside a folder, or raise a CorruptFileError."""
+    """Return the name of a file in a folder; raise CorruptFileError if it is invalid."""
     if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise CorruptFileError(f"{name!r} is not the name of a file in a folder")
     return name
@@ -48,31 +48,43 @@ def check_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Store:
-    """A folder on a filesystem. Writes are atomic."""
+    """A folder on a pyarrow filesystem, with atomic writes.
+
+    Attributes:
+        filesystem: The filesystem.
+        root: Path of the folder on the filesystem.
+        uri: Address of the folder for messages, without credentials.
+        retry_seconds: Seconds for which failed operations are retried.
+    """
 
     filesystem: fs.FileSystem
-    root: str  # the folder's path on the filesystem
-    uri: str  # its address for messages, without credentials
-    retry_seconds: float = 0.0  # for which a failed operation is retried
+    root: str
+    uri: str
+    retry_seconds: float = 0.0
 
     @classmethod
     def open(cls, uri: str, retry_seconds: float = 0.0, field: str = "storage.runs") -> "Store":
-        """Open the folder at a local path or a filesystem URI; ``field`` names what the user gave.
+        """Open the folder at a local path or filesystem URI.
+
+        Args:
+            uri: The path or URI.
+            retry_seconds: Seconds for which failed operations are retried.
+            field: Name of the user's input, for messages.
 
         Raises:
-            InputError: The URI's scheme is unknown, it has a fragment, it names no bucket, or its
-                filesystem cannot be reached.
+            InputError: The scheme of the URI is unknown, the URI has a fragment or lacks a bucket,
+                or the filesystem cannot be reached.
         """
         if "://" not in uri:
             path = Path(uri).expanduser().resolve()
             return cls(fs.LocalFileSystem(), str(path), redact(str(path)), retry_seconds)
         shown = redact(uri)
-        if "#" in uri:  # what follows it would be left out
+        if "#" in uri:  # the fragment would be ignored
             raise InputError(f"{field}={shown!r}: write '#' as %23 in an address")
         named = uri
         if uri.startswith("s3://") and "allow_delayed_open=" not in uri:
-            # An object of one part is written by one request: of one that is written in parts, S3
-            # keeps (and bills) the parts of a killed writer, and Arrow cannot remove them.
+            # Write small objects with a single request. After a multipart upload of a killed
+            # writer, S3 keeps (and bills) the parts, and Arrow cannot remove them.
             named += f"{'&' if '?' in uri else '?'}allow_delayed_open=true"
         try:
             filesystem, root = fs.FileSystem.from_uri(named)
@@ -88,28 +100,28 @@ class Store:
 
     @property
     def is_local(self) -> bool:
-        """Whether the folder is on a file system of this machine."""
+        """Whether the folder is on a local file system."""
         return isinstance(self.filesystem, fs.LocalFileSystem)
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """Name of the folder."""
         return self.root.rpartition("/")[2]
 
     def child(self, name: str) -> "Store":
-        """Return the folder ``name`` inside this one."""
         return Store(self.filesystem, self._path(name), self.place(name), self.retry_seconds)
 
     def parent(self) -> "Store":
-        """Return the parent folder; messages name its path, not its address."""
+        """Return the parent folder, with its path as the address in messages."""
         root = self.root.rpartition("/")[0]
         return Store(self.filesystem, root, root, self.retry_seconds)
 
     def _path(self, name: str) -> str:
-        """Return the path of the file or folder ``name`` inside this one on its filesystem.
+        """Return the path of a file or folder on the filesystem.
 
         Raises:
-            CorruptFileError: The name or a link leaves this folder, or it is a pipe or a device.
+            CorruptFileError: The name or a link points outside of this folder, or is a pipe or a
+                device.
         """
         path = f"{self.root}/{check_name(name)}"
         if self.is_local:
@@ -121,16 +133,16 @@ class Store:
         return path
 
     def place(self, name: str) -> str:
-        """Return the address of the file or folder ``name`` inside this one, for messages."""
+        """Return the address of a file or folder in this one, for messages."""
         path, mark, options = (self.uri, "", "") if self.is_local else self.uri.partition("?")
         return f"{path.rstrip('/')}/{name}{mark}{options}"
 
     def check_bucket(self, runs: str, field: str = "storage.runs") -> None:
-        """Raise an InputError if the bucket of this folder, ``runs``, does not exist."""
+        """Raise InputError if the bucket of this folder does not exist; ``runs`` is its URI."""
         if self.filesystem.type_name not in ("s3", "gcs", "abfs"):
             return
         bucket = self.root.partition("/")[0]
-        # The permission to write below a prefix need not include this request.
+        # Permissions to write below a prefix may not include this request.
         with suppress(StorageRefusedError):
             info = self._retry("access", "", lambda: self.filesystem.get_file_info(bucket))
             if info.type == fs.FileType.NotFound:
@@ -140,11 +152,11 @@ class Store:
                 )
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file as a whole: durably on this machine, and by a copy in an object store.
+        """Write a file atomically: durably on a local disk, by copying in an object store.
 
         Raises:
-            StorageError: The storage fails permanently, or for longer than :attr:`retry_seconds`;
-                no partial file is left under ``name``.
+            StorageError: The storage failed permanently, or for longer than :attr:`retry_seconds`.
+                No partial file is left under ``name``.
         """
         self._retry("write", name, lambda: self._write(name, data))
 
@@ -155,11 +167,11 @@ class Store:
             return
         folder, _, file = target.rpartition("/")
         self.filesystem.create_dir(folder, recursive=True)
-        if not data or len(data) > COPY_LIMIT:  # an empty object has no part to publish
+        if not data or len(data) > COPY_LIMIT:  # an empty object cannot be partial
             self._stream(target, data)
             return
-        # Never directly to the target: a stream that fails or is interrupted is closed, and an
-        # object store would publish the part written so far.
+        # Do not write to the target directly. Closing a failed or interrupted stream would publish
+        # a partial object.
         temporary = f"{folder}/{temporary_name(file)}"
         try:
             self._stream(temporary, data)
@@ -174,11 +186,11 @@ class Store:
             stream.write(data)
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of a file.
+        """Read the content of a file.
 
         Raises:
             FileNotFoundError: The file does not exist.
-            StorageError: It cannot be read.
+            StorageError: The file cannot be read.
         """
         path = self._path(name)
 
@@ -189,25 +201,25 @@ class Store:
         return self._retry("read", name, attempt)
 
     def exists(self, name: str = "") -> bool:
-        """Return whether a file or folder ``name`` (or this folder itself) exists."""
+        """Return whether a file or folder exists, or this folder if ``name`` is empty."""
         path = self._path(name) if name else self.root
         info = self._retry("look up", name, lambda: self.filesystem.get_file_info(path))
         return bool(info.type != fs.FileType.NotFound)
 
     def names(self) -> list[str]:
-        """Return the sorted names directly inside this folder, without hidden files."""
+        """List the names directly in this folder, sorted, without hidden files."""
         return sorted(info.base_name for info in self._list() if not info.base_name.startswith("."))
 
     def _list(self, *, below: bool = False) -> list[fs.FileInfo]:
         inside = fs.FileSelector(self.root, allow_not_found=True, recursive=below)
-        if below and self.is_local:  # a selector follows links, also in circles
+        if below and self.is_local:  # a selector would follow links, including cycles
             inside = [str(path) for path in Path(self.root).rglob("*")]
         return self._retry("list", "", lambda: list(self.filesystem.get_file_info(inside)))
 
     def written(self) -> dict[str, float]:
-        """Return when the files anywhere in this folder were last written, without hidden files.
+        """Return the modification times of all files below this folder, keyed by path.
 
-        The times are in seconds since the epoch, by the clock of the storage.
+        Times are in seconds since the epoch, by the clock of the storage. Hidden files are omitted.
         """
         return {
             info.path.removeprefix(f"{self.root}/"): info.mtime_ns / 1e9
@@ -222,9 +234,9 @@ class Store:
             self._retry("delete", name, lambda: self.filesystem.delete_file(path))
 
     def remove_unfinished(self) -> None:
-        """Delete the temporary files of killed writers anywhere in this folder.
+        """Delete the temporary files of killed writers below this folder.
 
-        No other process may write into it meanwhile.
+        No other process may write to the folder at the same time.
         """
         for info in self._list(below=True):
             if info.base_name.startswith(".") and info.base_name.endswith(".tmp"):
@@ -232,12 +244,12 @@ class Store:
                     self.remove(info.path.removeprefix(f"{self.root}/"))
 
     def remove_all(self) -> None:
-        """Delete this folder and its content, if it exists."""
+        """Delete this folder with its content, if it exists."""
         if self.exists():
             self._retry("delete", "", lambda: self.filesystem.delete_dir(self.root))
 
     def upload_folder(self, folder: Path) -> None:
-        """Copy all files below a local folder into this one, by their paths in it."""
+        """Copy all files below a local folder to the same relative paths in this folder."""
         for path in sorted(folder.rglob("*")):
             if path.is_file():
                 self.write(path.relative_to(folder).as_posix(), path.read_bytes())
@@ -245,7 +257,7 @@ class Store:
     def _retry(self, verb: str, name: str, action: Callable[[], T]) -> T:
         """Call ``action`` until it succeeds, fails permanently, or the retry time has passed.
 
-        A FileNotFoundError is raised unchanged.
+        FileNotFoundError is raised unchanged.
         """
         address = self.place(name) if name else self.uri
 
@@ -275,7 +287,7 @@ class Store:
 
 
 def reason(error: BaseException | None) -> str:
-    """Describe a filesystem error in a few words, without the advice of libraries."""
+    """Describe a filesystem error briefly, without hints from libraries."""
     text = str(error)
     if any(word in text for word in _NO_BUCKET):
         return "the bucket does not exist"

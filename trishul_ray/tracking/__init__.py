@@ -1,1 +1,1 @@
-"""Tracking of runs: MLflow, and progress on the terminal."""
+"""Track runs in MLflow, and display their progress on a terminal."""

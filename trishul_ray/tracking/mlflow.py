@@ -1,8 +1,8 @@
-"""Runs in MLflow: one for each experiment, however often it is stopped and resumed.
+"""Log each run to one MLflow run, even if it is stopped and resumed.
 
-All calls go through ``MlflowClient`` with an explicit run id, so that one process can have any
-number of runs. A run is found again by the tag :data:`ATTEMPT_TAG`, which the request that creates
-the run sets.
+All calls use ``MlflowClient`` with an explicit run id, so that one process can log any number of
+runs. A resumed run finds its MLflow run by the tag :data:`ATTEMPT_TAG`, which is set in the request
+that creates the MLflow run.
 """
 
 import json
@@ -27,39 +27,39 @@ if TYPE_CHECKING:
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 Scalar = str | int | float | bool | None
 
-#: Tags of a run: its attempt, the id of its experiment, and the parent in MLflow's list of runs.
+#: Tags of a run: its attempt, the id of its experiment, and its parent run in MLflow.
 ATTEMPT_TAG, ID_TAG, PARENT_TAG = "trishul.attempt", "trishul.id", "mlflow.parentRunId"
-#: Tag that a finished run gets last: the checksum of the result that is completely logged.
+#: Tag with the checksum of the result, set last, after the result was logged completely.
 RESULT_TAG = "trishul.result"
-#: Metric that a round logs last: a round with it is complete.
+#: Last metric that is logged for a round, which marks the round as complete.
 ROUND_METRIC = "round"
-#: Seconds to wait for a server that has answered before. A server takes a minute to start.
+#: Seconds to wait for a server that responded before; restarting a server takes a minute.
 OUTAGE_SECONDS = 300.0
-#: Rounds that end within this number of seconds are sent together: a request to SQLite takes 20 ms.
+#: Seconds within which rounds are sent in one batch, because a request to SQLite takes 20 ms.
 ROUNDS_SECONDS = 1.0
 
 
 class Tracker:
-    """Follows a run. This one logs nothing: the tracker of ``tracking.mlflow=false``."""
+    """Base tracker, which logs nothing. It is used with ``tracking.mlflow=false``."""
 
     run_id: str | None = None
 
     def round(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a round, unless the round is already logged."""
+        """Log the metrics of a round, unless the round was already logged."""
 
     def end(
         self, status: Status, *, metrics: Mapping[str, float] | None = None,
         tags: Mapping[str, Scalar] | None = None, folder: Path | None = None, result: str = "",
     ) -> list[str]:  # fmt: skip
-        """End the run with its totals; return the rejected parts."""
+        """Log the totals, end the run, and return the rejected parts."""
         return []
 
 
 class MlflowRun(Tracker):
-    """A run of an MLflow experiment, found by its attempt or created.
+    """An MLflow run, which is created or found by its attempt.
 
-    A store that fails while the run goes on does not stop the run: rounds are sent later, at the
-    latest by :meth:`end`, which waits for a server that is gone. Secrets are masked or omitted.
+    A failing store does not stop the run. Rounds are sent again later, at the latest in
+    :meth:`end`, which waits for an unavailable server. Secrets are masked or omitted.
 
     Raises:
         InputError: The store cannot be opened, or the experiment was deleted.
@@ -75,7 +75,7 @@ class MlflowRun(Tracker):
         self._next_request = 0.0
         self._rejected: list[str] = []
         marks = public(tags) | {ATTEMPT_TAG: attempt} | ({PARENT_TAG: parent} if parent else {})
-        # A sweep has reached the server before: this is an outage and not a wrong address.
+        # If there is a sweep, it has reached the server: this is an outage, not a wrong address.
         retrying = _retrying(self.patience if parent else 0.0)
         run = retrying(self._find_or_create, uri, experiment, name, marks, public(params), inputs)
         self.run_id = self._id = run.info.run_id
@@ -87,14 +87,14 @@ class MlflowRun(Tracker):
         self, uri: str, experiment: str, name: str, tags: dict[str, str], params: dict[str, str],
         inputs: "Sequence[DatasetInput]",
     ) -> "Run":  # fmt: skip
-        # The lock is held from the search to the creation: two drivers of an attempt share a run.
+        # Lock from the search to the creation, so that two drivers of an attempt share a run.
         with opened(uri, experiment) as (self.client, group):
             self.experiment_id = group.experiment_id
             found = self._search(f"tags.`{ATTEMPT_TAG}` = '{tags[ATTEMPT_TAG]}'")
             self._logged: set[int] | None = None if found else set()
             if not found:
                 found = [self.client.create_run(self.experiment_id, tags=tags, run_name=name)]
-            run = found[-1]  # the first that started
+            run = found[-1]  # the oldest
             if run.info.status != "RUNNING":
                 self.client.update_run(run.info.run_id, status="RUNNING")
             new = {k: v for k, v in params.items() if k not in run.data.params}
@@ -108,18 +108,18 @@ class MlflowRun(Tracker):
         return list(self.client.search_runs([self.experiment_id], wanted, max_results=50_000))
 
     def round(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a round: now, or with a later one if rounds are short."""
+        """Log the metrics of a round, together with later rounds if rounds are short."""
         self._waiting.setdefault(number, dict(metrics))
         began = time.monotonic()
         if began >= self._next_request:
-            with suppress(mlflow.MlflowException, OSError):  # sent again later
+            with suppress(mlflow.MlflowException, OSError):  # retried later
                 self._log_rounds()
-            # A server that hangs gets a tenth of the run's time.
+            # Spend at most a tenth of the run's time on a server that hangs.
             now = time.monotonic()
             self._next_request = now + max(ROUNDS_SECONDS, 10 * (now - began))
 
     def logged_rounds(self) -> set[int]:
-        """Return the rounds that are completely logged."""
+        """Return the numbers of the completely logged rounds."""
         if self._logged is None:
             history = self.client.get_metric_history(self._id, ROUND_METRIC)
             self._logged = {int(point.step) for point in history}
@@ -136,10 +136,10 @@ class MlflowRun(Tracker):
         self, status: Status, *, metrics: Mapping[str, float] | None = None,
         tags: Mapping[str, Scalar] | None = None, folder: Path | None = None, result: str = "",
     ) -> list[str]:  # fmt: skip
-        """End the run; return the rejected parts. If there are none, ``result`` is logged.
+        """Log the totals, end the run, and return the rejected parts.
 
-        A stopped run (``KILLED``) does not wait for a server. A run that had finished before keeps
-        the time of its end.
+        ``result`` is logged only if no part was rejected. A stopped run (``KILLED``) does not wait
+        for a server. A run that had already finished keeps its end time.
         """
         client, id = self.client, self._id
         if status == "KILLED":
@@ -154,7 +154,7 @@ class MlflowRun(Tracker):
         if folder is not None:
             self._send("files", client.log_artifacts, id, str(folder))
         ended = self._ended if status == "FINISHED" else None
-        ended = ended or max(self._began, int(time.time() * 1000))  # the clock may be set back
+        ended = ended or max(self._began, int(time.time() * 1000))  # if the clock went back
         self._send(f"status {status}", client.set_terminated, id, status, ended)
         if result and not self._rejected:
             self._send("result", client.set_tag, id, RESULT_TAG, result)
@@ -165,13 +165,13 @@ class MlflowRun(Tracker):
         try:
             _retrying(self.patience)(action, *args)
         except (mlflow.MlflowException, OSError) as error:
-            if is_outage(error):  # wait for a server only once
+            if is_outage(error):  # do not wait for the server again
                 self.patience = 0.0
             self._rejected.append(f"{what} ({redact(first_line(error))})")
 
 
 def find_runs(uri: str, experiment: str, attempt: str, *, delete: bool = False) -> "list[Run]":
-    """Return the runs of an attempt in a store; with ``delete``, also delete them."""
+    """Return the MLflow runs of an attempt; with ``delete``, also delete them."""
     with opened(uri, experiment) as (client, group):
         wanted = f"tags.`{ATTEMPT_TAG}` = '{attempt}'"
         found = list(client.search_runs([group.experiment_id], wanted))
@@ -181,7 +181,7 @@ def find_runs(uri: str, experiment: str, attempt: str, *, delete: bool = False) 
 
 
 def public(fields: Mapping[str, Scalar]) -> dict[str, str]:
-    """Return fields as MLflow accepts them: without secrets, long names and values truncated."""
+    """Convert fields to valid MLflow parameters: omit secrets, and truncate names and values."""
     found: dict[str, str] = {}
     for key, value in fields.items():
         if not is_secret_name(key):
@@ -193,7 +193,7 @@ def public(fields: Mapping[str, Scalar]) -> dict[str, str]:
 def dataset_input(
     name: str, digest: str, source: str, context: str, profile: Mapping[str, Scalar]
 ) -> "DatasetInput":
-    """Return data that a run reads, and their use, such as ``training``."""
+    """Build an MLflow dataset input; ``context`` is its use, such as ``training``."""
     kind, entities = source.partition(":")[0], mlflow.entities
     text, facts = json.dumps({"source": redact(source)}), json.dumps(dict(profile))
     dataset = entities.Dataset(name, digest, kind, text, profile=facts)
@@ -201,17 +201,17 @@ def dataset_input(
 
 
 def points_of(metrics: Mapping[str, float], step: int) -> "list[Metric]":
-    """Return the metrics of a step as MLflow accepts them."""
+    """Convert the metrics of a step to MLflow metrics."""
     now = int(time.time() * 1000)
     return [mlflow.entities.Metric(key, float(value), now, step) for key, value in metrics.items()]
 
 
 def is_outage(error: BaseException) -> bool:
-    """Return whether an error of a store may be temporary, unlike a wrong password or input."""
-    if not isinstance(error, Exception):  # Ctrl-C, perhaps while MLflow is imported
+    """Return whether an error may be temporary, unlike a wrong password or invalid input."""
+    if not isinstance(error, Exception):  # Ctrl-C, possibly while MLflow is being imported
         return False
     cause = error.__cause__ if isinstance(error, InputError) else error
-    # BAD_REQUEST: the database of the server gave up. Rejected input is INVALID_PARAMETER_VALUE.
+    # BAD_REQUEST means a failure of the server's database; invalid input has another code.
     temporary = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "BAD_REQUEST")
     return isinstance(cause, mlflow.MlflowException) and cause.error_code in temporary
 

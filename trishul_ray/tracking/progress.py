@@ -1,4 +1,4 @@
-"""Progress of runs and sweeps: a live bar on a terminal, plain lines elsewhere."""
+"""Display the progress of runs and sweeps: a live bar on a terminal, plain lines elsewhere."""
 
 import math
 import time
@@ -13,16 +13,16 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from trishul_ray.storage.redaction import redact
 from trishul_ray.tracking.terminal import PlainConsole
 
-#: Seconds between two plain lines about a preparation.
+#: Seconds between plain lines about a preparation.
 PLAIN_INTERVAL = 5.0
-#: Seconds without a plain line after which a sweep prints its state.
+#: Seconds without output after which a sweep prints its state.
 LOG_INTERVAL = 60.0
-#: Number of running cells of a sweep that a terminal shows.
+#: Maximum number of running cells that a terminal displays.
 SHOWN_CELLS = 12
 
 
 def format_duration(seconds: float) -> str:
-    """Return seconds as ``4.2 s``, ``3 min 05 s`` or ``2 h 07 min``; ``?`` unless finite."""
+    """Format seconds as ``4.2 s``, ``3 min 05 s`` or ``2 h 07 min``, or ``?`` if not finite."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 59.95:
@@ -34,7 +34,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """Return a count with a unit: ``812``, ``12.3 k``, ``1.84 M``, ``2.1 G``."""
+    """Format a count with a unit: ``812``, ``12.3 k``, ``1.84 M``, ``2.1 G``."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
@@ -42,18 +42,18 @@ def format_count(number: float) -> str:
 
 
 def format_bytes(number: float) -> str:
-    """Return a number of bytes with a unit: ``812 B``, ``12.3 kB``, ``1.84 MB``."""
+    """Format a number of bytes with a unit: ``812 B``, ``12.3 kB``, ``1.84 MB``."""
     text = format_count(number)
     return f"{text}B" if " " in text else f"{text} B"
 
 
 class RunProgress:
-    """Progress display of one federated run, as a context manager; by default on standard error.
+    """Context manager that displays the progress of a run, on standard error by default.
 
-    A terminal shows one live bar. A file, a pipe or a notebook gets one plain line per round.
+    Displays a live bar on a terminal, and prints a line per round to a file, pipe or notebook.
 
     Attributes:
-        headline: The metric that is shown with the loss; see ``Task.headline``.
+        headline: Name of the metric to display with the loss; see ``Task.headline``.
     """
 
     headline = "accuracy"
@@ -82,17 +82,17 @@ class RunProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()  # leaves the bar on the screen and restores the cursor
+        self._bar.stop()  # keeps the bar on the screen, and restores the cursor
 
     def phase(self, text: str) -> None:
-        """Show a phase before the first round or after the last round."""
+        """Display a phase before the first or after the last round."""
         if self._live:
             self._bar.update(self._task, description=text)
         else:
             self._print(text)
 
     def advance(self, round_: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished round; round 0 is the evaluation of the backbone before training."""
+        """Display a finished round. Round 0 is the evaluation of the backbone before training."""
         scores = {k: float(metrics[k]) for k in (self.headline, "loss") if k in metrics}
         self._scores |= scores
         self.count_earlier([metrics])
@@ -112,21 +112,21 @@ class RunProgress:
             self._print("  ".join(filter(None, [title, self._figures(scores), seconds, eta])))
 
     def count_earlier(self, records: Iterable[Mapping[str, float]]) -> None:
-        """Count the traffic of rounds that an earlier process has finished."""
+        """Add the traffic of rounds that an earlier process finished."""
         self._uploaded += sum(float(each.get("uploaded_bytes", 0.0)) for each in records)
 
     def note(self, text: str) -> None:
-        """Print a line above the bar, such as the restart of an actor, unless it was printed."""
+        """Print a notice above the bar, such as the restart of an actor, once."""
         if text not in self._notes:
             self._notes.add(text)
             self._print(text)
 
     def task_progress(self, label: str) -> Callable[[str, float], None]:
-        """Return a callback ``(stage, share)`` for a preparation, such as a download.
+        """Return a callback ``(stage, fraction)`` for a preparation, such as a download.
 
-        Call it often, with the current stage and the share of it that is done, in [0, 1].
+        Call it repeatedly with the current stage and its completed fraction in [0, 1].
         """
-        printed: dict[str, float] = {}  # when a stage was last printed; infinity if it is complete
+        printed: dict[str, float] = {}  # time of a stage's last line, or infinity if complete
 
         def report(stage: str, share: float) -> None:
             line, now = f"{label}: {stage} {min(1.0, share):4.0%}", time.monotonic()
@@ -149,7 +149,7 @@ class RunProgress:
 
     def _print(self, text: str) -> None:
         self._printed = time.monotonic()
-        # Plain lines do not wrap: a log file is searched by line.
+        # Do not wrap plain lines, so that log files can be searched by line.
         self._console.print(redact(text), markup=False, highlight=False, soft_wrap=not self._live)
 
 
@@ -165,30 +165,30 @@ class _Cell:
 
 
 class SweepProgress(RunProgress):
-    """Progress display of many federated runs, as a context manager.
+    """Context manager that displays the progress of many runs.
 
-    A terminal shows a live bar with one line for each running cell. Elsewhere there is one plain
-    line per finished cell, and one line per minute without any.
+    Displays a live bar with one line per running cell on a terminal. Elsewhere, prints a line per
+    finished cell, and a line with the state after a minute without output.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         super().__init__(1, console)
         self._cells: dict[str, _Cell] = {}
-        self._expected = 0  # cells that a search will name
+        self._expected = 0  # cells of a search that have no name yet
 
     def expect(self, cells: int) -> None:
-        """Announce cells that :meth:`add` will name later."""
+        """Add cells to the total that :meth:`add` will name later."""
         self._expected += cells
         self._show()
 
     def add(self, id: str, name: str, rounds: int) -> None:
-        """Announce a cell, or name an expected cell."""
+        """Add a cell, or name an expected cell."""
         self._cells[id] = _Cell(name, rounds)
         self._expected = max(0, self._expected - 1)
         self._show()
 
     def start(self, id: str) -> None:
-        """Show that a cell runs, perhaps again."""
+        """Display that a cell is running."""
         cell = self._cells[id]
         cell.began, cell.round, cell.ended = cell.began or time.monotonic(), 0, ""
         self._show()
@@ -196,18 +196,18 @@ class SweepProgress(RunProgress):
     def round(
         self, id: str, round_: int, metrics: Mapping[str, float], headline: str = "accuracy"
     ) -> None:
-        """Show a finished round of a cell."""
+        """Display a finished round of a cell."""
         cell = self._cells[id]
         cell.round = round_
         cell.metrics |= {k: float(metrics[k]) for k in (headline, "loss") if k in metrics}
         self._show()
 
     def retry(self, id: str, why: str, attempt: int, attempts: int) -> None:
-        """Print that a cell failed and will be tried again."""
+        """Print that a cell failed and will be retried."""
         self._print(f"{self._cells[id].name}: {why}; attempt {attempt} of {attempts} follows")
 
     def move(self, id: str, why: str) -> None:
-        """Print that a cell continues elsewhere, which is not a failure."""
+        """Print that a cell resumes on another node, which does not count as a failure."""
         self._print(f"{self._cells[id].name}: {why}; it continues elsewhere")
 
     def end(self, id: str, *, failure: str | None = None) -> None:
@@ -226,12 +226,11 @@ class SweepProgress(RunProgress):
         self._show()
 
     def _counts(self) -> tuple[int, int]:
-        """Return the number of ended cells, and of all cells."""
         ended = sum(bool(cell.ended) for cell in self._cells.values())
         return ended, len(self._cells) + self._expected
 
     def _time_left(self) -> str:
-        """Return the time that the other cells take at the pace so far, if one has ended."""
+        """Estimate the remaining time from the pace so far, or return an empty string."""
         (ended, total), now = self._counts(), time.monotonic()
         if ended in (0, total):
             return ""

@@ -1,8 +1,8 @@
-"""The MLflow store of runs: its address, its experiment, and the lock while a file is opened.
+"""Open the MLflow store of runs: its address, its experiment, and its lock.
 
-MLflow creates the schema of a SQLite store on first use, table by table, and cannot do so
-concurrently. Processes hold a lock file next to the database while they open it, and a new database
-gets its name when it is complete.
+MLflow creates the schema of a SQLite store on first use, table by table, and does not support doing
+so concurrently. Therefore, processes lock a file next to the database while opening it, and a new
+database is renamed to its final name once it is complete.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from mlflow.entities import Experiment
     from mlflow.tracking import MlflowClient
 
-#: Group of scores and losses. MLflow sorts groups in ASCII order, capitals first.
+#: Group of scores and losses. The capital places it first, since MLflow sorts in ASCII order.
 SCORES = "Score/"
-#: Name of a view of the list of runs, with these columns as far as runs have them.
+#: Name of a view of the list of runs, with these columns.
 VIEW = "trishul"
 _COLUMNS = (
     *(f"metrics.`{SCORES}{name}`" for name in ("accuracy", "f1", "loss")),
@@ -36,16 +36,16 @@ _COLUMNS = (
     "attributes.`Duration`",
 )
 _STATE = {"createdAt": 0, "state": json.dumps({"selectedColumns": _COLUMNS})}
-#: Tags of an experiment: MLflow shows training runs instead of language model applications, and the
-#: view in its menu.
+#: Tags of an experiment. They make MLflow show training runs instead of language model
+#: applications, and list the view in its menu.
 _EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",
     f"mlflow.sharedViewState.{VIEW}": json.dumps({"name": "Scores and settings", **_STATE}),
 }
 _VARIABLE = "MLFLOW_TRACKING_URI"
 _SCHEMES = ("http://", "https://", "sqlite", "postgresql", "mysql", "mssql")
-#: MLflow reads these when it is first imported: no telemetry, no printed addresses, and a lost
-#: server blocks a run for a minute instead of for many.
+#: Environment variables that MLflow reads on import. They disable telemetry and printed addresses,
+#: and limit how long an unavailable server blocks a run to about a minute.
 SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -55,10 +55,10 @@ SETTINGS = {
 
 
 def tracking_uri(uri: str | None, runs: str) -> str:
-    """Return the address of a store: ``uri``, MLFLOW_TRACKING_URI or ``<runs>/mlflow.db``.
+    """Resolve the address of the store: ``uri``, MLFLOW_TRACKING_URI or ``<runs>/mlflow.db``.
 
     Raises:
-        InputError: The store is neither a SQLite file nor a database nor a server.
+        InputError: The address is not a SQLite file, a database or a server.
     """
     if uri is None:
         uri = os.environ.get(_VARIABLE) or None
@@ -97,7 +97,7 @@ def is_server(uri: str) -> bool:
 
 
 def ui_command(uri: str) -> str:
-    """Return the command that shows a store in a browser, or the address of a server."""
+    """Return the command that opens a store in a browser, or the address of a server."""
     if is_server(uri):
         return redact(uri)
     default = (
@@ -107,7 +107,7 @@ def ui_command(uri: str) -> str:
 
 
 def open_client(uri: str) -> "MlflowClient":
-    """Return an MLflow client whose store exists and answers; the caller holds its lock.
+    """Create an MLflow client, and check that the store responds. The caller must hold its lock.
 
     Raises:
         InputError: The store cannot be opened.
@@ -118,13 +118,13 @@ def open_client(uri: str) -> "MlflowClient":
     from mlflow.tracking import MlflowClient
     from sqlalchemy.exc import SQLAlchemyError
 
-    # Pages of lines for every new store, and for each error, which is raised as well.
+    # Silence loggers that print pages for every new store, and errors that are also raised.
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         if (file := sqlite_file(uri)) is not None and not file.exists():
             new = file.with_name(f".{file.name}.new")
-            new.unlink(missing_ok=True)  # of a process that was killed
+            new.unlink(missing_ok=True)  # left by a killed process
             try:
                 SqlAlchemyStore(f"sqlite:///{new}", "mlruns").engine.dispose()
                 put_in_place(new, file)
@@ -140,7 +140,7 @@ def open_client(uri: str) -> "MlflowClient":
 
 
 def view_of(uri: str) -> str:
-    """Return the view of the only experiment with runs, as the end of the address of MLflow."""
+    """Return the URL fragment of the view of the only experiment, or of all experiments."""
     experiments = open_client(uri).search_experiments()
     found = [
         each.experiment_id for each in experiments if _EXPERIMENT_TAGS.keys() <= each.tags.keys()
@@ -153,9 +153,9 @@ def view_of(uri: str) -> str:
 
 @contextlib.contextmanager
 def opened(uri: str, name: str) -> "Iterator[tuple[MlflowClient, Experiment]]":
-    """Open a store and its experiment of this name, which is created if it does not exist.
+    """Open a store and the experiment ``name``, creating it if it does not exist.
 
-    The lock of a SQLite file is held until the end. The artifacts of a new experiment go to
+    A SQLite file stays locked inside the context. Artifacts of a new experiment are stored in
     ``mlartifacts/`` next to the file.
 
     Raises:
@@ -169,13 +169,13 @@ def opened(uri: str, name: str) -> "Iterator[tuple[MlflowClient, Experiment]]":
             try:
                 make_folder(file.parent)
                 stack.enter_context(FileLock(f"{file}.lock", timeout=120, fallback_to_soft=False))
-            except OSError as error:  # also a lock that another process holds
+            except OSError as error:  # includes a timeout, if another process holds the lock
                 raise InputError(f"tracking.uri: cannot write {file}: {error}") from error
         client = open_client(uri)
         try:
             if (found := client.get_experiment_by_name(name)) is None:
                 artifacts = (file.parent / "mlartifacts").as_uri() if file else None
-                with contextlib.suppress(mlflow.MlflowException):  # another process was faster
+                with contextlib.suppress(mlflow.MlflowException):  # another process created it
                     client.create_experiment(name, artifacts, _EXPERIMENT_TAGS)
                 found = client.get_experiment_by_name(name)
             if found is None or found.lifecycle_stage != "active":

@@ -1,8 +1,8 @@
-"""The MLflow run of a sweep, the parent of the runs of its cells.
+"""Log a sweep to an MLflow run, the parent of the runs of its cells.
 
-Every run of a cell has the tag ``sweep.<name>`` with the sweep's profile as value. A run that
-another sweep or a single call has logged keeps its parent and also gets the tag: the filter
-``tags.`sweep.<name>` = '<profile>'`` finds all runs of a sweep.
+Every run of a cell has the tag ``sweep.<name>``, whose value is the profile of the sweep. Runs that
+were logged by another sweep or a single run keep their parent, but also receive the tag, so that
+the filter ``tags.`sweep.<name>` = '<profile>'`` finds all runs of a sweep.
 """
 
 import hashlib
@@ -10,23 +10,23 @@ from collections.abc import Mapping, Sequence
 
 from trishul_ray.tracking.mlflow import ID_TAG, RESULT_TAG, MlflowRun, Status
 
-#: Beginnings of the tags of a cell's run: the sweeps that need it, and its labels by axis. Labels
-#: are also parameters: MLflow compares runs by the first parameters that differ.
+#: Prefixes of the tags of a cell's run: the sweeps that include it, and its labels on each axis.
+#: Labels are also parameters, because MLflow compares runs by the first parameters that differ.
 SWEEP_TAG, AXIS_TAG = "sweep.", "axis."
-#: Tag of a cell's run: its name.
+#: Tag with the name of a cell.
 CELL_TAG = "cell"
 
 
 class SweepRun(MlflowRun):
-    """The MLflow run of a sweep, the same one at every call.
+    """The MLflow run of a sweep. Repeated calls use the same run.
 
     Args:
         uri: Address of the MLflow store.
         experiment: Name of the MLflow experiment.
-        tags: ``sweep``, its name, ``profile``, and further tags.
-        params: Labels of its axes.
-        keys: Text that distinguishes sweeps of one name: the folder of runs, and the ids of its
-            cells if the sweep has no file.
+        tags: ``sweep`` (the name), ``profile``, and additional tags.
+        params: Labels of each axis.
+        keys: Texts that distinguish sweeps with the same name: the folder of runs, and the ids of
+            the cells if the sweep has no file.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SweepRun(MlflowRun):
         super().__init__(uri, experiment, f"sweep-{key}", name, params=params, tags=tags)
 
     def results(self) -> set[str] | None:
-        """Return the checksums of the logged results of its cells; None if MLflow is gone."""
+        """Return the checksums of the logged results of all cells, or None if MLflow fails."""
         found = set[str]()
 
         def find() -> None:
@@ -54,10 +54,15 @@ class SweepRun(MlflowRun):
     def close(
         self, cells: Mapping[str, Status], counts: Mapping[str, int], status: Status
     ) -> list[str]:
-        """End the run, tag the runs of the cells, by id, and give them the status of the cell.
+        """End the run, and update the tags and status of its cells' runs.
 
-        The process of a stopped trial may have left its run open, or may have ended the run as
-        failed because its actors ended first.
+        The status is updated because a stopped trial may have left its run open, or may have
+        marked it as failed because its actors stopped first.
+
+        Args:
+            cells: Status of each cell, keyed by id.
+            counts: Number of cells per status, logged as tags.
+            status: Status of the sweep.
 
         Returns:
             The rejected parts.
@@ -74,6 +79,6 @@ class SweepRun(MlflowRun):
             if id in cells and run.info.status != cells[id]:
                 self.client.set_terminated(run.info.run_id, cells[id])
             others.discard(id)
-        for id in others:  # logged by another sweep or a single call
+        for id in others:  # logged by another sweep or a single run
             for run in self._search(f"tags.`{ID_TAG}` = '{id}'"):
                 self.client.set_tag(run.info.run_id, f"{SWEEP_TAG}{self._sweep}", self._profile)

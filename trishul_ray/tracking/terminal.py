@@ -1,4 +1,4 @@
-"""Output on a terminal, which must not obey control characters in the names of users."""
+"""Print to a terminal, escaping control characters in user-supplied names."""
 
 import re
 from collections.abc import Iterable
@@ -11,12 +11,12 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def escape_controls(text: str) -> str:
-    """Return a text with control characters other than tabs and line breaks as hex digits."""
+    """Replace control characters, except tabs and line breaks, by hex escapes."""
     return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 class PlainConsole(Console):
-    """Prints names unchanged, except for control characters: ``[red]`` is not markup."""
+    """Console that prints text literally: no markup such as ``[red]``, no control characters."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
@@ -24,6 +24,6 @@ class PlainConsole(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Yield the parts of a text or table; only parts of rich itself control the terminal."""
+        """Yield the segments of a text or table, escaping all but rich's own control segments."""
         for part in super().render(renderable, options):
             yield part if part.control else part._replace(text=escape_controls(part.text))
