@@ -1,7 +1,8 @@
-"""Seconds of a round, inline and on Ray alternately, with the limit between them.
+"""Compare the duration of a round inline and on Ray, relative to the limit.
 
-Both backends run the same experiment, round by round, in one process and in one Ray actor with as
-many threads; at the end their states must be the same bytes, or the comparison would be void.
+Both backends alternately run a round of the same experiment, in one process and in one Ray actor
+with the same number of threads. Their final states must be bitwise identical, otherwise the
+comparison would be invalid.
 """
 
 import os
@@ -20,15 +21,16 @@ from trishul_ray.federation.on_ray.session import ray_session
 from trishul_ray.federation.worker.context import WorkerContext
 from trishul_ray.runtime.random_streams import numpy_rng
 
-#: Rounds shorter than this are dominated by fixed costs; the goal for Ray does not speak of them.
+#: Minimum duration of a round, in seconds, to which the goal for Ray applies. Shorter rounds are
+#: dominated by fixed costs.
 LONG_ROUND = 2.0
-#: Ray's own setting. By default its workers yield to any other process of the machine, which on
-#: one that is not quite idle would decide the ratio; the script sets them equal.
+#: Environment variable of Ray. By default, its workers yield to all other processes, which would
+#: distort the ratio on a machine that is not idle. The script gives both the same priority.
 NICENESS = "RAY_worker_niceness"
 
 
 def round_limit(limit: Limit, context: WorkerContext, cohort: list[int], number: int) -> float:
-    """Seconds of the limit on the very batches of a round; their preparation is not counted."""
+    """Measure the limit on the batches of a round, in seconds, without preparing the batches."""
     fed, seed, seconds = context.settings.federation, context.settings.seed, 0.0
     for client in cohort:
         rng = numpy_rng(seed, "batches", number, client)
@@ -42,7 +44,7 @@ def round_limit(limit: Limit, context: WorkerContext, cohort: list[int], number:
 
 
 def backends(setup: Setup) -> Section:
-    """Compare inline with Ray, alternately round by round, with the limit between them."""
+    """Compare rounds inline and on Ray, which alternate, relative to the limit."""
     runs, fed = setup.experiment.storage.runs, setup.experiment.federation
 
     def on(backend: str) -> Setup:
@@ -69,11 +71,11 @@ def backends(setup: Setup) -> Section:
             cohort = inline.draw(number)
             took = {"limit": round_limit(limit, context, cohort, number)}
             both = [("inline", inline), ("ray", ray)]
-            # In turn first, so that a machine that slows down or speeds up favors neither.
+            # Alternate the order, so that a machine that slows down or speeds up favors neither.
             for name, driver in both if number % 4 < 2 else both[::-1]:
                 took[name] = _timed(driver.step)
             if number == 1:
-                continue  # first touches: compilation of kernels, page faults, caches
+                continue  # warm-up: compilation of kernels, page faults, caches
             kind = "training" if number % 2 == 0 else "evaluation too"
             for name, value in took.items():
                 seconds[kind][name].append(value)

@@ -1,8 +1,7 @@
-"""The limit and a local step, measured alternately on the same batches.
+"""Measure the limit and a local step alternately on the same batches.
 
-The limit is the least that a step with any adapter takes: the frozen backbone's forward pass, the
-loss, and the backward pass that carries the gradient to the output of the embeddings, without
-weight gradients.
+The limit is a lower bound for a step with any adapter: the forward pass of the frozen backbone, the
+loss, and the backward pass to the output of the embeddings, without weight gradients.
 """
 
 import time
@@ -22,28 +21,28 @@ from trishul_ray.federation.worker.local import LocalSteps
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock that waits for the device."""
+    """Return the time in seconds after synchronizing with the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 class Limit:
-    """The frozen backbone's forward and input gradient. Shares its weights with ``context``."""
+    """Forward pass and input gradient of the frozen backbone, with the weights of ``context``."""
 
     def __init__(self, context: WorkerContext) -> None:
-        """Copy the model's structure, not its weights."""
+        """Copy the structure of the model, but not its weights."""
         self.device, self.dtype, self.task = context.device, context.dtype, context.task
         self.model = context.model.merge(Trained(context.initial))
         adapted = dict(context.model.model.named_parameters())
         for name, _ in list(self.model.named_parameters()):
             owner, _, attribute = name.rpartition(".")
-            # An untrained update changes no weight, so sharing changes no number.
+            # The initial adapter does not change the weights, so they can be shared.
             self.model.get_submodule(owner)._parameters[attribute] = adapted[name]
         self.model.requires_grad_(False).eval()
         model: Any = self.model
-        # A ViT's embeddings include patches and positions; a text model's are a table, which the
-        # parts of an encoder-decoder may hold as separate modules.
+        # The embeddings of a ViT include patches and positions. A text model has a table, which may
+        # be a separate module in the encoder and the decoder.
         embeddings: list[Any] = [getattr(model.base_model, "embeddings", None)]
         if embeddings[0] is None:
             shape = model.get_input_embeddings().weight.shape
@@ -53,11 +52,11 @@ class Limit:
             module.register_forward_hook(_as_leaf)
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The loss of a prepared batch; its backward ends at the output of the embeddings."""
+        """Compute the loss of a prepared batch. Its backward pass ends after the embeddings."""
         return self.task.loss(self.model(**self.task.inputs(batch)), batch)
 
     def seconds(self, batch: Mapping[str, Tensor]) -> float:
-        """Return the seconds of the loss and its backward pass on a prepared batch."""
+        """Measure the loss and its backward pass on a prepared batch, in seconds."""
         began = now(self.device)
         self.loss(batch).backward()
         return now(self.device) - began
@@ -68,16 +67,16 @@ def _as_leaf(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 
 
 def first_steps(context: WorkerContext) -> LocalSteps:
-    """Return the local steps of client 0 in round 1; compute them inside ``bound()``."""
+    """Prepare the local steps of client 0 in round 1, to be computed inside ``bound()``."""
     start = context.method.initial_state(context.model.layout, context.initial, {}).map(to_array)
     return LocalSteps(context, start, [TrainJob(round=1, client=0)])
 
 
 def time_steps(experiment: Experiment, prepared: Prepared, count: int) -> tuple[Times, Times]:
-    """Return the seconds of local steps and of the limit, measured alternately on equal batches.
+    """Measure local steps and the limit alternately on the same batches, in seconds.
 
-    A step before them warms up. The last step of the round, which also keeps the cores for the
-    statistics of its prox, is not measured.
+    The first step is a warm-up. The last step of the round is not measured, because it also copies
+    the cores for the statistics of its prox.
     """
     fed = experiment.federation.model_copy(update={"local_steps": count + 2})
     context = build_context(experiment.model_copy(update={"federation": fed}), prepared)

@@ -1,4 +1,4 @@
-"""Summaries, goals, and dated result files of the benchmarks, for people and programs."""
+"""Summarize benchmarks, check goals, and write dated result files as JSON and Markdown."""
 
 import argparse
 import datetime
@@ -18,49 +18,47 @@ import torch
 from trishul_ray.runs.results import hardware, processor
 from trishul_ray.version import NUMERICS, __version__
 
-if TYPE_CHECKING:  # gpu.py runs where rich may be missing
+if TYPE_CHECKING:  # gpu.py must run without rich
     from rich.console import Console
 
-#: Results are stored next to the scripts, so that they are part of the repository.
+#: Default folder of results, which is part of the repository.
 RESULTS = Path(__file__).resolve().parent / "results"
-#: Packages whose versions are recorded, if they are installed.
+#: Packages whose versions are recorded.
 PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
-#: Runnable processes per CPU before we start, above which a timing is not worth quoting.
+#: Maximum number of runnable processes per CPU at the start for a timing to be reliable.
 BUSY = 0.3
-#: Options that say where things are, which changes no number.
+#: Options with paths, which do not affect results.
 PLACES = ("hub", "cache", "runs", "out")
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one thing, measured several times."""
+    """Repeated measurements of a duration, in seconds."""
 
     values: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Times":
-        """Keep the measurements in the order they were made."""
         return cls(tuple(float(v) for v in values))
 
     @property
     def median(self) -> float:
-        """The median."""
         return statistics.median(self.values)
 
     def show(self, scale: float = 1.0, digits: int = 2) -> str:
-        """``median (min-max)``, each times ``scale``."""
+        """Format as ``median (min-max)``, each multiplied by ``scale``."""
         low, high = min(self.values) * scale, max(self.values) * scale
         return f"{self.median * scale:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 
 
 def paired(over: Times, under: Times) -> Times:
-    """Ratios of measurements taken one right after the other."""
+    """Compute the ratios of measurements that were taken in pairs."""
     return Times.of([a / b for a, b in zip(over.values, under.values, strict=True)])
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A number that must not exceed a bound."""
+    """A measured number that must not exceed a bound."""
 
     what: str
     measured: float
@@ -68,18 +66,18 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        """Whether it does not."""
+        """Whether the number does not exceed the bound."""
         return self.measured <= self.bound
 
     def line(self) -> str:
-        """One line for people."""
+        """Describe the goal and whether it is met in one line."""
         verdict = "met" if self.met else "NOT MET"
         return f"{self.what}: {self.measured:.4g}, goal at most {self.bound:g}: {verdict}"
 
 
 @dataclass(frozen=True)
 class Section:
-    """One table side by side, with what it says about the goals."""
+    """A table of results, with notes and goals."""
 
     title: str
     columns: list[str]
@@ -89,7 +87,7 @@ class Section:
     data: dict[str, Any] = field(default_factory=dict)  # raw numbers, for the JSON file
 
     def print(self, console: "Console") -> None:
-        """Show it on the terminal."""
+        """Print the section to the terminal."""
         from rich.table import Table
 
         table = Table(title=self.title, title_justify="left")
@@ -102,7 +100,7 @@ class Section:
             console.print(f"  {text}", highlight=False, soft_wrap=True, markup=False)
 
     def markdown(self) -> str:
-        """The same as a part of a Markdown page."""
+        """Format the section as part of a Markdown page."""
         rows = [self.columns, ["---"] * len(self.columns), *self.rows]
         lines = [f"## {self.title}", "", *("| " + " | ".join(row) + " |" for row in rows), ""]
         lines += [f"- {text}" for text in self.notes]
@@ -111,7 +109,7 @@ class Section:
 
 
 def told_by(script: str | None, parts: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return a parser whose help is the docstring of a script; ``options.parts`` if any."""
+    """Create an argument parser with a script's docstring as help, and an argument for parts."""
     parser = argparse.ArgumentParser(
         description=script, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -124,7 +122,7 @@ def told_by(script: str | None, parts: Sequence[str] = ()) -> argparse.ArgumentP
 
 
 def wide_console() -> "Console":
-    """Return the terminal, or elsewhere a page wide enough for the tables."""
+    """Create a console that is wide enough for tables if the output is not a terminal."""
     from rich.console import Console
 
     console = Console()
@@ -132,7 +130,7 @@ def wide_console() -> "Console":
 
 
 def versions() -> dict[str, str]:
-    """Versions of what numbers and times depend on."""
+    """Return the versions of packages that results depend on."""
     found = {"trishul_ray": __version__, "numerics": str(NUMERICS)}
     found["python"] = platform.python_version()
     for name in PACKAGES:
@@ -144,7 +142,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware_slug() -> str:
-    """A short name of this machine for file names, such as ``amd-epyc-2cpu`` or ``h200``."""
+    """Return a short name of this machine for file names, such as ``amd-epyc-2cpu`` or ``h200``."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name().removeprefix("NVIDIA ")
     else:
@@ -154,12 +152,12 @@ def hardware_slug() -> str:
 
 
 class Report:
-    """Collects sections and writes them as ``<what>_<hardware>_<date>.json`` and ``.md``."""
+    """Collect sections, and write them to ``<what>_<hardware>_<date>.json`` and ``.md``."""
 
     def __init__(self, what: str, options: argparse.Namespace, *private: str) -> None:
-        """Note when it began and how busy the machine was by then.
+        """Record the time and the load of the machine.
 
-        Options that are places, or ``private``, stay out of the page.
+        Options with paths and ``private`` options are not written to the page.
         """
         hidden = {*PLACES, *private}
         self.config = {key: value for key, value in vars(options).items() if key not in hidden}
@@ -178,18 +176,18 @@ class Report:
 
     @property
     def busy(self) -> bool:
-        """Whether other work ran here when we began."""
+        """Whether other processes were running at the start."""
         return self.load > BUSY
 
     @property
     def stem(self) -> str:
-        """File name without its ending."""
+        """File name without extension."""
         return f"{self.what}_{hardware_slug()}_{self.began.date().isoformat()}"
 
     def add(self, section: Section) -> None:
-        """Show a section, and write all so far: a script that is stopped keeps what it has.
+        """Print a section, and write all sections so far, in case the script is stopped.
 
-        The files of an earlier measurement of this day are replaced.
+        Files of an earlier measurement on the same day are replaced.
         """
         section.print(self.console)
         self.sections.append(section)

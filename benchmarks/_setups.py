@@ -1,4 +1,4 @@
-"""The experiments that are timed: a small ViT and ViT-B/16, on real or on synthetic images."""
+"""Define the experiments to measure: a small ViT and ViT-B/16, on real or synthetic images."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from trishul_ray.runtime.random_streams import numpy_rng
 
 SMALL = "trishul/vit-cifar10-128x6"
 LARGE = "google/vit-base-patch16-224-in21k"
-#: Rows and classes of the synthetic stand-in: those of the small CIFAR-100 mirror.
+#: Rows and classes of the synthetic data, equal to the small CIFAR-100 mirror.
 ROWS = {"train": 10_000, "test": 2_000}
 CLASSES = 100
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One experiment, with the data it runs on."""
+    """An experiment with its data."""
 
     label: str
     experiment: Experiment
@@ -31,7 +31,7 @@ class Setup:
 
 
 def small(scratch: Path, data: str, overrides: Sequence[str] = ()) -> Setup:
-    """ViT of width 128 with 6 blocks, budget 8 (4 heads of rank 22), 32x32 images."""
+    """Set up a ViT of width 128 with 6 blocks, budget 8 (4 heads of rank 22), 32x32 images."""
     base = load_experiment(None, ["dataset=cifar100"]).storage.places
     if base.hub is not None and (base.hub / SMALL).is_dir():
         label, model = SMALL, [f"model={SMALL}"]
@@ -42,13 +42,13 @@ def small(scratch: Path, data: str, overrides: Sequence[str] = ()) -> Setup:
 
 
 def large(scratch: Path, data: str, overrides: Sequence[str] = ()) -> Setup:
-    """ViT-B/16 at 224x224 with random weights, lower budget (4 heads of rank 110 on q and v)."""
+    """Set up ViT-B/16 at 224x224, random weights, lower budget (4 heads of rank 110 on q and v)."""
     chosen = [f"model={LARGE}", "model.init=random", "budget=lower", *overrides]
     return _setup("ViT-B/16, random weights", scratch, data, chosen)
 
 
 def random_vit(folder: Path, width: int, blocks: int, heads: int, patch: int = 4) -> Path:
-    """Write the configuration of a ViT for 32x32 images, without dropout; return its folder."""
+    """Write the configuration of a ViT for 32x32 images without dropout, and return its folder."""
     ViTConfig(
         hidden_size=width,
         num_hidden_layers=blocks,
@@ -73,7 +73,7 @@ def _setup(label: str, scratch: Path, data: str, overrides: Sequence[str]) -> Se
         experiment = load_experiment(None, common)
         return Setup(f"{label}, {data}", experiment, prepare_run(experiment))
     experiment = load_experiment(None, [*common, "dataset=synthetic"])
-    # A client needs a row.
+    # Every client needs at least one row.
     rows = ROWS | {"train": max(ROWS["train"], experiment.federation.clients)}
     prepared = dealt(experiment, synthetic(scratch / "synthetic", rows))
     return Setup(f"{label}, synthetic images", experiment, prepared)
@@ -82,20 +82,20 @@ def _setup(label: str, scratch: Path, data: str, overrides: Sequence[str]) -> Se
 def small_on_noise(
     scratch: Path, width: int, blocks: int, overrides: Sequence[str], patch: int = 4
 ) -> Setup:
-    """A ViT with random weights and heads of width 64, on synthetic images."""
+    """Set up a ViT with random weights and attention heads of width 64, on synthetic images."""
     folder = random_vit(scratch / "vit", width, blocks, width // 64, patch)
     chosen = [f"model={folder}", "model.init=random", *overrides]
     return _setup(f"ViT {width}x{blocks}", scratch, "synthetic", chosen)
 
 
 def dealt(experiment: Experiment, dataset: PreparedDataset) -> Prepared:
-    """Divide a dataset's rows among the clients."""
+    """Partition the rows of a dataset among the clients."""
     clients, labels = experiment.federation.clients, dataset.train.labels
     return Prepared(dataset, partition(labels, experiment.partition, clients, experiment.seed))
 
 
 def synthetic(folder: Path, rows: Mapping[str, int] = ROWS) -> PreparedDataset:
-    """Noise of CIFAR-100's shape with random labels: good for timing, never for accuracy."""
+    """Write noise in the shape of CIFAR-100 with random labels, for timing only."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = numpy_rng(0, "synthetic-images")
     info = DatasetInfo(
@@ -116,6 +116,6 @@ def synthetic(folder: Path, rows: Mapping[str, int] = ROWS) -> PreparedDataset:
 
 
 def has_real_data() -> bool:
-    """Whether a mirror with CIFAR-100 is set (storage.hub or TRISHUL_HUB)."""
+    """Return whether a mirror with CIFAR-100 is configured (storage.hub or TRISHUL_HUB)."""
     hub = load_experiment(None, ["dataset=cifar100"]).storage.places.hub
     return hub is not None and (hub / "uoft-cs" / "cifar100").is_dir()

@@ -1,6 +1,7 @@
-"""A process that gets requests one by one, so that several processes work alternately.
+"""Run a child process step by step on request, so that several processes can alternate.
 
-A request is a line of its standard input; the reply is a line of JSON on its standard output.
+A request is a line on the child's standard input. The reply is a line of JSON on its standard
+output.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any, Self
 
 
 class Stepped:
-    """The parent's side: start, ask, end."""
+    """Parent's side of a child process."""
 
     def __init__(
         self,
@@ -20,7 +21,7 @@ class Stepped:
         environment: Mapping[str, str] = os.environ,
         python: str = sys.executable,
     ) -> None:
-        """Start a Python script with its arguments."""
+        """Start a Python script with arguments."""
         self._process = subprocess.Popen(
             [python, *command],
             stdin=subprocess.PIPE,
@@ -30,10 +31,10 @@ class Stepped:
         )
 
     def ask(self, what: str) -> Any:
-        """Send one word, read one answer.
+        """Send a request, and return the reply.
 
         Raises:
-            RuntimeError: the process has ended; its own words are on standard error.
+            RuntimeError: The process has ended. Its messages are on standard error.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(what + "\n")
@@ -44,17 +45,16 @@ class Stepped:
         return json.loads(answer)
 
     def __enter__(self) -> Self:
-        """Nothing more to do."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End of input ends the process, with all it has started."""
+        """Close the input, which ends the process and its children."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
 
 
 def answer_all(answer: Callable[[str], Any]) -> None:
-    """The child's side: answer every question until the input ends."""
+    """Child's side: reply to every request until the input ends."""
     for line in sys.stdin:
         print(json.dumps(answer(line.strip())), flush=True)

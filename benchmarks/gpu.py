@@ -1,19 +1,17 @@
-"""Measurements on a GPU: local steps, the paper's run, the prox.
+"""Measure local steps, the paper's run and the prox on a GPU.
 
     python benchmarks/gpu.py [PART ...] [options]
 
-Parts, all by default, in this order, with minutes on an H200:
+Parts (by default all, in this order), with minutes on an H200:
 
-    steps  (3)  local steps of ViT-B/16, eager and as CUDA graphs, against their limit
+    steps  (3)  local steps of ViT-B/16, eager and as CUDA graphs, relative to their limit
     run    (3)  the paper's run on CIFAR-100: 50 rounds of 3 clients x 50 steps of 32
     prox   (1)  the proximal map on stacks of cores: time and error
 
-Tests on a GPU are another command: `python -m pytest -m gpu`.
-
-A part that fails does not stop the next one, and each table is written at once. The
-script needs neither Ray, MLflow nor datasets. The run uses the images of a mirror (TRISHUL_HUB or
---hub), and noise without one. --rehearse runs every part on the CPU with tiny shapes: it shows that
-the script works, and its numbers mean nothing.
+If a part fails, the next one still runs. Each table is written immediately. The script does not
+need Ray, MLflow or datasets. The run uses the images of a mirror (TRISHUL_HUB or --hub), or noise
+without a mirror. --rehearse tests the script on the CPU with tiny shapes; its numbers are
+meaningless. To run the tests on a GPU, use `python -m pytest -m gpu`.
 """
 
 import itertools
@@ -48,25 +46,24 @@ from trishul_ray.federation.worker.local import LocalSteps, train_client, train_
 from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.spectral.svt import svt, svt_stats
 
-#: Goals: a step as a multiple of its limit by precision, and the run in seconds. The run takes 35 s
-#: at an H100's dense bf16 peak.
+#: Goals: a step as a multiple of its limit per precision, and the run in seconds. At the dense bf16
+#: peak of an H100, the run would take 35 s.
 STEP = {"bf16": 1.35, "fp32": 1.05}
 RUN = {"eager": 130.0, "graphs": 100.0, "graphs, three clients in one forward": 80.0}
-#: Rounds from which a run is extrapolated.
+#: Number of rounds from which a run is extrapolated.
 FIRST = 5
-#: Error bound of :func:`trishul_ray.spectral.svt.svt`, as a share of the largest singular value.
+#: Error bound of :func:`trishul_ray.spectral.svt.svt`, relative to the largest singular value.
 EXACT = 1e-6
 
 
 @dataclass(frozen=True)
 class Place:
-    """Device on which a part is measured.
+    """Environment in which a part is measured.
 
     Attributes:
         device: ``cuda``, or ``cpu`` in a rehearsal.
-        scratch: A folder for data and weights.
-        add: Takes each section of the result at once, and replaces an earlier one
-            with the same title.
+        scratch: Temporary folder for data and weights.
+        add: Function that adds a section to the report and writes it.
     """
 
     device: torch.device
@@ -75,11 +72,11 @@ class Place:
 
     @property
     def rehearsal(self) -> bool:
-        """Whether shapes are tiny and nothing is worth timing."""
+        """Whether shapes are tiny and timings are meaningless."""
         return self.device.type == "cpu"
 
     def times(self, full: int) -> int:
-        """Return how often to repeat something."""
+        """Return the number of repetitions, which is 2 in a rehearsal."""
         return 2 if self.rehearsal else full
 
 
@@ -87,7 +84,7 @@ class Place:
 
 
 def experiment_at(place: Place, *overrides: str) -> Experiment:
-    """Return an experiment on the device, without tracking, in the scratch folder."""
+    """Build an experiment on the device, without tracking, in the scratch folder."""
     places = (f"storage.runs={place.scratch}/runs", f"storage.cache={place.scratch}/cache")
     device = f"resources.device={place.device.type}"
     common = (device, "resources.backend=inline", "tracking.mlflow=false", *places)
@@ -97,7 +94,7 @@ def experiment_at(place: Place, *overrides: str) -> Experiment:
 def vision(
     place: Place, *overrides: str, rows: dict[str, int] | None = None
 ) -> tuple[Experiment, Prepared]:
-    """Return ViT-B/16 with random weights on noise like CIFAR-100; a tiny ViT in a rehearsal."""
+    """Set up ViT-B/16 with random weights on noise like CIFAR-100, or a tiny ViT in a rehearsal."""
     model = [f"model={LARGE}", "model.init=random", "budget=lower"]
     rows = rows or {"train": 10_000, "test": 1_000}
     if place.rehearsal:
@@ -109,7 +106,10 @@ def vision(
 
 
 def endless(steps: LocalSteps) -> Callable[[], None]:
-    """Return a call that computes the next step; the last one, which keeps its cores, is none."""
+    """Return a function that computes the next step, cycling without the last step.
+
+    The last step is excluded because it also copies the cores.
+    """
     numbers = itertools.cycle(range(1, steps.last))
 
     def step() -> None:
@@ -120,7 +120,7 @@ def endless(steps: LocalSteps) -> Callable[[], None]:
 
 
 def per_call(place: Place, call: Callable[[], object], calls: int = 10) -> list[float]:
-    """Return seconds of a call, five times the mean of ``calls`` that are not waited for."""
+    """Measure the mean seconds of ``calls`` asynchronous calls, five times."""
     call()
     found = []
     for _ in range(place.times(5)):
@@ -132,12 +132,12 @@ def per_call(place: Place, call: Callable[[], object], calls: int = 10) -> list[
 
 
 def captured(place: Place, call: Callable[[], object]) -> Callable[[], object]:
-    """Return a CUDA graph of a call, to replay; the call itself in a rehearsal."""
+    """Capture a call as a CUDA graph and return its replay, or the call itself in a rehearsal."""
     if place.rehearsal:
         return call
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # libraries set themselves up before the capture
+    with torch.cuda.stream(stream):  # initialize libraries before the capture
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(stream)
@@ -148,7 +148,7 @@ def captured(place: Place, call: Callable[[], object]) -> Callable[[], object]:
 
 
 def milliseconds(seconds: Sequence[float]) -> str:
-    """Return ``median (min-max)`` in milliseconds."""
+    """Format as ``median (min-max)`` in milliseconds."""
     low, middle, high = (1e3 * f(seconds) for f in (min, statistics.median, max))
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
@@ -157,7 +157,7 @@ def milliseconds(seconds: Sequence[float]) -> str:
 
 
 def prox(place: Place) -> None:
-    """Measure time and error of the proximal map, against an SVD in float64 on the CPU."""
+    """Measure the time and error of the proximal map, compared with a float64 SVD on the CPU."""
     rows, goals = [], []
     for n, r in ((3, 8), (2, 12)) if place.rehearsal else ((96, 110), (96, 156), (36, 110)):
         cores = trained_cores(n, r)
@@ -179,7 +179,7 @@ def prox(place: Place) -> None:
 
 
 def trained_cores(n: int, r: int) -> Tensor:
-    """Return [n, r, r] float32 on the CPU, singular values from 1e-2 to 1e-8, log-uniform."""
+    """Sample cores [n, r, r] in float32 with log-uniform singular values in [1e-8, 1e-2]."""
     generator = torch_rng(0, "cores", n, r)
     u, v = (
         torch.linalg.qr(torch.randn(n, r, r, generator=generator, dtype=torch.float64))[0]
@@ -257,12 +257,11 @@ def measured_steps(place: Place, experiment: Experiment, prepared: Prepared) -> 
 
 
 def count_unequal(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> int:
-    """Return how many arrays differ in a byte."""
+    """Count the arrays that are not bitwise identical."""
     return sum(a.tobytes() != b.tobytes() for a, b in zip(some, others, strict=True))
 
 
 def with_graphs(experiment: Experiment, graphs: bool) -> Experiment:
-    """Return the experiment with or without CUDA graphs."""
     resources = experiment.resources.model_copy(update={"cuda_graphs": graphs})
     return experiment.model_copy(update={"resources": resources})
 
@@ -271,8 +270,8 @@ def with_graphs(experiment: Experiment, graphs: bool) -> Experiment:
 
 
 def run(place: Place) -> None:
-    """Measure a few rounds as graphs, then with three clients stacked, then eager."""
-    # 157 batches of 64 would leave a large GPU waiting.
+    """Measure a few rounds with CUDA graphs, with three clients per forward, and eager."""
+    # A batch size of 64 would underutilize a large GPU.
     settings = ["model.precision=bf16", "evaluation.batch_size=500"]
     if place.rehearsal:
         settings += ["federation.rounds=2", "federation.local_steps=2"]
@@ -338,7 +337,7 @@ def go(place: Place, way: str, experiment: Experiment, prepared: Prepared, sourc
 
 
 def timed(executor: Any, name: str) -> list[float]:
-    """Return the seconds of each later call of a method, which ends when the device has."""
+    """Patch a synchronous method to record the seconds of each call in the returned list."""
     found: list[float] = []
     method = getattr(executor, name)
 
@@ -353,7 +352,7 @@ def timed(executor: Any, name: str) -> list[float]:
 
 
 def repeated(dataset: PreparedDataset, folder: Path, rows: dict[str, int]) -> PreparedDataset:
-    """Return a dataset whose splits have these numbers of rows."""
+    """Repeat or truncate the rows of a dataset to the given number per split."""
     folder = folder / "repeated"
     folder.mkdir()
     for name, count in rows.items():
@@ -364,12 +363,12 @@ def repeated(dataset: PreparedDataset, folder: Path, rows: dict[str, int]) -> Pr
     return PreparedDataset(folder, tuple(rows))
 
 
-#: Functions of the parts, in order.
+#: Function of each part, in order.
 PARTS: dict[str, Callable[[Place], None]] = {"steps": steps, "run": run, "prox": prox}
 
 
 def main() -> None:
-    """Measure the parts one after the other, into one page."""
+    """Measure the parts sequentially, and write one page."""
     parser = told_by(__doc__, [*PARTS])
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny shapes")
     parser.add_argument("--hub", help="a mirror with CIFAR-100; default TRISHUL_HUB")

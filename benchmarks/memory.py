@@ -1,17 +1,18 @@
-"""Memory of one more actor: the same frozen backbone in several processes of a machine.
+"""Measure the memory of additional actors with the same frozen backbone on one machine.
 
     python benchmarks/memory.py [--model NAME] [--actors 4] [options]
 
-Starts Ray actors one after the other and weighs all of them each time, with weights shared through
-the page cache (as runs do) and with separate weights for each actor:
+The backbone is loaded in one Ray actor after the other, and the memory of all actors is measured
+after each. Weights are shared through the page cache (as in runs), or separate for each actor:
 
-    interpreter   an actor that has imported everything and holds no model
-    added         how much the whole machine's actors grew when this one took the model
-    PSS, USS      its proportional and its unique memory once all have taken it, without what the
-                  interpreter had: a page shared by k processes counts 1/k in each PSS, and in no
-                  USS
+    interpreter   memory of an actor after all imports, without a model
+    added         growth of the memory of all actors when this actor loads the model
+    PSS, USS      proportional and unique memory of the actor after all actors have loaded the
+                  model, without the interpreter. A page shared by k processes counts 1/k in the
+                  PSS of each process, and is not counted in the USS.
 
-Random weights cost what pretrained ones do and need no network. Results go to benchmarks/results/.
+Random weights need as much memory as pretrained weights, but no network. Results are written to
+benchmarks/results/.
 """
 
 import argparse
@@ -29,17 +30,17 @@ from trishul_ray.config.fields import ModelConfig
 from trishul_ray.federation.on_ray.session import ray_session
 
 MIB = 2**20
-#: Each further actor, as a share of the backbone's size.
+#: Goal for each additional actor, as a fraction of the backbone's size.
 BOUND = 0.35
 CLASSES = 100
 
 
 @ray.remote(num_cpus=0)
 class Holder:
-    """Holds one backbone, as a client actor does."""
+    """Actor with one backbone, like a client actor."""
 
     def __init__(self, threads: int) -> None:
-        """Import what an actor imports."""
+        """Import the modules of a client actor."""
         import torch
 
         from trishul_ray.federation import prepare as world
@@ -50,11 +51,10 @@ class Holder:
         torch.set_num_threads(threads)
 
     def pid(self) -> int:
-        """Id of this process."""
         return os.getpid()
 
     def take(self, config: ModelConfig, cache: Path, shared: bool) -> tuple[float, int]:
-        """Load the backbone and run it once; seconds of loading, and its bytes."""
+        """Load the backbone, run it once, and return the loading time in seconds and its bytes."""
         from trishul_ray.config.places import Places
         from trishul_ray.models.backbone import Backbone
         from trishul_ray.models.compute import cast, configure_compute, run_dtype
@@ -73,7 +73,7 @@ class Holder:
         self.model = model.requires_grad_(False)
         tensors = [*model.parameters(), *model.buffers()]
         for tensor in tensors:
-            tensor.sum()  # every page is read: a forward looks up a few rows of an embedding
+            tensor.sum()  # touch every page, since a forward reads only a few rows of an embedding
         _run_once(self.model, backbone.model_config(kind, classes))
         return took, sum(t.numel() * t.element_size() for t in tensors)
 
@@ -93,20 +93,20 @@ def _run_once(model: Any, shape: Any) -> None:
 
 
 def weigh(pids: list[int]) -> list[tuple[float, float]]:
-    """PSS and USS of processes, MiB."""
+    """Return the PSS and USS of processes, in MiB."""
     found = [psutil.Process(pid).memory_full_info() for pid in pids]
     return [(memory.pss / MIB, memory.uss / MIB) for memory in found]
 
 
 def measure(options: argparse.Namespace, cache: Path, shared: bool) -> Section:
-    """Load the backbone in one actor after the other, and weigh all actors after each."""
+    """Load the backbone in one actor after the other, measuring all actors after each."""
     config = ModelConfig(
         name=options.model,
         init="random",
         precision=options.precision,
         quantize=options.quantize,
     )
-    actor: Any = Holder  # a class of actors, by its decorator
+    actor: Any = Holder  # the decorator makes it an actor class
     holders = [actor.remote(options.threads) for _ in range(options.actors)]
     pids = ray.get([holder.pid.remote() for holder in holders])
     before = weigh(pids)
@@ -165,7 +165,7 @@ def _worst(own: list[tuple[float, float]], column: int) -> float:
 
 
 def main() -> None:
-    """Measure both ways and write the results."""
+    """Measure shared and separate weights, and write the results."""
     options = _arguments()
     report = Report("memory", options)
     with tempfile.TemporaryDirectory() as folder, ray_session():

@@ -1,18 +1,18 @@
-"""Cost of a round and of a local step, compared with the limit.
+"""Measure a round and a local step, relative to the limit.
 
     python benchmarks/round.py [PART ...] [options]
 
-Parts (all by default; minutes on two idle CPU cores):
+Parts (by default all), with minutes on two idle CPU cores:
 
-    backend  (2)  seconds of a round, inline and on Ray at the same number of threads, as multiples
-                  of the limit: the frozen backbone's forward and input gradient on the same batches
-    small    (1)  a local step of the small ViT (128 wide, 6 blocks) compared with the limit
-    large    (3)  the same for ViT-B/16 (q, v, 4 heads of rank 110)
+    backend  (2)  a round, inline and on Ray with the same number of threads, as a multiple of the
+                  limit: forward pass and input gradient of the frozen backbone on the same batches
+    small    (1)  a local step of a small ViT (width 128, 6 blocks), relative to the limit
+    large    (3)  a local step of ViT-B/16 (q, v, 4 heads of rank 110), relative to the limit
 
-Limit and step are measured alternately, so that a slow machine changes both sides of a ratio. With
-a mirror (TRISHUL_HUB, or --hub) the images are CIFAR-100 and the small ViT is its pretrained
-backbone; without one, noise and random weights, which cost the same. Results go to
-benchmarks/results/.
+Limit and step are measured alternately, so that changes in machine speed affect both sides of a
+ratio. With a mirror (TRISHUL_HUB or --hub), the images are CIFAR-100 and the small ViT is
+pretrained. Without a mirror, noise and random weights are used, which take the same time. Results
+are written to benchmarks/results/.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ALL = ("backend", "small", "large")
 
 
 def main() -> None:
-    """Measure the parts asked for and write the results."""
+    """Measure the selected parts, and write the results."""
     options = _arguments()
     for name, value in (("TRISHUL_HUB", options.hub), ("TRISHUL_CACHE", options.cache)):
         if value:
@@ -38,7 +38,7 @@ def main() -> None:
     if options.data == "auto":
         options.data = "cifar100" if has_real_data() else "synthetic"
     report = Report("round", options)
-    os.environ.setdefault(NICENESS, "0")  # before any Ray starts
+    os.environ.setdefault(NICENESS, "0")  # before Ray starts
     shared = [f"resources.threads={options.threads}", f"model.precision={options.precision}"]
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -81,14 +81,14 @@ def _rounds(options: argparse.Namespace, shared: list[str]) -> list[str]:
         f"federation.batch_size={options.batch}",
         f"federation.rounds={options.rounds}",
         f"federation.local_steps={options.local_steps}",
-        # Every second call is a round with evaluation: both kinds alternate.
+        # Rounds with and without evaluation alternate.
         "evaluation.every=2",
         "resources.actors=1",
     ]
 
 
 def steps(setup: Setup, count: int, name: str, bound: float) -> Section:
-    """Compare local steps with the limit."""
+    """Measure local steps relative to the limit."""
     step, limit = time_steps(setup.experiment, setup.prepared, count)
     ratio = paired(step, limit)
     resources, model = setup.experiment.resources, setup.experiment.model

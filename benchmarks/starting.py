@@ -1,13 +1,13 @@
-"""Start of actors and of the command `trishul run`, alternately in several ways.
+"""Measure the start of actors and of the command `trishul run` in several ways.
 
     python benchmarks/starting.py [options]
 
-`fork`, the default: workers are forks of a process that has imported PyTorch and transformers.
-`preload`: Ray imports them in every worker before it gives it work (RAY_preload_python_modules).
-`monitors`: as `fork`, but Ray starts all its default processes. The command in these three ways
-has imported Ray before it begins; `typed` is `fork` without that. It also shows when the lines of
-the command appear, and which processes have taken how much CPU time until its first round.
-Results go to benchmarks/results/.
+`fork` (the default of runs): workers are forks of a process that has imported PyTorch and
+transformers. `preload`: Ray imports both in every worker before assigning work
+(RAY_preload_python_modules). `monitors`: like `fork`, but Ray starts all of its default processes.
+In these three ways, the command has imported Ray before the measurement starts. `typed` is `fork`
+without this import. The benchmark also reports when each line of the command appears, and the CPU
+time of each process until the first round. Results are written to benchmarks/results/.
 """
 
 import importlib
@@ -28,9 +28,9 @@ from trishul_ray.federation.on_ray import session
 from trishul_ray.federation.on_ray.fork_server import PRELOADED
 
 WAYS = {"actors": ("preload", "fork"), "command": ("preload", "monitors", "fork", "typed")}
-#: Seconds in which the command is to come to its first round.
+#: Goal for the time until the command's first round, in seconds.
 FIRST_ROUND = 5.0
-#: A run whose first round is short.
+#: Options of a run with a short first round.
 RUN = (
     *("model.init=random", "federation.clients=4", "federation.clients_per_round=4"),
     *("federation.rounds=1", "federation.local_steps=1", "federation.batch_size=8"),
@@ -39,7 +39,7 @@ RUN = (
 
 
 def choose(way: str) -> None:
-    """Let this process start its workers in one way."""
+    """Configure how this process starts workers."""
     if way == "preload":
         vars(session)["forks_workers"] = lambda: False
         os.environ["RAY_preload_python_modules"] = ",".join(PRELOADED)  # noqa: SIM112
@@ -48,21 +48,21 @@ def choose(way: str) -> None:
 
 
 class Actor:
-    """Process that has imported a client's modules."""
+    """Actor that imports the modules of a client."""
 
     def ready(self) -> int:
-        """Import it, unless it is there, and return the process id."""
+        """Import the modules, and return the process id."""
         for name in PRELOADED:
             importlib.import_module(name)
         return os.getpid()
 
 
 def start_actors(count: int) -> dict[str, float]:
-    """Start actors at once: how many are ready a second, and the memory of all their processes."""
+    """Start actors concurrently, and measure actors per second, CPU time and memory."""
     import ray
 
     with session.ray_session(os.cpu_count()):
-        time.sleep(20)  # what Ray starts for a new driver is there, in either way
+        time.sleep(20)  # wait for the processes that Ray starts for a new driver
         began = time.perf_counter()
         actor: Any = ray.remote(num_cpus=0.001)(Actor)
         actors = [actor.remote() for _ in range(count)]
@@ -79,7 +79,7 @@ def start_actors(count: int) -> dict[str, float]:
 
 
 def time_command(way: str) -> dict[str, float]:
-    """Run a command, and return after how many seconds its lines came, and what took CPU time."""
+    """Run the command, and measure when its lines appear, and the CPU time of its processes."""
     words = [sys.executable, __file__, f"--run={way}"]
     if way == "typed":
         words = [sys.executable, "-m", "trishul_ray.cli", "run", *RUN]
@@ -99,7 +99,7 @@ def time_command(way: str) -> dict[str, float]:
 
 
 def cpu_seconds(command: psutil.Process) -> dict[str, float]:
-    """Return the CPU seconds of a command and of its child processes, by kind of process."""
+    """Return the CPU seconds of a command and its child processes, keyed by kind of process."""
     kinds = ("fork_server", "ClientActor", "Coordinator", "Agent", "gcs_server", "raylet")
     found: Counter[str] = Counter()
     for process in (command, *command.children(recursive=True)):
@@ -111,7 +111,7 @@ def cpu_seconds(command: psutil.Process) -> dict[str, float]:
 
 
 def measure(what: str, way: str, count: int) -> dict[str, float]:
-    """Measure one way once, in a separate process."""
+    """Run one measurement in a separate process."""
     words = [sys.executable, __file__, f"--measure={what}", f"--way={way}", f"--actors={count}"]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -120,7 +120,7 @@ def measure(what: str, way: str, count: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure all ways alternately and write the results."""
+    """Measure all ways alternately, and write the results."""
     parser = told_by(__doc__)
     parser.add_argument("--actors", type=int, default=12, help="as many as fit without forks")
     parser.add_argument("--forks", type=int, default=100, help="actors of a last turn of forks")
@@ -155,7 +155,7 @@ def main() -> None:
 
 
 def section(what: str, found: dict[str, list[dict[str, float]]]) -> Section:
-    """Return all ways side by side; forks are to be 1.5 times better than preloading."""
+    """Build a table of all ways. The goal is that forks are 1.5 times better than preloading."""
     rows, goals = [], []
     names = {name: None for turns in found.values() for name in turns[0]}
     for name in names:

@@ -1,14 +1,14 @@
-"""Cost of Ray Tune around whole runs: short trials, and concurrent trials.
+"""Measure the overhead of Ray Tune for short trials and for concurrent trials.
 
     python benchmarks/sweeps.py [trials] [concurrent] [--trials 40] [--rounds 30] [options]
 
-trials      sweeps of short trials, one at a time, with all files: seconds from the end of one trial
-            to the end of the next, compared with the same runs without Tune, one after the other
-            before and after the trials, and with only their rounds (training and evaluations)
-concurrent  rounds per second of two trials at once with one actor each, compared with one trial
-            after the other with an actor on each of the two CPUs, and with one actor
+trials      sweeps of sequential short trials with all files: seconds from the end of a trial to the
+            end of the next, compared with the same runs without Tune, which run before and after
+            the trials, and with only their rounds (training and evaluation)
+concurrent  rounds per second of two concurrent trials with one actor each, compared with
+            sequential trials with one actor on each of the two CPUs, and with one actor
 
-The experiment is the quick start's: TRISHUL on the embedded digits. Results go to
+The experiment is the quick start: TRISHUL on the embedded digits. Results are written to
 benchmarks/results/.
 """
 
@@ -30,16 +30,15 @@ from trishul_ray.sweeps.loading import sweep_from_axes
 from trishul_ray.sweeps.run import reproduce
 from trishul_ray.tracking.progress import RunProgress, SweepProgress
 
-#: Share of a second that a trial loses to Tune, and throughput of two trials at once against one.
+#: Goals: seconds that a trial loses to Tune, and fraction of throughput lost by concurrent trials.
 BOUND_TUNE, BOUND_LOSS = 0.05, 0.1
 PARTS = ("trials", "concurrent")
 
 
 class Timed(SweepProgress):
-    """Notes when cells reach a round, and when they end."""
+    """Record when cells reach a round, and when they end."""
 
     def __init__(self) -> None:
-        """Print nothing."""
         super().__init__(Console(file=io.StringIO()))
         self.rounds: dict[str, list[float]] = {}
         self.ends: list[float] = []
@@ -47,25 +46,25 @@ class Timed(SweepProgress):
     def round(
         self, id: str, round_: int, metrics: Mapping[str, float], headline: str = "accuracy"
     ) -> None:
-        """Note a round."""
+        """Record the time of a round."""
         super().round(id, round_, metrics, headline)
         self.rounds.setdefault(id, []).append(time.perf_counter())
 
     def end(self, id: str, *, failure: str | None = None) -> None:
-        """Note the end of a cell."""
+        """Record the time at which a cell ends."""
         super().end(id, failure=failure)
         assert failure is None, failure
         self.ends.append(time.perf_counter())
 
 
 def make_sweep(folder: Path, cells: int, *overrides: str) -> Sweep:
-    """Return a sweep over seeds, stored in a separate folder."""
+    """Create a sweep over seeds in a separate folder."""
     fixed = ["model.init=random", f"storage.runs={folder}", "evaluation.limit=64"]
     return sweep_from_axes([f"seed=0..{cells - 1}"], [*fixed, *overrides])
 
 
 def run_sweep(sweep: Sweep, concurrency: int) -> Timed:
-    """Run a sweep on a Ray of two CPUs."""
+    """Run a sweep on a Ray cluster with two CPUs."""
     progress = Timed()
     with ray_session(2):
         reproduce([sweep], TuneOptions(retries=0, concurrency=concurrency), progress)
@@ -73,7 +72,7 @@ def run_sweep(sweep: Sweep, concurrency: int) -> Timed:
 
 
 def run_alone(sweep: Sweep) -> list[tuple[float, float]]:
-    """Return the seconds of each run and of its rounds, with actors that stay and without Tune."""
+    """Measure each run and its rounds without Tune, with reused actors, in seconds."""
     seconds = []
     with ray_session(2), Workers() as workers:
         for cell in sweep.cells:
@@ -94,7 +93,7 @@ def run_alone(sweep: Sweep) -> list[tuple[float, float]]:
 
 
 def measure_trials(options: argparse.Namespace, scratch: Path) -> Section:
-    """Measure short trials, and what Tune and MLflow are of them."""
+    """Measure short trials, and the overhead of Tune and MLflow."""
     six = ["federation.rounds=6", "federation.local_steps=4"]
     settings = {
         "one round": ["federation.rounds=1", "federation.local_steps=2"],
@@ -126,7 +125,7 @@ def measure_trials(options: argparse.Namespace, scratch: Path) -> Section:
 
 
 def measure_concurrent(options: argparse.Namespace, scratch: Path) -> Section:
-    """Measure rounds per second while trials train, without their start and end."""
+    """Measure rounds per second of running trials, excluding their start and end."""
     rounds = [f"federation.rounds={options.rounds}", f"federation.local_steps={options.steps}"]
     settings = {
         "two at once, 1 actor each": (2, 1),
@@ -154,7 +153,7 @@ def measure_concurrent(options: argparse.Namespace, scratch: Path) -> Section:
 
 
 def main() -> None:
-    """Measure the parts and write the results."""
+    """Measure the selected parts, and write the results."""
     options = _arguments()
     report = Report("sweeps", options, "parts")
     measures = {"trials": measure_trials, "concurrent": measure_concurrent}

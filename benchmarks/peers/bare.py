@@ -1,4 +1,4 @@
-"""The work in a plain loop, without any simulator."""
+"""Run the work in a plain loop, without a simulator."""
 
 import itertools
 

@@ -1,12 +1,12 @@
-"""A round of the same work in trishul-ray, pfl-research, Flower and a plain loop, by turns.
+"""Compare a round of the same work in trishul-ray, pfl-research, Flower and a plain loop.
 
     python benchmarks/peers/compare.py [options]
 
-The work (``work.py``): FedIT, that is LoRA on q, k, v and o of a small vision transformer with
-plain averaging, 20 clients, 3 a round, 20 local steps of 32 images. The peers train with PEFT and a
-loop as their users write it; each is kept in a process of its own and asked for one round after the
-other, in turns whose order rotates. Local steps are counted: a system that trains fewer ends the
-comparison. Peers run in environments of their own, which the first call installs (some minutes).
+The work (``work.py``) is FedIT: LoRA on q, k, v and o of a small vision transformer with plain
+averaging, 20 clients, 3 clients per round, 20 local steps of 32 images. The peers train with PEFT
+and a typical user's loop. Each system runs in a separate process, and the systems run their rounds
+alternately, in rotating order. The comparison stops if a system trains fewer local steps. Peers run
+in separate environments, which the first call installs in a few minutes.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from _stepped import Stepped
 from work import Work
 
 HERE = Path(__file__).resolve().parent
-#: Script and arguments of each system, and what its environment holds; nothing: this one.
+#: Script and arguments of each system, and the requirement of its environment, or "" for this one.
 SYSTEMS: dict[str, tuple[Sequence[str], str]] = {
     "a plain loop": (("bare.py",), ""),
     "trishul-ray, inline": (("with_trishul.py", "inline"), ""),
@@ -40,7 +40,7 @@ OURS, PEERS = "trishul-ray, Ray", ("pfl-research", "Flower", "a plain loop")
 
 
 def environment(requirement: str, folder: Path) -> str:
-    """Return the Python of an environment with a peer, and our PyTorch, transformers and PEFT."""
+    """Install a peer with our PyTorch, transformers and PEFT, and return its Python interpreter."""
     if not requirement:
         return sys.executable
     home = folder / requirement.partition("[")[0]
@@ -59,15 +59,18 @@ def environment(requirement: str, folder: Path) -> str:
 
 
 def measure(work: Work, systems: dict[str, str], rounds: int) -> dict[str, list[float]]:
-    """Return seconds of each round by system; one round before them warms up.
+    """Measure the rounds of all systems alternately, after a warm-up round.
 
     Args:
-        work: What a round does.
-        systems: The Python of each.
-        rounds: Rounds that are measured.
+        work: Work of a round.
+        systems: Python interpreter of each system.
+        rounds: Number of measured rounds.
+
+    Returns:
+        Seconds of each round, keyed by system.
 
     Raises:
-        SystemExit: A system did not train the steps of the work.
+        SystemExit: A system trained a different number of steps.
     """
     words = json.dumps(asdict(work))
     seconds: dict[str, list[float]] = {name: [] for name in systems}
@@ -91,7 +94,7 @@ def measure(work: Work, systems: dict[str, str], rounds: int) -> dict[str, list[
 
 
 def section(work: Work, seconds: dict[str, list[float]]) -> Section:
-    """Compare our rounds with every other system's."""
+    """Compare our rounds with the rounds of every other system."""
     times = {name: Times.of(values) for name, values in seconds.items()}
     rows, goals = [], []
     for name, each in times.items():
@@ -118,7 +121,7 @@ def section(work: Work, seconds: dict[str, list[float]]) -> Section:
 
 
 def main() -> None:
-    """Install what is missing, measure, and write the results."""
+    """Install missing environments, measure, and write the results."""
     parser = told_by(__doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=10, help="measured rounds; one before them warms up")

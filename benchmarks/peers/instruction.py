@@ -1,10 +1,11 @@
-"""A local step of instruction tuning here and in TRL, alternately, on the same rows and weights.
+"""Compare a local step of instruction tuning with TRL, on the same rows and weights.
 
     python benchmarks/peers/instruction.py --model FOLDER [options]
 
-LoRA on q and v of a decoder, plain SGD, the loss of the answers' tokens. TRL's ``SFTTrainer``
-starts from our exported adapter and reads our rows in our order; after the steps both adapters are
-compared. TRL runs in a separate environment, which the first call installs.
+Both train LoRA on q and v of a decoder with plain SGD and the loss of the response tokens, and
+alternate their steps. TRL's ``SFTTrainer`` starts from our exported adapter, and reads our rows in
+our order. After the steps, the adapters are compared. TRL runs in a separate environment, which the
+first call installs.
 """
 
 import argparse
@@ -26,12 +27,12 @@ from compare import HERE, environment
 from safetensors.numpy import load_file
 
 TRL = "trl==1.16.0"
-#: Goals: a step as a share of TRL's, and the distance of adapters as a share of what they moved.
+#: Goals: a step relative to TRL, and the distance of the adapters relative to their change.
 STEP, DISTANCE = 0.8, 1e-3
 
 
 def write_rows(folder: Path, hub: Path, count: int, length: int) -> None:
-    """Write rows of Dolly that nobody has to cut, from a mirror, with the columns TRL reads."""
+    """Write rows of Dolly that fit without truncation, with the columns that TRL expects."""
     (source,) = (hub / "databricks").rglob("*.parquet")
     lines: list[dict[str, str]] = []
     for row in pq.read_table(source).to_pylist():
@@ -46,7 +47,7 @@ def write_rows(folder: Path, hub: Path, count: int, length: int) -> None:
 
 
 def ours(words: dict[str, Any]) -> None:
-    """Answer ``step`` with seconds and loss, ``start`` and ``save`` with an exported adapter."""
+    """Reply to ``step`` with seconds and loss, and to ``start`` and ``save`` with an adapter."""
     from trishul_ray.adapters.export import export_peft
     from trishul_ray.adapters.model import Trained
     from trishul_ray.experiment.loading import load_experiment
@@ -96,12 +97,12 @@ def ours(words: dict[str, Any]) -> None:
 
 
 def peak() -> float:
-    """Return the largest resident set of this process, MiB."""
+    """Return the peak resident set size of this process, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def compare(words: dict[str, Any], python: str) -> Section:
-    """Alternate the steps, and compare the adapters after the last step."""
+    """Run the steps alternately, and compare the adapters after the last step."""
     seconds: dict[str, list[float]] = {"trishul-ray": [], "TRL": []}
     with Stepped([str(Path(__file__)), "ours", json.dumps(words)]) as here:
         start = here.ask("start")
@@ -130,7 +131,7 @@ def compare(words: dict[str, Any], python: str) -> Section:
     notes = [
         f"LoRA of rank 8 on q and v of {Path(words['model']).name}, batches of {words['batch']} "
         f"rows of at most {words['length']} tokens of Dolly, SGD, fp32, {words['threads']} "
-        f"threads; {len(times['TRL'].values)} steps by turns",
+        f"threads; {len(times['TRL'].values)} alternating steps",
         f"trishul-ray / TRL: {ratio.show()}; losses differ by {max(differences):.1e}; adapters "
         f"move by {moved:.1e} and differ by {apart:.1e}",
     ]
@@ -144,7 +145,7 @@ def compare(words: dict[str, Any], python: str) -> Section:
 
 
 def main() -> None:
-    """Install TRL where it is missing, measure, and write the results."""
+    """Install TRL if it is missing, measure, and write the results."""
     parser = told_by(__doc__)
     add = parser.add_argument
     add("--model", required=True, help="folder of a decoder with a chat template")

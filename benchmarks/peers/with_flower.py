@@ -1,11 +1,11 @@
-"""The work with Flower: FedAvg and its Ray simulation, one client at a time with all threads."""
+"""Run the work with Flower: FedAvg in its Ray simulation, one client at a time, all threads."""
 
 import os
 from collections.abc import Iterable
 from typing import Any
 
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
-os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # Ray's spelling; as the others' processes
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # Ray's spelling; equal to the other systems
 
 from flwr.app import (
     ArrayRecord,
@@ -21,12 +21,12 @@ from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from work import Turns, adapted, load, read, train, trained
 
-#: Rounds that are never reached: the driver ends the process.
+#: Number of rounds that is never reached, because the driver ends the process.
 ENDLESS = 10**9
 
 
 class RoundByRound(FedAvg):
-    """FedAvg that waits for its turn before each round."""
+    """FedAvg that waits for a request before each round."""
 
     def __init__(self, turns: Turns, **options: Any) -> None:
         super().__init__(**options)
@@ -35,14 +35,14 @@ class RoundByRound(FedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Wait, and begin."""
+        """Wait for a request, and start the round."""
         self.turns.wait()
         return super().configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average, and answer."""
+        """Average the updates, and reply to the request."""
         replies = list(replies)
         found = super().aggregate_train(server_round, replies)
         self.turns.answer(sum(int(reply.content["metrics"]["steps"]) for reply in replies))
@@ -68,7 +68,7 @@ if __name__ == "__main__":
 
     @servers.main()
     def serve(grid: Grid, context: Context) -> None:
-        """Run rounds until the process is ended."""
+        """Run rounds until the driver ends the process."""
         strategy = RoundByRound(
             turns,
             fraction_train=work.cohort / work.clients,

@@ -1,4 +1,4 @@
-"""The work with pfl-research: FederatedAveraging on its simulated backend, in one process."""
+"""Run the work with pfl-research: FederatedAveraging on its simulated backend, in one process."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 from work import Turns, Work, adapted, read, shard
 
-#: Rounds that are never reached: the driver ends the process.
+#: Number of rounds that is never reached, because the driver ends the process.
 ENDLESS = 10**9
 
 
 class Scored(nn.Module):
-    """The model with the methods that pfl asks for; counts the batches that it trains on."""
+    """Model with the methods required by pfl, which counts its training batches."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()
@@ -29,21 +29,21 @@ class Scored(nn.Module):
         self.steps = 0
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of a batch."""
+        """Compute the training loss of a batch."""
         self.train()
         self.steps += 1
         return self.model(pixel_values=images, labels=labels).loss
 
     @torch.no_grad()
     def metrics(self, images: Tensor, labels: Tensor) -> dict[str, Any]:
-        """Return the loss of a batch for an evaluation."""
+        """Compute the evaluation loss of a batch."""
         self.eval()
         loss = self.model(pixel_values=images, labels=labels).loss
         return {"loss": Weighted(float(loss) * len(labels), len(labels))}
 
 
 class RoundByRound(TrainingProcessCallback):
-    """Waits for its turn before each round."""
+    """Wait for a request before each round."""
 
     def __init__(self, model: Scored, turns: Turns) -> None:
         self.model, self.turns = model, turns
@@ -56,7 +56,7 @@ class RoundByRound(TrainingProcessCallback):
     def after_central_iteration(
         self, aggregate_metrics: Metrics, model: Any, *, central_iteration: int
     ) -> tuple[bool, Metrics]:
-        """Answer for this round, and wait for the next."""
+        """Reply to the request of this round, and wait for the next request."""
         self.turns.answer(self.model.steps)
         self.model.steps = 0
         self.turns.wait()
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     FederatedAveraging().run(
         NNAlgorithmParams(
             central_num_iterations=ENDLESS,
-            evaluation_frequency=ENDLESS,  # the first round alone, which warms up
+            evaluation_frequency=ENDLESS,  # only in the first round, which is the warm-up
             train_cohort_size=work.cohort,
             val_cohort_size=0,
         ),

@@ -1,4 +1,4 @@
-"""The work with trishul-ray: FedIT, in one process or on one Ray actor; more fields may follow."""
+"""Run the work with trishul-ray: FedIT in one process or on one Ray actor, with extra fields."""
 
 import itertools
 import sys

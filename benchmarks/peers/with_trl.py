@@ -1,4 +1,4 @@
-"""Steps of TRL's SFTTrainer on given rows in a given order; see instruction.py."""
+"""Run steps of TRL's SFTTrainer on given rows in a given order; see instruction.py."""
 
 import json
 import resource
@@ -18,7 +18,7 @@ from trl import SFTConfig, SFTTrainer
 
 
 class Asked(SFTTrainer):
-    """A trainer that makes a step when it is asked to, in the order of the rows."""
+    """Trainer that performs each step on request, in the order of the rows."""
 
     asked: "Queue[str]" = Queue()
     answers: "Queue[dict[str, Any]]" = Queue()
@@ -27,7 +27,7 @@ class Asked(SFTTrainer):
         return SequentialSampler(self.train_dataset)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute loss and gradient of a batch; the optimizer's step follows."""
+        """Compute the loss and gradient of a batch, before the optimizer step."""
         self.asked.get()
         self.began = time.perf_counter()
         self.loss = super().training_step(*args, **kwargs)
@@ -35,13 +35,13 @@ class Asked(SFTTrainer):
 
 
 class Answer(TrainerCallback):
-    """Answers when the optimizer has made its step."""
+    """Reply after each optimizer step."""
 
     def __init__(self, trainer: Asked) -> None:
         self.trainer = trainer
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Answer with seconds, loss and peak memory."""
+        """Reply with seconds, loss and peak memory."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         loss = float(self.trainer.loss)
         seconds = time.perf_counter() - self.trainer.began
@@ -49,13 +49,13 @@ class Answer(TrainerCallback):
 
 
 def as_messages(row: dict[str, str]) -> dict[str, Any]:
-    """Return a row as a user's message and the answer to it, for the chat template."""
+    """Convert a row to a user message and a response, for the chat template."""
     roles = {"prompt": "user", "completion": "assistant"}
     return {name: [{"role": role, "content": row[name]}] for name, role in roles.items()}
 
 
 def main() -> None:
-    """Train in a thread, and answer questions here."""
+    """Train in a thread, and reply to requests in the main thread."""
     words, order = json.loads(sys.argv[1]), json.loads(sys.argv[2])
     answers, sys.stdout = sys.stdout, sys.stderr  # TRL prints
     torch.set_num_threads(words["threads"])

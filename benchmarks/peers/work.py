@@ -1,8 +1,9 @@
-"""The work that every simulator does here, written as its users write it: PyTorch and PEFT.
+"""Define the work that every simulator performs, as typical user code with PyTorch and PEFT.
 
-A vision transformer with random weights, LoRA on q, k, v and o of every block and a trained head;
-clients with equal shards of noise; a few local steps of Adam a round; plain averaging. Imports
-neither trishul-ray nor any simulator, and runs in the environment of each.
+The model is a vision transformer with random weights, LoRA on q, k, v and o of every block, and a
+trained head. Clients have equal shards of noise, and train a few local steps with Adam per round.
+The server averages. This module does not import trishul-ray or a simulator, so that it runs in the
+environment of each system.
 """
 
 import functools
@@ -24,15 +25,15 @@ class Work:
     """Model, clients and size of a round.
 
     Attributes:
-        width: Width of the transformer, whose heads are 64 wide.
-        blocks: Number of its blocks.
-        rank: LoRA's rank (and α).
-        clients: Registered clients.
-        cohort: Clients of a round.
-        steps: Local steps of each.
-        batch: Images of a step.
-        lr: Adam's learning rate.
-        threads: Threads of PyTorch.
+        width: Width of the transformer, whose attention heads have width 64.
+        blocks: Number of transformer blocks.
+        rank: Rank and α of LoRA.
+        clients: Number of registered clients.
+        cohort: Number of clients per round.
+        steps: Number of local steps per client.
+        batch: Number of images per step.
+        lr: Learning rate of Adam.
+        threads: Number of PyTorch threads.
     """
 
     width: int = 192
@@ -51,15 +52,15 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def read() -> Work:
-    """Return the work that the command line describes in JSON, and set PyTorch's threads."""
+    """Parse the work from JSON on the command line, and set the number of PyTorch threads."""
     work = Work(**json.loads(sys.argv[1]))
     torch.set_num_threads(work.threads)
     return work
 
 
-@functools.cache  # a process that trains several clients builds its model once
+@functools.cache  # build the model once per process, also for several clients
 def adapted(work: Work) -> nn.Module:
-    """Return the model with its adapters; only these and the head are trained."""
+    """Build the model with adapters; only the adapters and the head are trained."""
     torch.manual_seed(0)
     config = ViTConfig(  # type: ignore[call-arg]  # num_labels is its base class's
         hidden_size=work.width,
@@ -83,13 +84,13 @@ def adapted(work: Work) -> nn.Module:
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of what is trained."""
+    """Return copies of the trained parameters."""
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()
 def load(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Set what is trained."""
+    """Load the trained parameters."""
     for name, p in model.named_parameters():
         if p.requires_grad:
             p.copy_(state[name])
@@ -97,7 +98,7 @@ def load(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 @functools.cache
 def shard(work: Work, client: int) -> tuple[Tensor, Tensor]:
-    """Return a client's normalized images [steps x batch, 3, 32, 32] and labels."""
+    """Generate a client's normalized images [steps x batch, 3, 32, 32] and labels."""
     generator = torch.Generator().manual_seed(1 + client)
     rows = work.steps * work.batch
     images = torch.randn(rows, 3, 32, 32, generator=generator)
@@ -105,7 +106,7 @@ def shard(work: Work, client: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, work: Work, client: int) -> int:
-    """Train one client in place and return the number of its steps."""
+    """Train one client in place, and return its number of steps."""
     images, labels = shard(work, client)
     model.train()
     optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=work.lr)
@@ -120,21 +121,21 @@ def train(model: nn.Module, work: Work, client: int) -> int:
 
 
 class Turns:
-    """Lets a framework that drives its own rounds wait for its turn before each of them."""
+    """Synchronize a framework with its own training loop: wait for a request before each round."""
 
     def __init__(self) -> None:
-        """Keep the standard output for answers; whatever else is printed goes to the errors."""
+        """Reserve standard output for replies, and redirect other output to standard error."""
         self._answers: TextIO = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self._began = 0.0
 
     def wait(self) -> None:
-        """Wait for the next round to be asked for; end the process if none will be."""
+        """Wait for the next request, and end the process at the end of input."""
         if not sys.stdin.readline():
             os._exit(0)
         self._began = time.perf_counter()
 
     def answer(self, steps: int) -> None:
-        """Answer with the seconds since the round was asked for, and its local steps."""
+        """Reply with the seconds since the request, and the number of local steps."""
         seconds = time.perf_counter() - self._began
         print(json.dumps({"seconds": seconds, "steps": steps}), file=self._answers, flush=True)
