@@ -1,4 +1,4 @@
-"""An experiment: its fields and id, how it is read, and what follows from its data and model."""
+"""The experiment: its fields, its id, and the code that loads and checks it."""
 
 from trishul_ray.experiment.experiment import Experiment
 

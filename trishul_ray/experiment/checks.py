@@ -1,4 +1,7 @@
-"""Settings of different sections that exclude each other. All checks raise a ValueError."""
+"""Validate combinations of settings from different sections.
+
+Each check raises a ``ValueError``, which pydantic reports with the other faults of an experiment.
+"""
 
 from trishul_ray.config.fields import (
     AdapterConfig,
@@ -11,18 +14,17 @@ from trishul_ray.config.fields import (
 from trishul_ray.methods.base import MethodConfig, build_method, method_class, method_classes
 from trishul_ray.tasks.base import task_kinds
 
-#: Largest number of clients with ``evaluation.diagnostics_cohort=all``: it compares every pair.
+#: Largest number of clients with ``evaluation.diagnostics_cohort=all``, which compares every pair.
 MOST_COMPARED = 100
 
 
 def check_task(task: TaskConfig) -> None:
-    """Reject a kind that is not registered."""
     if task.kind != "auto" and task.kind not in task_kinds():
         raise ValueError(f"task.kind: {task.kind!r} is unknown; known: {', '.join(task_kinds())}")
 
 
 def check_cohort(fed: FederationConfig, evaluation: EvaluationConfig) -> None:
-    """Reject a cohort larger than the number of clients, and evaluations of missing clients."""
+    """Reject cohorts that exceed the number of clients, and settings that conflict with cohorts."""
     cohort = f"federation.clients_per_round={fed.clients_per_round}"
     if fed.clients_per_round > fed.clients:
         raise ValueError(f"{cohort} exceeds federation.clients={fed.clients}")
@@ -76,7 +78,7 @@ def check_method(
 def check_dropout(
     fed: FederationConfig, model: ModelConfig, adapter: AdapterConfig, resources: ResourcesConfig
 ) -> None:
-    """Reject dropout if clients share a forward pass, or a CUDA graph repeats its random masks."""
+    """Reject dropout with stacked clients, or with CUDA graphs, which would repeat its masks."""
     off = "model.dropout=false" if model.dropout else "adapter.dropout=0"
     if not (model.dropout or adapter.dropout):
         return
@@ -93,7 +95,7 @@ def check_dropout(
 
 
 def check_actors(fed: FederationConfig, resources: ResourcesConfig) -> None:
-    """Reject two settings of the number of actors."""
+    """Reject settings that define the number of actors twice."""
     if resources.actors != "auto" and fed.clients_per_actor != "auto":
         raise ValueError(
             "resources.actors and federation.clients_per_actor exclude each other; set only one"

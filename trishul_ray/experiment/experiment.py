@@ -1,8 +1,8 @@
-"""An experiment: a frozen, validated description of a federated run, and its identity.
+"""The experiment: a frozen, validated description of a federated run, and its id.
 
-:mod:`trishul_ray.config.fields` defines the fields, :mod:`trishul_ray.experiment.loading` reads
+:mod:`trishul_ray.config.fields` defines the fields, and :mod:`trishul_ray.experiment.loading` reads
 them from files and the command line. The id of an experiment is the hash of every field that can
-change its numbers. Fields that cannot (folders, tracking, number of actors) are left out.
+change its results. Other fields (folders, tracking, number of actors) are not in the id.
 """
 
 import hashlib
@@ -65,25 +65,25 @@ ID_LENGTH = 12
 
 _S = TypeVar("_S", bound=Section)
 
-#: Writes YAML; the one in C, which every wheel of PyYAML has, is four times faster.
+#: The YAML writer. The one in C, which every wheel of PyYAML contains, is four times faster.
 _YAML = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def id_of(identity: Mapping[str, Any]) -> str:
-    """Return the id of an experiment with this :meth:`Experiment.identity`."""
+    """Compute the id of an experiment from its :meth:`Experiment.identity`."""
     text = json.dumps({"numerics": NUMERICS, **identity}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
 
 
 @cache
 def _model_of(sections: tuple[tuple[str, type[Section]], ...]) -> type[BaseModel]:
-    """Return a model of sections of stages: its errors name the section first."""
+    """Build a model with a field per section of stages, so that errors name the section first."""
     fields: dict[str, Any] = {name: (section, ...) for name, section in sections}
     return create_model("Stages", **fields)
 
 
 class Experiment(Section):
-    """A federated run. Every field that can change a number is part of :attr:`id`."""
+    """A federated experiment. Every field that can change a result is part of :attr:`id`."""
 
     name: str = not_in_id("run", "a label", max_length=100)
     plugins: tuple[Plugin, ...] = not_in_id(
@@ -123,8 +123,8 @@ class Experiment(Section):
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, fields: Any) -> Any:
-        # First: the names of other fields may be a plug-in's. A stored configuration never brings
-        # code: it names plug-ins that this process has loaded.
+        # Plug-ins first, since they may define the names of other fields. A stored configuration
+        # never contains code: it names plug-ins that this process has loaded.
         if not isinstance(fields, dict):
             return fields
         if fields.get("plugins"):
@@ -140,7 +140,7 @@ class Experiment(Section):
     @field_validator("stages", mode="before")
     @classmethod
     def _read_stages(cls, given: dict[str, Any]) -> dict[str, Section]:
-        """Validate the sections of stages, and leave out those at their defaults."""
+        """Validate the sections of stages, and drop those at their defaults."""
         kinds = tuple((name, STAGES[name].Config) for name in given)
         found = vars(_model_of(kinds).model_validate(given))
         return {name: found[name] for name, kind in kinds if found[name] != kind()}
@@ -170,7 +170,7 @@ class Experiment(Section):
 
     @property
     def remembered(self) -> tuple[str, ...]:
-        """The fields, as ``field=value``, that add to a change what earlier rounds left."""
+        """Fields, as ``field=value``, with which a client's change depends on earlier rounds."""
         return tuple(field for stage in Stages.of(self) for field in stage.remembered)
 
     def is_set(self, section: str) -> bool:
@@ -178,17 +178,17 @@ class Experiment(Section):
         return section in self.stages
 
     def section(self, kind: type[_S]) -> _S:
-        """Return the section of a stage by its class, at its defaults if it is not set."""
+        """Return the section of a stage by its class, with defaults if it is not set."""
         return next((each for each in self.stages.values() if isinstance(each, kind)), kind())
 
     @property
     def draw_seed(self) -> int:
-        """The seed of which rows clients have, which clients take part, and how fast they are."""
+        """The seed of the partition, the cohorts and the clients' properties, such as speed."""
         return self.seed if self.draw is None else self.draw
 
     @property
     def method_as_set(self) -> str:
-        """The method as messages name it, with fields that decide what it supports."""
+        """The method for messages, with the fields that decide what it supports."""
         text, fields = f"method={self.method.name!r}", type(self.method).model_fields
         if method_class(self.method.name).mean_is_enough:
             for name, field in fields.items():
@@ -202,9 +202,9 @@ class Experiment(Section):
         return BUDGET_RANKS[self.budget] if isinstance(self.budget, str) else self.budget
 
     def identity(self) -> Json:
-        """Return every field that can change a number and is not at its default, as JSON values.
+        """Return every field that can change a result and is not at its default, as JSON values.
 
-        Fields that the method does not read are left out; see
+        Fields that the method does not read are omitted; see
         :attr:`trishul_ray.methods.base.Method.fields_read`. A content hash replaces the path of
         user data and models; see :mod:`trishul_ray.experiment.identity`.
         """
@@ -231,18 +231,18 @@ class Experiment(Section):
 
     @classmethod
     def may_identify(cls, field: str) -> bool:
-        """Return whether a field, by its dotted name, can be part of an id."""
+        """Return whether a field, given its dotted name, can be part of an id."""
         first, _, rest = field.partition(".")
         section: Any = cls
         if rest:
             is_stage = first in stage_names()
             section = STAGES[first].Config if is_stage else cls.model_fields[first].annotation
         info = section.model_fields.get(rest.partition(".")[0] or first)
-        return info is None or identifies(info)  # a method has fields of its class
+        return info is None or identifies(info)  # fields of a method depend on its class
 
     @property
     def fields_read(self) -> frozenset[str]:
-        """The fields that the method reads, of ``budget`` and the section ``adapter``."""
+        """The fields of ``adapter`` that the method reads, and ``budget`` if it reads that."""
         read = build_method(self.method).fields_read
         if read is None:
             return frozenset({"budget", *type(self.adapter).model_fields})
@@ -255,21 +255,21 @@ class Experiment(Section):
 
     def __copy__(self) -> Self:
         copied = super().__copy__()
-        copied.__dict__.pop("id", None)  # of the fields before the update
+        copied.__dict__.pop("id", None)  # the copy has other fields
         return copied
 
     @property
     def surveys(self) -> int:
-        """Number of surveys before round 1: one or none."""
+        """The number of surveys before round 1, 0 or 1."""
         return int(build_method(self.method).survey_plan is not None)
 
     @property
     def scored_rounds(self) -> frozenset[int]:
-        """The rounds after which the model is scored on the test rows; 0 is before the first."""
+        """The rounds after which the model is scored on the test rows; 0 is the untuned model."""
         return self.evaluation.scored_rounds(self.federation.rounds)
 
     def scored_as(self, other: "Experiment") -> "Experiment":
-        """Return a run that is scored after every round in which this or ``other`` is scored."""
+        """Return a copy that scores every round that this experiment or ``other`` scores."""
         every = math.gcd(self.evaluation.every, other.evaluation.every)
         if every == self.evaluation.every:
             return self
@@ -279,8 +279,9 @@ class Experiment(Section):
     def to_dict(self, *, sources: bool = False) -> Json:
         """Return all fields as plain JSON values, for ``Experiment.model_validate``.
 
-        The places of this machine are left out, since files and pages show these values. With
-        ``sources``, for another process, they and the texts of plug-ins are included.
+        Storage paths of this machine are omitted, since files and reports contain these values.
+        With ``sources``, which is meant for another process, the paths and the texts of plug-ins
+        are included.
         """
         fields = self.model_dump(mode="json", exclude=None if sources else PLACES)
         fields |= fields.pop("stages")
@@ -294,7 +295,7 @@ class Experiment(Section):
         return received, (self.to_dict(sources=True),)
 
     def to_yaml(self) -> bytes:
-        """Return all fields but places as YAML, which ``trishul run`` reads."""
+        """Serialize all fields except storage paths as YAML for ``trishul run``."""
         fields = self.to_dict()
         text: str = yaml.dump(fields, Dumper=_YAML, sort_keys=False, allow_unicode=True)
         return text.encode()
@@ -304,7 +305,7 @@ STAGES.reserve(Experiment.model_fields)
 
 
 def received(fields: Json) -> Experiment:
-    """Load the plug-ins of an experiment that another process has sent, and return it.
+    """Load the plug-ins of an experiment from another process, and validate the experiment.
 
     Raises:
         InputError: A plug-in cannot be loaded here.

@@ -1,4 +1,7 @@
-"""Check that the adapters of an experiment fit its backbone, and defaults with which they do."""
+"""Check that the adapters of an experiment fit its backbone, and choose defaults that fit.
+
+The checks need only the shapes of the layers; they do not load weights.
+"""
 
 import hashlib
 import json
@@ -26,12 +29,13 @@ from trishul_ray.version import __version__
 
 
 def with_builtin_defaults(experiment: Experiment, *, budget: bool, weights: bool) -> Experiment:
-    """Return an experiment on user data with defaults that suit its built-in backbone.
+    """Set defaults that suit a built-in backbone on user data.
 
     Args:
-        experiment: An experiment; one without user data or a built-in is returned unchanged.
-        budget: Whether to replace a budget that does not fit by the largest fitting power of two.
-        weights: Whether to draw the weights from the seed if the backbone has none.
+        experiment: An experiment. Without user data or a built-in backbone it is returned
+            unchanged.
+        budget: Whether to replace a budget that does not fit by the largest power of two that fits.
+        weights: Whether to use random weights if the backbone has no pretrained ones.
     """
     builtin = BUILTINS.get(experiment.model.name)
     if builtin is None or experiment.data.name not in USER_DATA:
@@ -48,7 +52,7 @@ def with_builtin_defaults(experiment: Experiment, *, budget: bool, weights: bool
 
 
 def random_weights_line(experiment: Experiment) -> str | None:
-    """Return a warning about a built-in backbone with random weights on user data, or None."""
+    """Return a warning if a built-in backbone has random weights on user data, or None."""
     name, random = experiment.model.name, experiment.model.init == "random"
     if name not in BUILTINS or not random or experiment.data.name not in USER_DATA:
         return None
@@ -59,9 +63,8 @@ def check_fits(experiment: Experiment) -> None:
     """Check that the adapters fit the layers of the backbone, without loading its weights.
 
     Raises:
-        InputError: A rank, or heads x rank, exceeds the width of a layer; a target is unknown;
-            a GPU is requested and there is not a GPU; or the library for ``model.quantize``
-            is missing.
+        InputError: A rank, or heads x rank, exceeds the width of a layer; a target is unknown; a
+            requested GPU does not exist; or the library for ``model.quantize`` is missing.
     """
     if (kind := experiment.model.quantize) != "none":
         check_library(kind)
@@ -77,16 +80,17 @@ def check_fits(experiment: Experiment) -> None:
 
 
 def check_layers(experiment: Experiment) -> str:
-    """Check only the adapters, by the layers that an earlier check of this backbone has stored.
+    """Check only the adapters, with the layers that an earlier check of this backbone stored.
 
-    This avoids the import of the backbone's modules, which takes seconds. If nothing is stored, or
-    the adapters do not fit the stored layers, the modules decide.
+    This avoids importing the backbone's modules, which takes seconds. The modules are imported if
+    no layers are stored or the adapters do not fit the stored ones.
 
     Returns:
-        Why the adapters could not be checked: the backbone is not on this machine. Otherwise empty.
+        The reason that the adapters were not checked, if the backbone is not on this machine, or an
+        empty string.
 
     Raises:
-        InputError: As :func:`check_fits`, about the adapters.
+        InputError: The adapters do not fit, as in :func:`check_fits`.
     """
     note = _layers_note(experiment)
     with suppress(OSError, ValueError, TypeError, KeyError, InputError):
@@ -111,7 +115,7 @@ def check_layers(experiment: Experiment) -> str:
 
 
 def _layers_note(experiment: Experiment) -> Path:
-    """Return the file for the layers that an experiment adapts, and layers that score blocks."""
+    """Return the cache file with the layers that an experiment adapts or uses to score blocks."""
     scores = build_method(experiment.method).block_scores
     software = __version__, metadata.version("transformers")
     key = [*software, experiment.model.model_dump(mode="json"), experiment.adapter.targets, scores]
@@ -120,7 +124,6 @@ def _layers_note(experiment: Experiment) -> Path:
 
 
 def check_adapters(experiment: Experiment) -> None:
-    """Check only the adapters; see :func:`check_fits`."""
     _check_site(build_site(_shapes(experiment), experiment), experiment)
 
 
@@ -149,7 +152,7 @@ def _check_site(site: Site, experiment: Experiment) -> None:
 
 
 def _may_have_gpu() -> bool:
-    """Return whether this machine has a GPU, or a cluster that it belongs to may have one."""
+    """Return whether this machine has a GPU or belongs to a cluster, which may have one."""
     ray = sys.modules.get("ray")
     on_cluster = os.environ.get("RAY_ADDRESS") not in (None, "", "local")
     return torch.cuda.is_available() or on_cluster or (ray is not None and ray.is_initialized())
@@ -158,9 +161,10 @@ def _may_have_gpu() -> bool:
 def build_site(
     model: torch.nn.Module, experiment: Experiment, known: dict[str, float] | None = None
 ) -> Site:
-    """Return the layers of a backbone that can be adapted; on the meta device, norms are zero.
+    """Find the layers of a backbone to adapt, with the squared norms of their weights.
 
-    ``known`` has squared norms of the model's weights by layer; those computed here are added.
+    ``known`` maps layers to squared norms, and receives those computed here. Norms of layers on the
+    meta device are zero.
     """
     known = {} if known is None else known
     layers = tuple(find_layers(model, experiment.adapter.targets))

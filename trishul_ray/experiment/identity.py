@@ -1,9 +1,9 @@
-"""The content of user data and model folders, which replaces their paths in an experiment's id.
+"""Content hashes that replace the paths of user data and model folders in an experiment's id.
 
-An id must not change when a file moves, and must change with its content. So the id has a hash of
-the content of ``data.path``, ``model.name`` or a stage's file. Loading stores the hash in the
-experiment: otherwise an edited file would change the id in the middle of a run, and another machine
-could not compute it. If the path does not exist here and no hash is stored, the id has the path.
+An id must not change when a file moves, but must change with its content. The id therefore contains
+a hash of the content of ``data.path``, ``model.name`` or a stage's file. Loading stores the hash in
+the experiment: otherwise an edited file would change the id during a run, and another machine could
+not compute it. If the path does not exist here and no hash is stored, the id contains the path.
 
 Names of public datasets, and of models on the hub or in a mirror, are in the id unchanged. Their
 content, the sources of a run, is compared when a result is used; see :func:`local_sources`.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def _contents(
     experiment: "Experiment",
 ) -> Iterator[tuple[str, str, str, str | None, str | None]]:
-    """Yield section, field and path of each file, its stored hash, and its hash here."""
+    """Yield the section, field, path, stored hash and current hash of each file."""
     data, model = experiment.data, experiment.model
     yield "data", "path", str(data.path), data.content_hash, _data_content(data)
     yield "model", "name", model.name, model.content_hash, _model_content(model)
@@ -42,9 +42,9 @@ def _contents(
 
 
 def note_content(experiment: "Experiment") -> "Experiment":
-    """Return the experiment with the hashes of the files that it names.
+    """Store the hashes of the files that an experiment names.
 
-    A hash from another machine is kept if the path does not exist on this machine.
+    If the path does not exist on this machine, a hash from another machine is kept.
     """
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for section, field, path, _, now in _contents(experiment):
@@ -60,7 +60,7 @@ def note_content(experiment: "Experiment") -> "Experiment":
 
 
 def note_plugins(experiment: "Experiment") -> "Experiment":
-    """Return the experiment with those loaded plug-ins that it uses."""
+    """Record the loaded plug-ins that an experiment uses."""
     kind = f"{experiment.task.kind}:"
     named: list[tuple[Registry[Any], str]] = [
         (METHODS, experiment.method.name),
@@ -96,11 +96,10 @@ def check_content(experiment: "Experiment") -> None:
 def check_found(experiment: "Experiment") -> None:
     """Check that the data and the model of an experiment exist, without reading them.
 
-    Neither torch nor Ray is imported.
+    This imports neither torch nor Ray. User data with a stored hash may be missing on this machine.
 
     Raises:
-        InputError: A name is unknown, or user data are missing or of another kind. User data whose
-            hash is stored need not be on this machine.
+        InputError: A name is unknown, or user data are missing or of another kind.
     """
     from trishul_ray.data.prepare import find_source
     from trishul_ray.data.user.user_data import UserData
@@ -116,12 +115,13 @@ def check_found(experiment: "Experiment") -> None:
 def local_sources(
     experiment: "Experiment", progress: "ProgressCallback | None" = None
 ) -> tuple[dict[str, str], str]:
-    """Return the hashes of an experiment's rows and weights on this machine.
+    """Hash an experiment's rows and weights on this machine.
 
     Nothing is downloaded or pretrained, and torch is not imported.
 
     Returns:
-        The hashes of readable sources, and why other sources cannot be read, or an empty string.
+        The hashes of readable sources, and the reason that other sources cannot be read, or an
+        empty string.
     """
     from trishul_ray.data.prepare import prepare
     from trishul_ray.models.find_model import local_weights_source
@@ -148,7 +148,7 @@ def local_sources(
 
 
 def _data_content(data: "DataConfig") -> str | None:
-    """Return a hash of the content of ``data.path``; None for hub data or unreadable files."""
+    """Hash the content of ``data.path``, or return None for hub data and unreadable files."""
     if data.path is None:
         return None
     from trishul_ray.data.user.user_data import USER_DATA
@@ -158,20 +158,19 @@ def _data_content(data: "DataConfig") -> str | None:
     try:
         return USER_DATA[data.name](data.path, data.columns, data.test_share).content()
     except (InputError, OSError):
-        return None  # reading the rows will report it
+        return None  # reading the rows reports the error
 
 
 def _file_content(path: str) -> str | None:
-    """Return a hash of a file, or None if it cannot be read."""
     try:
         content = Path(path).expanduser().read_bytes()
     except OSError:
-        return None  # reading it will report it
+        return None  # reading the file reports the error
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def _model_content(model: "ModelConfig") -> str | None:
-    """Return a hash of the folder ``model.name``, or None if it is not a readable folder."""
+    """Hash the folder ``model.name``, or return None if it is not a readable folder."""
     if not Path(model.name).expanduser().is_dir():
         return None
     from trishul_ray.models.find_model import folder_source, local_folder
@@ -180,4 +179,4 @@ def _model_content(model: "ModelConfig") -> str | None:
     try:
         return folder_source(folder, weights=model.init != "random") if folder else None
     except OSError:
-        return None  # loading the model will report it
+        return None  # loading the model reports the error

@@ -1,4 +1,7 @@
-"""The learning rate of an experiment that sets none, and tuned rates from files."""
+"""The default learning rate of an experiment, and tuned rates from files.
+
+Published and tuned defaults are in ``learning_rates.yaml``.
+"""
 
 from collections.abc import Mapping
 from functools import cache, lru_cache
@@ -15,14 +18,15 @@ from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.yaml_files import read_yaml
 from trishul_ray.methods.base import method_class
 
-#: α of the Dirichlet partitions that rates were published for.
+#: α of the Dirichlet partitions for which the rates were published.
 PUBLISHED_ALPHA = 0.3
 
 
 def with_learning_rate(experiment: Experiment) -> Experiment:
-    """Return an experiment with the rate of ``optimizer.rates`` or, if it sets none, of the table.
+    """Set the rate from the file ``optimizer.rates`` or, if no rate is set, from the table.
 
-    A file of tuned rates also replaces a rate that is set. Where neither has one, the rate stays.
+    A file of tuned rates also replaces a rate that the user set. If neither contains a matching
+    rate, the rate is unchanged.
 
     Raises:
         InputError: The file of tuned rates cannot be read.
@@ -31,7 +35,8 @@ def with_learning_rate(experiment: Experiment) -> Experiment:
     found = _tuned_rate(experiment)
     if found is None and "lr" not in optimizer.model_fields_set:
         found = default_learning_rate(experiment)
-    # The rate's source names the file: the run depends only on the rate.
+    # ``lr_source`` records the file. The field ``rates`` is cleared, since the run depends only on
+    # the rate.
     read: dict[str, object] = {"rates": None}
     if found is not None:
         read |= {"lr": found[0], "lr_source": found[1]}
@@ -39,11 +44,14 @@ def with_learning_rate(experiment: Experiment) -> Experiment:
 
 
 def default_learning_rate(experiment: Experiment) -> tuple[float, str] | None:
-    """Return the rate of ``learning_rates.yaml`` or the method, and its source; None without one.
+    """Look up the rate of ``learning_rates.yaml`` or of the method, and describe its source.
 
-    A row may be for a dataset with a backbone. ``glue/rte`` has the rates of ``glue``. A budget of
-    rank 32 or less counts as the lower one. The source names every setting in which the experiment
-    differs from the settings of the rate.
+    A row may apply to a dataset with a backbone. ``glue/rte`` uses the rates of ``glue``. A budget
+    of rank 32 or less counts as the lower one. The source names every setting in which the
+    experiment differs from the settings of the rate.
+
+    Returns:
+        The rate and its source, or None.
     """
     dataset, table, lenders = experiment.data.name, _table(), _lenders(experiment.method.name)
     iid, is_higher = experiment.partition.kind == "iid", experiment.lora_rank > 32
@@ -74,7 +82,7 @@ def default_learning_rate(experiment: Experiment) -> tuple[float, str] | None:
 
 
 def _lenders(method: str) -> list[str]:
-    """Return the method, the method whose rates it uses if it has none, and so on."""
+    """Return the fallback chain of methods for learning rates, starting with ``method``."""
     found = [method]
     while (like := method_class(found[-1]).rates_like) is not None and like not in found:
         found.append(like)
@@ -82,7 +90,7 @@ def _lenders(method: str) -> list[str]:
 
 
 def _differences(settings: Mapping[str, Any], experiment: Experiment) -> list[str]:
-    """Return every setting of a rate that differs from the experiment's, as a phrase."""
+    """Describe every setting of a rate that differs from the experiment's setting."""
     partition = experiment.partition
     both_dirichlet = partition.kind == settings.get("partition") == "dirichlet"
     ours = {
@@ -105,7 +113,7 @@ def _borrowed(differences: list[str]) -> str:
 
 
 class TunedRate(Section):
-    """A learning rate that was chosen on validation rows, and what it was chosen for."""
+    """A learning rate that was chosen on validation rows, and the settings of the search."""
 
     dataset: str
     method: str
@@ -131,10 +139,10 @@ class TunedRates(Section):
 
 
 def _tuned_rate(experiment: Experiment) -> tuple[float, str] | None:
-    """Return the rate that ``optimizer.rates`` has for an experiment, and its source.
+    """Look up the rate of the file ``optimizer.rates`` for an experiment, and its source.
 
-    The rate was tuned for the dataset, the budget and the kind of partition, and for the method or
-    a method that it borrows rates from. The source names all other differences.
+    The dataset, the budget and the kind of partition must match, and the method must be the
+    experiment's or one that it borrows rates from. The source names all other differences.
     """
     if experiment.optimizer.rates is None:
         return None
@@ -148,7 +156,7 @@ def _tuned_rate(experiment: Experiment) -> tuple[float, str] | None:
             found.append((lenders.index(rate.method), _differences(settings, experiment), rate))
     if not found:
         return None
-    # Prefer a rate tuned for this method to a closer setting of another method.
+    # Prefer a rate tuned for this method over closer settings of another method.
     _, differences, best = min(found, key=lambda each: (each[0], len(each[1])))
     edge = f", the {best.edge}" if best.edge else ""
     source = f"{file.name}: best of {len(best.grid)} rates{edge}, {best.metric} {best.score:.4g}"

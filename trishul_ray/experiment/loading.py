@@ -1,11 +1,12 @@
-"""Read an experiment from YAML and ``key=value`` overrides.
+"""Load an experiment from YAML and ``key=value`` overrides.
 
-Layers, later ones win: the defaults, the dataset's preset (``presets/<dataset>.yaml``), the user's
-YAML, the overrides. ``dataset``, ``model``, ``method`` and ``batch_size`` with a plain value are
-short for ``data.name``, ``model.name``, ``method.name`` and ``federation.batch_size``. A field may
-be named by the last part of its name if no other field has it (``rounds=3``). pydantic converts a
-text to the type of its field. A learning rate that is not set comes from ``learning_rates.yaml``; a
-rate from the file ``optimizer.rates`` replaces a set one.
+There are four layers, and later layers override earlier ones: the defaults, the dataset's preset
+(``presets/<dataset>.yaml``), the user's YAML, and the overrides. ``dataset``, ``model``, ``method``
+and ``batch_size`` with a plain value abbreviate ``data.name``, ``model.name``, ``method.name`` and
+``federation.batch_size``. The last part of a field's name is enough if it is unambiguous
+(``rounds=3``). pydantic converts strings to the type of the field. A learning rate that is not set
+comes from ``learning_rates.yaml``. A rate from the file ``optimizer.rates`` replaces a rate that is
+set.
 """
 
 import difflib
@@ -39,7 +40,7 @@ SHORT_FIELDS = {
     "batch_size": "federation.batch_size",
 }
 _ALL_FIELDS = "`trishul run --fields` lists all fields"
-#: Names of fields in other packages.
+#: Names that other packages use for these fields.
 _OTHER_NAMES = {
     "learning_rate": "optimizer.lr",
     "lambda": "method.lam",
@@ -50,12 +51,12 @@ _OTHER_NAMES = {
     "checkpoint_dir": "storage.runs",
     "output_dir": "storage.runs",
 }
-#: Fields of a preset that apply only to the preset's backbone: ranks, random weights, 4 bits.
+#: Fields of a preset that apply only to the preset's backbone: ranks, random weights, quantization.
 _OF_BACKBONE = (
     ("adapter", "matching"), ("model", "init"), ("model", "quantize"),
     ("model", "gradient_checkpointing"),
 )  # fmt: skip
-#: Fields that loading fills in.
+#: Fields that loading sets.
 _NOTED = ("lr_source", "content")
 
 
@@ -67,14 +68,15 @@ def load_experiment(
     """Read, merge and validate the layers of an experiment.
 
     Args:
-        config: A YAML file, or nested fields; None uses only the preset of the dataset (by default
+        config: A YAML file, or nested fields. None uses only the preset of the dataset (by default
             digits).
-        overrides: ``key=value`` strings with dotted keys, or the last part of one.
-        arguments: Fields by name from Python: a section (``federation={"rounds": 10}``), a dotted
-            name, or the last part of a name that only one field has (``rounds``).
+        overrides: ``key=value`` strings. A key is a dotted name, or the last part of one.
+        arguments: Fields from Python, keyed by name: a section (``federation={"rounds": 10}``), a
+            dotted name, or the last part of an unambiguous name (``rounds``).
 
     Raises:
-        InputError: One line that names the field, the value and the allowed values.
+        InputError: A field or value is invalid. The message is one line with the field, the value
+            and the allowed values.
     """
     fields = read_yaml(config) if isinstance(config, Path) else config or {}
     words = [(key, _value_of(word.strip())) for key, word in map(split_override, overrides)]
@@ -83,7 +85,7 @@ def load_experiment(
 
 
 def _value_of(word: str) -> Any:
-    """Return the value of an override: null, a list or mapping in YAML, or a text."""
+    """Parse the value of an override: null, a list or mapping in YAML, or a string."""
     if word in ("null", "~"):
         return None
     if word[:1] == "[" or (word[:1] == "{" and ":" in word):  # not a template such as {text}
@@ -92,12 +94,12 @@ def _value_of(word: str) -> Any:
     return word
 
 
-#: Fields that decide which other fields there are, in the order in which they are read.
+#: Fields that determine which other fields exist, in the order in which they are read.
 _FIRST = ("plugins", "method", "method.name")
 
 
 def _load(given: Sequence[tuple[str, Any]]) -> Experiment:
-    """Set fields, later ones over earlier ones, and resolve them."""
+    """Set the fields, where later ones override earlier ones, and resolve them."""
     user: RawFields = {}
     for key, value in sorted(given, key=lambda pair: [name != pair[0] for name in _FIRST]):
         if key == "plugins":
@@ -117,12 +119,12 @@ def _load(given: Sequence[tuple[str, Any]]) -> Experiment:
 
 
 def full_name(key: str, known: Sequence[str]) -> str:
-    """Return the dotted name of the field with this name or last part.
+    """Resolve a name, or the last part of one, to the dotted name of a field.
 
-    Fields in ``known`` precede fields of stages.
+    Fields in ``known`` take precedence over fields of stages.
 
     Raises:
-        InputError: No field has this last part, or several have it.
+        InputError: The last part matches no field, or several.
     """
     if "." in key or _is_top(key) or key in SHORT_FIELDS:
         return key
@@ -151,13 +153,13 @@ def is_field(name: str) -> bool:
 
 
 def resolve_experiment(user: RawFields) -> Experiment:
-    """Put the user's fields over the preset of their dataset, and validate them.
+    """Merge the user's fields over the preset of their dataset, and validate the result.
 
     Args:
-        user: nested fields, without the short ones.
+        user: Nested fields, without abbreviations.
 
     Raises:
-        InputError: as :func:`load_experiment`.
+        InputError: As in :func:`load_experiment`.
     """
     _load_plugins(user)
     data = user.get("data", {})
@@ -181,22 +183,27 @@ def resolve_experiment(user: RawFields) -> Experiment:
 
 
 def build_experiment(fields: RawFields, *, note: bool = True) -> Experiment:
-    """Validate the fields of an experiment; raises as :func:`load_experiment`.
+    """Validate the fields of an experiment.
 
-    With ``note``, the hashes of its files are stored; see :mod:`trishul_ray.experiment.identity`.
+    Args:
+        fields: Nested fields.
+        note: Whether to store the hashes of its files; see :mod:`trishul_ray.experiment.identity`.
+
+    Raises:
+        InputError: As in :func:`load_experiment`.
     """
     try:
         experiment = Experiment.model_validate(fields)
     except ValidationError as error:
-        # A union repeats the error of each of its members.
+        # A union reports the same error for each of its members.
         messages = dict.fromkeys(_describe_error(item, fields) for item in error.errors())
-        raise InputError("; ".join(messages)) from None  # a traceback would begin in pydantic
+        raise InputError("; ".join(messages)) from None  # a traceback would start in pydantic
     experiment = note_plugins(experiment)
     return note_content(experiment) if note else experiment
 
 
 def _load_plugins(fields: RawFields) -> None:
-    """Load the files that the field ``plugins`` names, before names that they register are read."""
+    """Load the files of the field ``plugins`` before reading the names that they register."""
     if given := fields.get("plugins"):
         given = given if isinstance(given, list | tuple) else [given]
         fields["plugins"] = [
@@ -206,7 +213,7 @@ def _load_plugins(fields: RawFields) -> None:
 
 
 def field_names(method: str = "trishul") -> Iterator[str]:
-    """Yield the dotted name of every field, including those of ``method`` and of all stages."""
+    """Yield the dotted names of all fields, including fields of ``method`` and of all stages."""
     yield from _core_names(method)
     yield from _stage_names()
 
@@ -222,7 +229,7 @@ def _core_names(method: str, model: type[BaseModel] = Experiment) -> Iterator[st
 
 
 def _stage_names() -> Iterator[str]:
-    """Yield the dotted names of the fields of stages, whose modules this imports."""
+    """Yield the dotted names of the fields of all stages, and import their modules."""
     for name, stage in STAGES.all().items():
         yield from (f"{name}.{field}" for field in stage.Config.model_fields)
 
@@ -232,17 +239,19 @@ def _is_of_stage(name: str) -> bool:
 
 
 def _is_top(key: str) -> bool:
-    """Return whether a key is a field or section at the top of an experiment."""
+    """Return whether a key is a top-level field or section of an experiment."""
     return key != "stages" and (key in Experiment.model_fields or key in stage_names())
 
 
 @cache
 def _preset(dataset: str) -> RawFields:
-    """Return the fields of ``presets/<dataset>.yaml``, over those of the preset that it extends.
+    """Load ``presets/<dataset>.yaml`` over the preset that it extends.
 
-    They are empty if there is no such file.
+    Returns:
+        The fields, or an empty dictionary if the file does not exist.
     """
-    # Look it up among the files instead of joining paths: the name may come from the user.
+    # Look the name up in the list of files instead of joining paths, since it may come from the
+    # user.
     files = {file.name: file for file in (resources.files("trishul_ray") / "presets").iterdir()}
     name = f"{dataset.replace('/', '-')}.yaml"
     fields = yaml.safe_load(files[name].read_text(encoding="utf-8")) if name in files else {}
@@ -252,7 +261,7 @@ def _preset(dataset: str) -> RawFields:
 
 
 def split_override(text: str) -> tuple[str, str]:
-    """Return the key and the value of ``key=value``, where the value is still YAML."""
+    """Split ``key=value`` into the key and the value, which is still YAML."""
     key, equals, raw = text.partition("=")
     if not equals or not key.strip():
         raise InputError(f"override {text!r} is not of the form key=value")
@@ -260,10 +269,10 @@ def split_override(text: str) -> tuple[str, str]:
 
 
 def set_field(fields: RawFields, dotted: str, value: Any) -> None:
-    """Set a field of nested ones by its dotted name.
+    """Set a nested field by its dotted name.
 
     Raises:
-        InputError: A section has to be a value, or a value a section.
+        InputError: A section would replace a value, or a value a section.
     """
     *parents, last = dotted.split(".")
     for parent in parents:
@@ -276,7 +285,7 @@ def set_field(fields: RawFields, dotted: str, value: Any) -> None:
 
 
 def _over_preset(preset: RawFields, user: RawFields) -> RawFields:
-    """Return the user's fields over a preset's, without fields for its method or backbone only."""
+    """Merge the user's fields over a preset, without fields for another method or backbone."""
     preset = {name: dict(f) if isinstance(f, dict) else f for name, f in preset.items()}
 
     def names(fields: RawFields, section: str) -> Any:
@@ -302,11 +311,11 @@ def _merge(base: RawFields, over: RawFields) -> RawFields:
 
 
 def _describe_error(item: Any, fields: RawFields) -> str:
-    """Return one line with field, value and allowed values for an error of pydantic."""
+    """Describe an error of pydantic in one line with the field, value and allowed values."""
     path: list[str] = []
     model: type[BaseModel] = Experiment
     for part in map(str, item["loc"]):
-        # A location also contains the types of union members: keep field names only.
+        # A location also contains the types of union members. Keep only field names.
         if part == "stages" and model is Experiment:
             continue  # sections of stages are written next to the other sections
         section = _section_of(model, part, _method_of(fields))
@@ -316,7 +325,7 @@ def _describe_error(item: Any, fields: RawFields) -> str:
     dotted = ".".join(path)
     if item["type"] == "extra_forbidden":
         if isinstance(item["input"], Mapping) and item["input"]:
-            dotted += f".{next(iter(item['input']))}"  # a section: name the first field in it
+            dotted += f".{next(iter(item['input']))}"  # for a section, report its first field
         return describe_unknown_field(dotted, list(field_names(_method_of(fields))))
     if item["type"] == "value_error":
         text = str(item.get("ctx", {}).get("error", item["msg"]))
@@ -339,7 +348,7 @@ def _describe_error(item: Any, fields: RawFields) -> str:
 
 
 def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
-    """Return one line that names the fields in ``known`` that ``dotted`` resembles."""
+    """Report an unknown field in one line, with similar fields of ``known``."""
     known = list(dict.fromkeys([*known, *_stage_names()]))
     section, _, last = dotted.rpartition(".")
     of_method = f"method.{last}"
@@ -350,7 +359,7 @@ def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
             f"unknown field {dotted!r}: it is a field of method={' or '.join(owners)}, not of the "
             "method of this run (a label of a sweep can set both)"
         )
-    # Users do not set a field that loading fills in.
+    # Suggest no field that loading sets.
     names = [*SHORT_FIELDS, *(name for name in known if name.rpartition(".")[2] not in _NOTED)]
     lasts = {name: name.rpartition(".")[2] for name in names}
     similar = difflib.get_close_matches(last.casefold(), lasts.values(), n=1, cutoff=0.7)
@@ -359,7 +368,7 @@ def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
         or [name for name in names if lasts[name] == last and not _is_of_stage(name)]
         or difflib.get_close_matches(dotted.casefold(), names, n=1, cutoff=0.6)
         or [name for name in names if lasts[name] in similar]
-        # The words of another library, such as lora_rank.
+        # match names of other libraries, such as lora_rank
         or [name for name in names if lasts[name] == last.rpartition("_")[2]]
     )
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else _ALL_FIELDS
@@ -374,7 +383,7 @@ def _method_of(fields: RawFields) -> str:
 
 
 def _section_of(model: type[BaseModel], name: str, method: str) -> type[BaseModel] | None:
-    """Return the section that a field is, of an experiment with this method; None for a value."""
+    """Return the section class of a field, or None if the field is a plain value."""
     if model is Experiment and name == "method":
         return method_class(method).Config
     if model is Experiment and name not in model.model_fields and name in stage_names():

@@ -1,4 +1,7 @@
-"""The rows of an experiment and the partition of them, which need neither torch nor a backbone."""
+"""The rows of an experiment and their partition.
+
+Neither torch nor a backbone is needed.
+"""
 
 import numpy as np
 
@@ -13,7 +16,7 @@ from trishul_ray.runtime.random_streams import numpy_rng
 
 
 def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partition:
-    """Return the training rows of each client.
+    """Assign the training rows to clients.
 
     Raises:
         InputError: The rows cannot be partitioned as configured.
@@ -32,12 +35,12 @@ def partition_rows(dataset: PreparedDataset, experiment: Experiment) -> Partitio
 
 
 def check_rows(experiment: Experiment, progress: ProgressCallback | None = None) -> None:
-    """Check the rows that are on this machine, and that clients can share them as configured.
+    """Check the rows on this machine, and that they can be partitioned as configured.
 
     Rows that are only on the hub are not downloaded.
 
     Raises:
-        InputError: User data are malformed or suit no task, or the rows cannot be partitioned.
+        InputError: User data are malformed or fit no task, or the rows cannot be partitioned.
     """
     data, places = experiment.data, experiment.storage.places
     try:

@@ -1,4 +1,4 @@
-"""Read YAML, and reject a repeated key."""
+"""Read YAML files, and reject repeated keys."""
 
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ RawFields: TypeAlias = dict[str, Any]
 
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Before merge keys (``<<``) are resolved, which repeat the keys that they override.
+        # Check before merge keys (``<<``) are resolved, which repeat the keys that they override.
         node = super().compose_mapping_node(anchor)
         first: dict[str, yaml.ScalarNode] = {}
         for key, _ in node.value:
@@ -27,7 +27,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _TextLoader(_Loader):
-    """Reads every scalar but null as text; the type of its field converts it."""
+    """Load every scalar except null as a string, which its field converts."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # as the base class declares it
         first: [each for each in found if each[0].endswith((":null", ":merge"))]
@@ -36,19 +36,19 @@ class _TextLoader(_Loader):
 
 
 def parse_yaml(text: str | bytes, *, texts: bool = False) -> Any:
-    """Parse YAML; with ``texts``, every scalar but null is a text.
+    """Parse YAML; with ``texts``, every scalar except null is a string.
 
     Raises:
-        yaml.YAMLError: It is not YAML, repeats a key, or is nested too deeply.
+        yaml.YAMLError: The text is not YAML, repeats a key, or is nested too deeply.
     """
     try:
         return yaml.load(text, Loader=_TextLoader if texts else _Loader)  # noqa: S506
-    except (RecursionError, ValueError, LookupError, AttributeError) as error:  # or a month 13
+    except (RecursionError, ValueError, LookupError, AttributeError) as error:  # such as a month 13
         raise yaml.YAMLError(f"a value cannot be read: {first_line(error)}") from None
 
 
 def read_yaml(path: Path) -> RawFields:
-    """Return the fields in a YAML file, whose scalars are texts.
+    """Read the fields of a YAML file, with scalars as strings.
 
     Raises:
         InputError: The file cannot be read, or does not contain fields.

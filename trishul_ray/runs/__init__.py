@@ -1,1 +1,1 @@
-"""One run from configuration to results."""
+"""A single run, from its configuration to its results."""

@@ -1,7 +1,7 @@
 """Write the files of a finished run.
 
-Its tables and result.json come first, then its model: ``adapter/`` (PEFT), or ``model/`` (all
-weights).
+The tables and result.json are written first, then the model: ``adapter/`` (PEFT), or ``model/``
+(all weights).
 """
 
 from dataclasses import asdict, replace
@@ -26,19 +26,19 @@ def write_results(
         The new content of result.json.
 
     Raises:
-        ArtifactsError: The model cannot be exported; everything else is written.
+        ArtifactsError: The model cannot be exported; all other files are written.
     """
     with scratch_folder("results") as scratch:
         write_tables(experiment, last, Path(scratch))
         hashes = summary.sha256 | file_hashes(Path(scratch))
         home.upload_folder(Path(scratch))
-    # Its presence marks the run as finished, even if the model cannot be exported.
+    # This file marks the run as finished, even if the model cannot be exported.
     summary = write_result(home, replace(summary, files=sorted(hashes), sha256=hashes))
     return _add_model(experiment, summary, home) if model else summary
 
 
 def _add_model(experiment: Experiment, summary: RunSummary, home: Store) -> RunSummary:
-    """Export the model of a finished run, first into a local folder, then into ``home``."""
+    """Export the model of a finished run to a local folder, and upload it to ``home``."""
     try:
         from trishul_ray.runs.export import fits_adapter, load_trained, write_model  # takes seconds
 
@@ -62,7 +62,7 @@ def _add_model(experiment: Experiment, summary: RunSummary, home: Store) -> RunS
             sha256=summary.sha256 | hashes,
         )
         return write_result(home, added)
-    except Exception as error:  # of a plug-in, a disk or a bug: the scores are kept
+    except Exception as error:  # a plug-in, a disk or a bug may fail, and the scores must survive
         raise ArtifactsError(
             f"the model of run {experiment.id} could not be exported: {fault_of(error)}. The run "
             f"has finished: its scores are kept in {home.place('result.json')}, and repeating the "

@@ -1,12 +1,17 @@
-"""Evaluate a finished run on answers that it generates: ``eval.json`` next to its result.
+"""Evaluate a finished run on generated responses, and write ``eval.json`` next to its result.
 
-Nothing is generated in a round: 500 answers of 256 tokens cost more than the round. Scores of an
-answer are means over rows: ``exact_match`` by SQuAD's normalisation and ``rouge_l`` without
-stemming (Lin 2004), each the best over a row's right answers, ``ended``, whether an end token
-stopped it, ``answer_tokens``, its length, and ``repeated``, how much of it repeats itself. Next to
-them are the scores of the reference under the model, as in a round: ``loss``, its exponential
-``perplexity``, ``bits_per_byte``, which compares models of different tokenizers and leaves out the
-end token, and ``token_accuracy``; and for rows with choices ``acc`` and ``acc_norm``.
+Rounds generate nothing: 500 responses of 256 tokens cost more than a round. Scores of a response
+are means over rows, each with the best of the row's references:
+
+- ``exact_match`` with SQuAD's normalization,
+- ``rouge_l`` without stemming (Lin 2004),
+- ``ended``: whether an end token stopped the response,
+- ``answer_tokens``: its length,
+- ``repeated``: its fraction of repeated n-grams.
+
+The other scores evaluate the reference under the model, as in a round: ``loss``, its exponential
+``perplexity``, ``token_accuracy`` and, for rows with choices, ``acc`` and ``acc_norm``.
+``bits_per_byte`` excludes the end token and compares models with different tokenizers.
 
 Legend: N evaluated rows.
 """
@@ -44,11 +49,11 @@ from trishul_ray.storage.store import Store
 from trishul_ray.tasks.instruction import Instruction
 from trishul_ray.version import versions
 
-#: File of a run's folder with a JSON line for each evaluated row.
+#: File in a run's folder with one JSON line per evaluated row.
 ANSWERS = "answers.jsonl"
-#: Raise it when a score changes its meaning: runs are evaluated again.
+#: Increment when the meaning of a score changes: existing runs are then evaluated again.
 SCORES_VERSION = 2
-#: A smaller share of answers that end is reported.
+#: The command reports a smaller fraction of responses that end.
 FEW_END = 0.5
 
 
@@ -63,21 +68,24 @@ def evaluate_run(
     new_tokens: int | None = None,
     progress: Callable[[str, float], None] = lambda stage, done: None,
 ) -> Json:
-    """Return the content of a run's ``eval.json``, which is written if it is not there.
+    """Evaluate a run, and write ``eval.json`` unless it already has these scores.
 
     Args:
-        run: Id of a finished run, the beginning of one, or its folder.
+        run: Id of a finished run, a prefix of the id, or the run's folder.
         runs: Folder or URI of runs.
-        rows: Most rows: the same rows for every seed, method and backbone.
-        batch_size: Rows answered at once.
-        untuned: Whether to also evaluate the backbone before training.
-        split: The rows to answer.
-        new_tokens: Most tokens of an answer; the default is ``task.target_length``.
-        progress: Called with a stage and the share of it that is done.
+        rows: Maximum number of rows. The rows are the same for every seed, method and backbone.
+        batch_size: Number of rows per batch.
+        untuned: Whether to also evaluate the untuned model.
+        split: The split to evaluate.
+        new_tokens: Maximum number of tokens per response, by default ``task.target_length``.
+        progress: Called with a stage and its completed fraction.
+
+    Returns:
+        The content of ``eval.json``.
 
     Raises:
-        InputError: The run has not finished, its task generates no answers, or the answers may
-            exceed the backbone's positions.
+        InputError: The run has not finished, its task does not generate text, or a prompt with its
+            response may exceed the backbone's positions.
         RunError: The data or the backbone have changed since the run.
     """
     home, experiment, summary = open_finished(run, runs)
@@ -91,7 +99,7 @@ def evaluate_run(
         raise RunError(f"run {experiment.id} was trained on other {changed}: restore the original")
     encoded = dataset.split(split)
     chosen = draw_rows(encoded, rows)
-    about: Json = {  # another evaluation is not taken for this one
+    about: Json = {  # identifies this evaluation, so that no other one is reused
         "id": experiment.id,
         "state_sha256": summary.state_sha256,
         "round": summary.final["round"],
@@ -147,7 +155,7 @@ def evaluate_run(
 
 
 def _log(experiment: Experiment, summary: RunSummary, home: Store, about: Json) -> None:
-    """Log the scores of all rows with the run's own metrics: ``eval/rouge_l``."""
+    """Log the scores over all rows with the run's metrics, such as ``eval/rouge_l``."""
     scores = {
         f"{prefix}/{name}": value
         for model, prefix in (("tuned", "eval"), ("untuned", "eval_untuned"))
@@ -159,7 +167,7 @@ def _log(experiment: Experiment, summary: RunSummary, home: Store, about: Json) 
 
 
 def _read(home: Store, about: Json) -> Json:
-    """Return the evaluation that a run has, if it is of the same rows and settings."""
+    """Return the stored evaluation of the same rows with the same settings, or an empty one."""
     with suppress(FileNotFoundError, CorruptFileError):
         found = from_checked_json(home.read(EVALUATION), EVALUATION)
         del found["checksum"]
@@ -170,9 +178,12 @@ def _read(home: Store, about: Json) -> Json:
 
 
 def draw_rows(split: Split, count: int) -> np.ndarray:
-    """Return at most ``count`` rows of a split, ascending, in equal shares of every group, [N].
+    """Sample at most ``count`` rows of a split, with equal fractions of every group.
 
-    The sample only depends on the groups: it is the same for every seed, method and backbone.
+    The sample depends only on the groups, so it is the same for every seed, method and backbone.
+
+    Returns:
+        Ascending row indices, int64 [N].
     """
     groups = split.column("group") if "group" in split.columns else np.zeros(len(split), int)
     drawn = numpy_rng(0, "eval").permutation(len(split))
@@ -180,7 +191,8 @@ def draw_rows(split: Split, count: int) -> np.ndarray:
     sizes = np.bincount(groups)[groups[order]]
     first = np.searchsorted(groups[order], groups[order])
     place = np.empty(len(split))
-    place[order] = (np.arange(len(split)) - first + 0.5) / sizes  # within its group, in (0, 1)
+    # position within its group, in (0, 1)
+    place[order] = (np.arange(len(split)) - first + 0.5) / sizes
     return np.sort(np.lexsort((drawn, place))[:count])
 
 
@@ -193,12 +205,16 @@ def _answer(
     new_tokens: int | None,
     report: Callable[[float], None],
 ) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Return the bound model's answers to encoded rows [N], and numbers on each by name, [N]."""
+    """Generate the bound model's responses to encoded rows [N].
+
+    Returns:
+        The responses, and one array [N] per measured value, keyed by name.
+    """
     texts = [""] * len(rows)
     columns: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(rows)))
     decode = partial(task.tokens.tokenizer.batch_decode, skip_special_tokens=True)
     starts = split.column("spans")[rows, :, 0].max(axis=1)
-    order = np.argsort(-starts, kind="stable")  # alike in length, the longest first
+    order = np.argsort(-starts, kind="stable")  # batch rows of similar length, longest first
     stops = torch.tensor(task.stop_ids(context.model))
     report(0.0)
     positions = task.tokens.backbone.positions
@@ -212,7 +228,7 @@ def _answer(
         batch = task.prepare_batch(split.batch(rows[at]), context.device, context.dtype)
         outputs = task.predict(context.model, batch)
         scored, sizes = task.score(outputs, batch), batch["counts"].tolist()
-        said = task.said(batch)  # as lm-evaluation-harness, score no end token in bits
+        said = task.said(batch)  # like lm-evaluation-harness, exclude end tokens from bits
         bits = outputs.losses.double().cpu() * said / math.log(2)
         both = zip(batch["labels"].cpu().split(sizes), said.split(sizes), strict=True)
         labels = decode([ids[kept] for ids, kept in both])
@@ -244,10 +260,10 @@ def _answer(
 def _choose(
     context: ModelContext, task: Instruction, split: Split, asked: Sequence[Row], rows: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return whether the most likely choice is right, [N]; NaN for rows without choices.
+    """Score whether the most likely choice of each row is right, [N], or NaN without choices.
 
-    As lm-evaluation-harness, ``acc`` takes the largest log-likelihood, the first of equal ones, and
-    ``acc_norm`` the largest one divided by the number of characters.
+    As in lm-evaluation-harness, ``acc`` selects the largest log-likelihood, the first in case of
+    ties, and ``acc_norm`` divides each log-likelihood by the number of characters.
     """
     found = {name: np.full(len(rows), np.nan) for name in ("acc", "acc_norm")}
     texts, right = split.texts("choices").to_pylist(), split.column("choice")
@@ -263,17 +279,18 @@ def _choose(
 
 
 def best(score: Callable[[str, str], float], answer: str, references: Sequence[str]) -> float:
-    """Return the largest score of an answer over references; NaN if it is NaN for all of them."""
+    """Return the best score of a response over all references, ignoring NaN unless all are NaN."""
     found = (score(answer, reference) for reference in references)
     return max((value for value in found if not math.isnan(value)), default=math.nan)
 
 
 def exact_match(answer: str, reference: str, pattern: str | None = None) -> float:
-    """Return whether two texts are the same without case, punctuation and articles.
+    """Compare two texts without case, punctuation and articles; 1.0 if they match, otherwise 0.0.
 
-    A text that is nothing else, such as the letter A or a sign, is compared with its articles and,
-    if it has no word at all, with its punctuation. With a pattern, its last matches are compared,
-    without commas; NaN if the reference has none.
+    Two texts that consist only of articles and punctuation, such as the letter A or a sign, are
+    compared with their articles or, without any word, with their punctuation. With ``pattern``, the
+    last matches are compared, without commas. The score is NaN if the pattern does not match the
+    reference.
     """
     if pattern is not None:
         found, right = ([*re.finditer(pattern, text)] for text in (answer, reference))
@@ -288,16 +305,19 @@ def exact_match(answer: str, reference: str, pattern: str | None = None) -> floa
 
 
 def _normalized(text: str) -> list[str]:
-    """Return the words of a text as SQuAD compares them."""
+    """Return the words of a text in SQuAD's normalization."""
     without_signs = text.lower().translate(str.maketrans("", "", string.punctuation))
     return re.sub(r"\b(a|an|the)\b", " ", without_signs).split()
 
 
 def rouge_l(answer: str, reference: str) -> float:
-    """Return ROUGE-L of two texts as ``rouge_score`` computes it without its stemmer.
+    """Compute ROUGE-L of two texts like ``rouge_score`` without its stemmer.
 
-    Words are runs of a-z and digits, in lower case; NaN if the reference has none. With the longest
-    common subsequence of c words, precision c/a and recall c/r, F is 2c / (a + r).
+    Words are runs of a-z and digits, in lower case. Given a longest common subsequence of c words,
+    precision is c/a, recall is c/r, and F is 2c / (a + r).
+
+    Returns:
+        The F score, or NaN if the reference contains no words.
     """
     first, second = (re.findall("[a-z0-9]+", text.lower()) for text in (answer, reference))
     if not second:
@@ -312,9 +332,9 @@ def rouge_l(answer: str, reference: str) -> float:
 
 
 def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
-    """Return the share of n-grams that are there before in the same text; 0 if there are none.
+    """Compute the fraction of n-grams that occur earlier in the same text, or 0 without n-grams.
 
-    That is seq-rep-n of Welleck et al. (arXiv 1908.04319).
+    This is seq-rep-n of Welleck et al. (arXiv 1908.04319).
     """
     grams = [tuple(tokens[first : first + n]) for first in range(len(tokens) - n + 1)]
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
@@ -323,7 +343,10 @@ def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
 def _scores_by_group(
     columns: dict[str, np.ndarray], split: Split, rows: np.ndarray, experiment: Experiment
 ) -> Json:
-    """Return the scores of all rows, and by group; apart those of ``data.test_groups``."""
+    """Compute the scores of all rows, of each group, and of seen and unseen groups.
+
+    Unseen groups are the groups in ``data.test_groups``.
+    """
     found: Json = _scores(columns)
     if "group" not in split.columns:
         return found
@@ -341,14 +364,14 @@ def _scores_by_group(
 
 
 def _scores(columns: dict[str, np.ndarray]) -> Json:
-    """Return the scores of rows, given the numbers on each; a row's NaN counts in no mean."""
+    """Average the scores over rows, skipping NaN."""
     if not len(columns["loss"]):
         return {"rows": 0}
     sums = {name: math.fsum(columns[name]) for name in ("loss", "terms", "bits", "bytes")}
     loss = sums["loss"] / sums["terms"]
     means = {name: values for name, values in columns.items() if name not in sums}
     found: Json = {"rows": len(columns["loss"]), "loss": loss}
-    if loss < 700:  # otherwise it overflows
+    if loss < 700:  # larger losses overflow
         found["perplexity"] = math.exp(loss)
     if sums["bytes"]:
         found["bits_per_byte"] = sums["bits"] / sums["bytes"]

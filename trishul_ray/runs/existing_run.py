@@ -1,4 +1,7 @@
-"""Runs that exist before a call: a finished run is read and restored, a shorter one extended."""
+"""Reuse runs of earlier calls.
+
+A finished run is read and restored, and a shorter run is extended.
+"""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -26,9 +29,11 @@ from trishul_ray.tracking.progress import RunProgress
 def read_finished(
     experiment: Experiment, home: Store, progress: RunProgress
 ) -> tuple[RunSummary | None, str]:
-    """Return the result of a finished run, and which requested scores an existing run lacks.
+    """Read the result of a finished run.
 
-    The result is None if the run has not finished, or if its result.json is corrupt.
+    Returns:
+        The result, or None if the run has not finished or its result.json is corrupt; and the
+        requested scores that an existing run lacks, as a phrase.
     """
     try:
         summary = RunSummary.read(home)
@@ -49,7 +54,7 @@ def read_finished(
 
 
 def check_sources(experiment: Experiment, summary: RunSummary, progress: RunProgress) -> None:
-    """Raise an InputError if data or weights on this machine differ from those of the run."""
+    """Raise an InputError if data or weights on this machine differ from the run's."""
     now, unknown = local_sources(experiment, progress.task_progress("checking data"))
     if unknown:
         progress.note(f"not compared with this finished run: {unknown}")
@@ -64,9 +69,9 @@ def restore_files(
     experiment: Experiment, summary: RunSummary, folder: RunFolder, progress: RunProgress,
     *, extras: bool,
 ) -> RunSummary:  # fmt: skip
-    """Write the files of a finished run again if one is damaged, from its last checkpoint.
+    """Restore damaged files of a finished run from its last checkpoint.
 
-    With ``extras``, also export the model that a run in a sweep left out.
+    With ``extras``, also export the model if the run has none, such as a run of a sweep.
 
     Returns:
         The content of result.json.
@@ -102,10 +107,10 @@ def extend_shorter(
     experiment: Experiment, prepared: Prepared, folder: RunFolder, attempt: str,
     progress: RunProgress,
 ) -> None:  # fmt: skip
-    """Start a new run with the rounds of an existing run that only differs in having fewer rounds.
+    """Start a new run from a run that differs only in having fewer rounds.
 
-    The rounds must be equal: no schedule or stage depends on the number of rounds, all
-    requested scores exist, and the last round has no diagnostics only because it was the last.
+    The shared rounds must be equal: no schedule or stage depends on the number of rounds, all
+    requested scores exist, and the last round has no diagnostics merely because it was the last.
     """
     fed, own = experiment.federation, folder.checkpoints
     varies = any(stage.reads_rounds for stage in Stages.of(experiment))

@@ -1,11 +1,11 @@
-"""The model of a run: its newest checkpoint as a model, and its export. No data are read.
+"""Load the trained model of a run from its newest checkpoint, and export it. No data are read.
 
-An exported folder also has the files with which others load the model and predict as the run did:
-``README.md`` (a model card), the image processor or the tokenizer, ``task.json`` (how rows become
-inputs), and ``backbone/`` if no name or folder has the frozen backbone: a built-in, random weights,
-or a resized one. The names of the classes are in the ``config.json`` of the whole model or of
-``backbone/``, otherwise in ``config/``: transformers takes a folder with a ``config.json`` for a
-whole model.
+An exported folder also contains the files that other tools need to load the model and to predict as
+in the run: ``README.md`` (a model card), the image processor or the tokenizer, ``task.json`` (how
+rows become inputs), and ``backbone/`` if the frozen backbone has no name or folder: a built-in
+model, random weights, or another image size. The class names are in the ``config.json`` of the
+whole model or of ``backbone/``, otherwise in ``config/``: transformers would load a folder with a
+``config.json`` as a whole model.
 """
 
 import copy
@@ -48,7 +48,7 @@ from trishul_ray.version import __version__
 
 #: Folders of an exported adapter: a copy of the backbone, or its configuration with the classes.
 COPY, CONFIG = "backbone", "config"
-#: The pipeline of transformers for each kind of model.
+#: The transformers pipeline for each kind of model.
 _PIPELINES: dict[ModelKind, str] = {
     "image-classification": "image-classification",
     "sequence-classification": "text-classification",
@@ -59,7 +59,7 @@ _PIPELINES: dict[ModelKind, str] = {
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The model of a run after a round; ``client`` names its owner, empty for the global model."""
+    """The model of a run after a round; ``client`` is its owner, or empty for the global model."""
 
     context: ModelContext
     trained: Trained
@@ -69,15 +69,15 @@ class TrainedRun:
 
 @dataclass(frozen=True)
 class Export:
-    """An exported model.
+    """Description of an exported model.
 
     Attributes:
-        form: ``adapter`` (PEFT) or ``model`` (all weights, with the update in them).
+        form: ``adapter`` (PEFT) or ``model`` (all weights, with the update merged into them).
         round: The last round.
-        note: A description in one line.
+        note: A one-line description.
         ranks: Smallest and largest LoRA rank of an adapter's layers.
-        relative_error: Largest relative error of an update that includes changes of the frozen
-            weights, or is truncated, in the Frobenius norm; otherwise 0.
+        relative_error: Largest relative error, in the Frobenius norm, of an update that is
+            truncated or includes changes of the frozen weights; otherwise 0.
     """
 
     form: str
@@ -88,11 +88,12 @@ class Export:
 
 
 def load_trained(experiment: Experiment, client: int | str | None = None) -> TrainedRun:
-    """Return the model of the newest checkpoint of an experiment's run.
+    """Load the model of the newest checkpoint of an experiment's run.
 
     Args:
         experiment: The experiment.
-        client: Client whose own model to return, by number or name; None is the global model.
+        client: Client whose personalized model to load, by number or name. None loads the global
+            model.
 
     Raises:
         InputError: The backbone is not on this machine, or the client has no personalized model.
@@ -104,7 +105,7 @@ def load_trained(experiment: Experiment, client: int | str | None = None) -> Tra
         why = "; ".join(checkpoints.skipped) or "none was written"
         raise RunError(f"run {experiment.id} has no usable checkpoint: {why}")
     method = build_method(experiment.method, experiment.adapter)
-    assert checkpoint.info is not None  # as every run writes it
+    assert checkpoint.info is not None  # every run stores it
     name, kept = ("", None) if client is None else _kept_by(client, experiment, checkpoint)
     with deterministic(experiment):
         broadcast = broadcast_of(method, checkpoint.state)
@@ -119,7 +120,7 @@ def load_trained(experiment: Experiment, client: int | str | None = None) -> Tra
 def _kept_by(
     client: int | str, experiment: Experiment, checkpoint: Checkpoint
 ) -> tuple[str, Arrays]:
-    """Return the name of a client, and the state of its personalized model."""
+    """Return the name of a client and the state of its personalized model."""
     if not build_method(experiment.method).personal:
         raise InputError(
             f"client={client}: method={experiment.method.name} leaves no part of the model with "
@@ -140,7 +141,7 @@ def _kept_by(
 
 
 def _whose_model(run: TrainedRun) -> str:
-    """Return whose model it is if clients have their own; otherwise an empty text."""
+    """Describe the owner of a personalized method's model, or return an empty string."""
     context = run.context
     if not context.method.personal:
         return ""
@@ -156,7 +157,7 @@ def _whose_model(run: TrainedRun) -> str:
 
 
 def fits_adapter(context: ModelContext) -> bool:
-    """Return whether the method adapts layers; full fine-tuning changes all weights instead."""
+    """Return whether the method adapts layers. Full fine-tuning changes all weights instead."""
     return any(True for _ in context.model.iter_layers(context.initial))
 
 
@@ -164,11 +165,19 @@ def export_run(
     run: str, directory: Path, *, merged: bool, runs: str, client: str | None = None,
     rank: int | None = None,
 ) -> Export:  # fmt: skip
-    """Write the adapter, or the merged model, of a run's newest checkpoint into a new folder.
+    """Write the adapter or the merged model of a run's newest checkpoint into a new folder.
 
-    Full fine-tuning has no adapter: its model is written instead. ``client`` is the name or the
-    number of the client whose own model to write; None is the global model. Updates of a higher
-    rank than ``rank`` are truncated, and the note reports the error.
+    Full fine-tuning has no adapter, so its whole model is written instead.
+
+    Args:
+        run: Id of a run, a prefix of the id, or the run's folder.
+        directory: The folder to write, which must be empty or not exist.
+        merged: Whether to write the whole model instead of the adapter.
+        runs: Folder or URI of runs.
+        client: Name or number of the client whose personalized model to write. None writes the
+            global model.
+        rank: Maximum rank of an update. Updates of higher rank are truncated, and the note reports
+            the error.
 
     Raises:
         InputError: The run does not exist, ``directory`` is not empty, or the client has no
@@ -187,10 +196,10 @@ def write_model(
     run: TrainedRun, directory: Path, *, merged: bool, notes: dict[str, str],
     place: str | None = None, rank: int | None = None,
 ) -> Export:  # fmt: skip
-    """Write a trained model with the files that others need to use it, into an empty folder.
+    """Write a trained model, with all files needed to use it, into an empty folder.
 
-    ``notes`` are further lines of the model card, by title; ``place`` is the final path of the
-    folder, if it is copied later.
+    ``notes`` are further lines of the model card, keyed by title. ``place`` is the final path of a
+    folder that is copied later.
     """
     context, settings = run.context, run.context.settings
     owner, quantize = _whose_model(run), settings.model.quantize
@@ -240,9 +249,9 @@ def write_model(
 
 @dataclass(frozen=True)
 class _BackboneName:
-    """Name of the backbone in an adapter's configuration: a hub name with its commit, or a folder.
+    """Name of the backbone in an adapter's configuration: a hub name and its commit, or a folder.
 
-    ``copied``: the folder is a copy that is written into the exported one.
+    ``copied`` means that the folder is a copy inside the exported one.
     """
 
     name: str
@@ -251,7 +260,7 @@ class _BackboneName:
 
 
 def _name_backbone(context: ModelContext, place: str) -> _BackboneName:
-    """Return how ``from_pretrained`` finds the backbone of an adapter that will be at ``place``."""
+    """Return the name or path with which ``from_pretrained`` finds the backbone of an adapter."""
     config = context.settings.model
     backbone = backbone_of(config, context.settings.storage.places)
     if isinstance(backbone, PythonBackbone):
@@ -270,13 +279,13 @@ def _write_files(
     context: ModelContext, folder: Path, *, notes: dict[str, str],
     backbone: _BackboneName | None = None,
 ) -> None:  # fmt: skip
-    """Write the files next to a model; ``backbone`` is given for an adapter."""
+    """Write the files next to a model; ``backbone`` is set only for an adapter."""
     task, config, info = context.task, getattr(context.model.model, "config", None), context.info
     _write_preparation(task, folder)
     if backbone is not None and backbone.copied:
         (folder / COPY).mkdir()
         save_module(merge_trained(context.model, Trained(context.initial)), folder / COPY)
-        # A pipeline of transformers looks for them in the folder of the backbone.
+        # A transformers pipeline searches for these files in the folder of the backbone.
         _write_preparation(task, folder / COPY)
     elif backbone is not None and isinstance(config, PretrainedConfig):
         config.save_pretrained(str(folder / CONFIG))
@@ -286,7 +295,6 @@ def _write_files(
 
 
 def _write_preparation(task: Task, folder: Path) -> None:
-    """Write the image processor or the tokenizer."""
     if isinstance(task, ImageClassification):
         _write_json(folder / "preprocessor_config.json", _image_processor(task))
     elif task.tokens is not None:
@@ -297,9 +305,9 @@ def _write_preparation(task: Task, folder: Path) -> None:
 
 
 def configure_answers(context: ModelContext) -> None:
-    """Write names of classes, and ends of generated answers, into the configuration of a model.
+    """Store class names, and the end tokens of generated responses, in the model's configuration.
 
-    A chat template may end answers with another token than the checkpoint.
+    A chat template may end responses with another token than the checkpoint.
     """
     model: Any = context.model.model
     config = getattr(model, "config", None)
@@ -311,7 +319,7 @@ def configure_answers(context: ModelContext) -> None:
 
 
 def _image_processor(task: ImageClassification) -> Json:
-    """Return the image processor of transformers that prepares images as the task does."""
+    """Return the configuration of a transformers image processor equivalent to the task's."""
     side = task.image_size
     return {
         "image_processor_type": "ViTImageProcessor",
@@ -332,7 +340,7 @@ def _image_processor(task: ImageClassification) -> Json:
 def _model_card(
     context: ModelContext, backbone: _BackboneName | None, notes: dict[str, str]
 ) -> str:
-    """Return a model card: what the model is, and the code that loads it."""
+    """Render the model card, which describes the model and contains the code that loads it."""
     settings, kind = context.settings, context.task.model_kind
     images = isinstance(context.task, ImageClassification)
     made_in_python = isinstance(
@@ -341,7 +349,7 @@ def _model_card(
     templates = Environment(
         loader=PackageLoader("trishul_ray.runs", "."),
         undefined=StrictUndefined,
-        autoescape=select_autoescape(),  # a card is Markdown, which has none
+        autoescape=select_autoescape(),  # does not escape a card, which is Markdown
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,

@@ -15,9 +15,9 @@ from trishul_ray.tracking.store import tracking_uri
 
 
 def check_first(experiment: Experiment, progress: ProgressCallback | None = None) -> None:
-    """Check plug-ins, the folder of runs, the tracking store's address, files of stages and rows.
+    """Check plug-ins, the folder of runs, the tracking URI, the files of stages, and the rows.
 
-    The last check, that the backbone exists and that adapters fit its layers, imports torch.
+    The last check, that the backbone exists and that the adapters fit its layers, imports torch.
 
     Raises:
         InputError: One of them is missing, has changed or is malformed.

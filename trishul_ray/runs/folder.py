@@ -1,4 +1,4 @@
-"""The folder of a run, ``<runs>/<id>``: how to find it, who may write into it, and its attempt."""
+"""The folder of a run, ``<runs>/<id>``: find it, lock it, and store the run's attempt in it."""
 
 import uuid
 from collections.abc import Iterator
@@ -38,12 +38,11 @@ class RunFolder:
 
     @classmethod
     def of(cls, experiment: Experiment) -> "RunFolder":
-        """Return the folder of an experiment's run."""
         return cls(experiment, run_folder(experiment), open_checkpoints(experiment))
 
     @property
     def attempt(self) -> str:
-        """Name of the attempt that its files belong to, or an empty text."""
+        """The name of the attempt recorded in the folder, or an empty string."""
         if attempt := read_note(self.home, ATTEMPT):
             return attempt
         checkpoint = self.checkpoints.newest()
@@ -51,7 +50,7 @@ class RunFolder:
 
     @contextmanager
     def accessible(self) -> Iterator[None]:
-        """Raise a permanent error of the storage as an InputError."""
+        """Convert permanent errors of the storage to an InputError."""
         try:
             yield
         except StorageRefusedError as error:
@@ -60,9 +59,9 @@ class RunFolder:
 
     @contextmanager
     def locked(self, *, read_only: bool) -> Iterator[None]:
-        """Allow one process at a time to drive a run: by a lock file, or in a bucket by a lease.
+        """Ensure that only one process drives a run, by a lock file or, in a bucket, a lease.
 
-        With ``read_only``, a finished run may be in a folder that cannot be written.
+        With ``read_only``, a finished run may be in a folder without write permission.
         """
         runs, name = self.home.parent(), self.home.name
         file = Path(runs.root, f".{name}.lock")
@@ -83,14 +82,14 @@ class RunFolder:
     def remove(self) -> list[str]:
         """Remove the run, also from MLflow; return the parts that MLflow rejected."""
         attempt = self.attempt
-        self.home.remove("result.json")  # first: without its files, it is not a result
+        self.home.remove("result.json")  # first, since without its files it is not a result
         rejected = delete_logged(self.experiment, attempt)
         self.home.remove_all()
         return rejected
 
     @contextmanager
     def begun(self) -> Iterator[str]:
-        """Write what a run begins with, and yield its attempt: that of its files, or a new one.
+        """Write the first files of a run, and yield its attempt, which is recorded or new.
 
         A run that is rejected before its first checkpoint leaves no files.
         """
@@ -98,7 +97,8 @@ class RunFolder:
         try:
             with self.accessible():
                 self.home.remove_unfinished()
-                # Before there is a run in MLflow: a driver killed in between finds it by this name.
+                # The attempt must exist before the MLflow run: a driver that is killed in between
+                # finds the MLflow run by this name.
                 attempt = self.attempt or uuid.uuid4().hex
                 write_note(self.home, ATTEMPT, attempt)
                 self.home.write("config.yaml", self.experiment.to_yaml())
@@ -110,13 +110,13 @@ class RunFolder:
 
 
 def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
-    """Return the folder of a run and its experiment.
+    """Open the folder of a run, and load its experiment.
 
-    ``run`` is an id in ``runs``, the beginning of an id, or the folder of a run. The cache, the
-    hub's mirror and the MLflow store are places of this machine.
+    ``run`` is an id in ``runs``, a prefix of an id, or the folder of a run. The cache, the hub's
+    mirror and the MLflow store are those configured on this machine.
 
     Raises:
-        InputError: There is no such run, several begin so, or its config.yaml describes another.
+        InputError: No run matches, several runs match, or config.yaml describes another run.
     """
     folder, _, name = run.rstrip("/").rpartition("/")
     store = Store.open(folder or runs)
@@ -150,7 +150,7 @@ def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
 
 
 def open_finished(run: str, runs: str) -> tuple[Store, Experiment, RunSummary]:
-    """Return also the summary of a finished run, or raise an InputError; see :func:`open_run`."""
+    """Open a finished run with its summary, or raise an InputError; see :func:`open_run`."""
     home, experiment = open_run(run, runs)
     try:
         return home, experiment, RunSummary.read(home)

@@ -1,4 +1,4 @@
-"""Score a finished run with lm-evaluation-harness: ``harness.json`` next to its result."""
+"""Score a finished run with lm-evaluation-harness, and write ``harness.json`` to its folder."""
 
 import copy
 import json
@@ -21,16 +21,21 @@ from trishul_ray.tasks.prompts import ChatPrompt
 def run_harness(
     run: str, tasks: Sequence[str], folder: Path | None = None, *, runs: str = "runs", **how: Any
 ) -> Json:
-    """Return what lm-evaluation-harness measures of a run's model on its tasks, by task.
+    """Evaluate a run's model with lm-evaluation-harness.
 
     The scores replace ``harness.json`` next to the run's result.
 
     Args:
-        run: Id of a finished run, the beginning of one, or its folder.
-        tasks: Names of its tasks, whose data come from the hub unless their files say otherwise.
+        run: Id of a finished run, a prefix of the id, or the run's folder.
+        tasks: Names of harness tasks. Their data come from the hub unless their files specify
+            another source.
         folder: A folder with files of custom tasks.
         runs: Folder or URI of runs.
-        **how: Further arguments of its ``simple_evaluate``, such as ``limit`` and ``num_fewshot``.
+        **how: Further arguments of ``lm_eval.simple_evaluate``, such as ``limit`` and
+            ``num_fewshot``.
+
+    Returns:
+        The scores, keyed by task.
 
     Raises:
         InputError: The harness is not installed or does not know a task, or the model is not a

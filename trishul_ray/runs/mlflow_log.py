@@ -1,7 +1,7 @@
-"""The log of a run in MLflow: its names, parameters, tags and totals.
+"""Log a run in MLflow, with its names, parameters, tags and totals.
 
-A run is logged while it goes on. The store knows what it has: a finished run whose result it lacks
-is logged from its files, as a new run with the tag ``trishul.reused``.
+Rounds are logged during the run. If the store lacks the result of a finished run, the run is logged
+from its files, as a new MLflow run with the tag ``trishul.reused``.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ REUSED_TAG = "trishul.reused"
 
 
 def describe(experiment: Experiment) -> str:
-    """Return method, dataset, backbone, cohort, rounds, stages and id of a run in one line."""
+    """Describe a run in one line: method, dataset, backbone, cohort, rounds, stages and id."""
     fed = experiment.federation
     strength = experiment.method.in_short
     method = experiment.method.name + (f" ({strength})" if strength else "")
@@ -53,7 +53,7 @@ def describe(experiment: Experiment) -> str:
 
 
 def mlflow_command(experiment: Experiment) -> str | None:
-    """Return the command that shows the runs in a browser, or None if they are not logged."""
+    """Return the command that opens the MLflow UI, or None if the run is not logged."""
     return ui_command(_uri(experiment)) if experiment.tracking.mlflow else None
 
 
@@ -61,7 +61,7 @@ def open_run(
     experiment: Experiment, attempt: str, data: Coverage, sources: Mapping[str, str],
     tags: Mapping[str, str], unread: Collection[str] = (),
 ) -> Tracker:  # fmt: skip
-    """Open the MLflow run of an experiment's attempt; ``data`` are the rows that it uses.
+    """Open the MLflow run of an experiment's attempt; ``data`` describes the rows that it uses.
 
     Raises:
         InputError: The store cannot be opened.
@@ -99,10 +99,10 @@ def open_run(
 
 
 def run_name(experiment: Experiment) -> str:
-    """Return a name that distinguishes runs: method, λ, partition, budget, rate, draw, seed, label.
+    """Build a name that distinguishes runs: method, λ, partition, budget, rate, draw, seed, label.
 
-    The rate is named if it was set, such as by a search. Runs on user data without a label are
-    named after the data.
+    The name contains the learning rate if it was set, for example by a search. Runs on user data
+    without a label are named after the data.
     """
     parts = [experiment.method.name]
     if strength := experiment.method.in_short:
@@ -122,9 +122,9 @@ def run_name(experiment: Experiment) -> str:
 
 
 def grouped_metrics(record: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a round by the names that MLflow shows in groups, ``group/name``.
+    """Rename the metrics of a round to ``group/name``, by which MLflow groups them.
 
-    Scores and losses are in the first one: ``Score/accuracy``, ``Score/loss``.
+    Scores and losses are in the first group: ``Score/accuracy``, ``Score/loss``.
     """
     return {_grouped(name): value for name, value in record.items() if name != "round"}
 
@@ -136,7 +136,7 @@ def _grouped(name: str) -> str:
         return f"traffic/{name}"
     if name in DIAGNOSTICS or name == "aggregation_error":
         return f"cores/{name}"
-    # The prox, the clients' changes of their cores, the validation rows, and the stages.
+    # The prox, the changes of the clients' cores, the validation rows, and the stages.
     groups = dict.fromkeys(("svt", "delta", "validation"), frozenset[str]())
     groups |= {section: stage.numbers for section, stage in STAGES.items.items()}
     for group, names in groups.items():
@@ -149,7 +149,7 @@ def close_run(
     run: Tracker, summary: RunSummary, home: Store,
     scores: Mapping[str, float] = MappingProxyType({}),
 ) -> list[str]:  # fmt: skip
-    """End the MLflow run of a finished run with its totals and files; return the rejected parts."""
+    """End the MLflow run with the run's totals and files; return the parts that MLflow rejected."""
     if not isinstance(run, MlflowRun):
         return []
     headline, hardware = summary.headline, summary.hardware
@@ -186,10 +186,10 @@ def log_finished(
     experiment: Experiment, summary: RunSummary, home: Store, tags: Mapping[str, str],
     scores: Mapping[str, float] = MappingProxyType({}),
 ) -> list[str]:  # fmt: skip
-    """Log a finished run where the experiment asks for it, unless MLflow has its result and scores.
+    """Log a finished run if tracking is on, unless MLflow already has its result and scores.
 
     Returns:
-        The rejected parts.
+        The parts that MLflow rejected.
     """
     options = experiment.tracking
     if not options.mlflow:
@@ -200,7 +200,7 @@ def log_finished(
         logged = {data.tags.get(RESULT_TAG): data.metrics.items() for data in ended}
         if summary.checksum in logged and scores.items() <= logged[summary.checksum]:
             return []
-        tags = {**tags, REUSED_TAG: "True"}  # of a new run
+        tags = {**tags, REUSED_TAG: "True"}  # for the new MLflow run
         sources, unread = summary.sources, summary.unread_fields
         run = open_run(experiment, summary.attempt, summary.data, sources, tags, unread)
         for record in read_metrics(home):
@@ -211,7 +211,7 @@ def log_finished(
 
 
 def delete_logged(experiment: Experiment, attempt: str) -> list[str]:
-    """Delete the MLflow run of an attempt; return the rejected parts."""
+    """Delete the MLflow run of an attempt; return the parts that MLflow rejected."""
     if not (experiment.tracking.mlflow and attempt):
         return []
     try:

@@ -1,6 +1,6 @@
-"""Predict with a trained model, from rows as its dataset has them.
+"""Predict with a trained model on rows with the columns of its dataset.
 
-Rows take the way of the test rows of the run: the same columns, image size, prompt and tokens.
+Rows are processed like the run's test rows: the same columns, image size, prompt and tokens.
 
 Shapes: N rows, K classes.
 """
@@ -27,16 +27,16 @@ from trishul_ray.runs.export import TrainedRun
 from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.tasks.base import Classification
 
-#: Columns of texts that rows of questions must have.
+#: Text columns that question answering requires.
 _QUESTIONS = ("question", "context")
 
 _Read = TypeVar("_Read")
 
 
 def predict(run: TrainedRun, rows: Any, *, batch_size: int = 64) -> list[str]:
-    """Return the class of every row, by name; of a question the answer.
+    """Predict the class name, or generate the answer, of every row.
 
-    ``rows`` are only texts or only images, or rows with columns, as a dataset would be passed.
+    ``rows`` are only texts, only images, or rows with columns in any form that a dataset may have.
     """
     task, classes = run.context.task, run.context.info.classes
     parts = _predict(
@@ -46,10 +46,10 @@ def predict(run: TrainedRun, rows: Any, *, batch_size: int = 64) -> list[str]:
 
 
 def predict_probabilities(run: TrainedRun, rows: Any, *, batch_size: int = 64) -> np.ndarray:
-    """Return the probability of every class, float32 [N, K], in the order of the run's classes.
+    """Predict class probabilities, float32 [N, K], in the order of the run's classes.
 
     Raises:
-        InputError: The rows do not fit the run's dataset, or the task writes texts.
+        InputError: The rows do not fit the run's dataset, or the task generates text.
     """
     task = run.context.task
     if not isinstance(task, Classification):
@@ -71,7 +71,7 @@ def _predict(
     batch_size: int,
     read: Callable[[Mapping[str, torch.Tensor]], _Read],
 ) -> list[_Read]:
-    """Return what ``read`` makes of every prepared batch, with the run's model bound."""
+    """Apply ``read`` to every prepared batch, with the run's model bound."""
     if batch_size < 1:
         raise InputError(f"batch_size={batch_size}: must be at least 1")
     context, trained = run.context, run.trained
@@ -91,7 +91,7 @@ def _predict(
 
 @contextmanager
 def computing(context: ModelContext, trained: Trained) -> Iterator[None]:
-    """Let a model compute as in its run inside, without gradients."""
+    """Bind a trained model, and compute as in its run, without gradients."""
     with deterministic(context.settings), torch.inference_mode():
         context.model.bind(trained)
         try:
@@ -101,10 +101,10 @@ def computing(context: ModelContext, trained: Trained) -> Iterator[None]:
 
 
 def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dict[str, Column]:
-    """Return the columns of a dataset's rows that a model reads, or raise an InputError.
+    """Select the columns of ``rows`` that the model reads, or raise an InputError.
 
-    ``names`` are ``data.columns``. A row of instructions may have no input, its columns may have
-    the names of any layout, and a dash stands for the answer.
+    ``names`` is ``data.columns``. Rows of instructions may lack an input, and their columns may use
+    the names of any layout. A dash replaces the missing response.
     """
     fields = info.fields or {"image": ("image",), "qa": _QUESTIONS}.get(info.kind, ())
     table = _table_of(rows, fields)
@@ -145,7 +145,7 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
 
 
 def _table_of(rows: Any, fields: Sequence[str]) -> pa.Table:
-    """Return rows as a table; rows without columns are values of the first field."""
+    """Convert rows to a table. Rows without columns become the values of the first field."""
     if isinstance(rows, torch.Tensor):
         rows = rows.numpy(force=True)
     if isinstance(rows, np.ndarray) and (rows.ndim == 4 or (rows.ndim == 3 and rows.shape[2] != 3)):
@@ -166,7 +166,7 @@ def _table_of(rows: Any, fields: Sequence[str]) -> pa.Table:
 
 
 def _named_image(value: Any, where: str) -> NamedImage:
-    """Return an image as :func:`resize_images` reads it: the bytes or the path of a file."""
+    """Convert an image for :func:`resize_images`, from the bytes or the path of a file."""
     content = value["bytes"] if isinstance(value, dict) else value
     if isinstance(content, str):
         return Path(content).expanduser(), content
@@ -176,13 +176,13 @@ def _named_image(value: Any, where: str) -> NamedImage:
 
 
 def _with_dash(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a conversation with a dash for the answer."""
+    """Return the columns of a conversation, with a dash as the response."""
     text = "messages" not in row and isinstance(row["instruction"], str)
     return {**row, "output": "-" if text else [{"role": "assistant", "content": "-"}]}
 
 
 def _encoded(run: TrainedRun, columns: Mapping[str, Column]) -> dict[str, np.ndarray]:
-    """Return the columns as the task trains on them; what a row is scored by is left empty."""
+    """Encode the columns as for training, with empty labels and answers."""
     info, task = run.context.info, run.context.task
     count = len(next(iter(columns.values())))
     labels = np.zeros(count, dtype=np.int64)

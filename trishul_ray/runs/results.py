@@ -29,7 +29,7 @@ from trishul_ray.storage.durable import Json
 from trishul_ray.storage.integrity import digest
 from trishul_ray.version import versions
 
-#: Variables that limit the instructions which torch and its libraries may use.
+#: Variables that limit the instruction sets of torch and its libraries.
 _KERNEL_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_MAX_CPU_ISA",
@@ -40,7 +40,6 @@ _KERNEL_VARIABLES = (
 
 
 def hardware() -> Hardware:
-    """Describe the machine of this process."""
     return Hardware(
         machine=platform.machine(),
         system=platform.system(),
@@ -55,14 +54,13 @@ def hardware() -> Hardware:
 
 @cache
 def processor() -> str:
-    """Return the processor's model name."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"(?m)^model name\s*: (.*)$", info.read_text()) if info.is_file() else None
     return found.group(1) if found else platform.processor() or platform.machine()
 
 
 def kernels() -> Json:
-    """Describe libraries and settings that determine the kernels of this process."""
+    """Describe the libraries and settings that determine the compute kernels of this process."""
     built = torch.__config__.show()
     blas = re.search(r"BLAS_INFO=(\w+)", built)
     description: Json = {
@@ -84,7 +82,7 @@ def summarize(
     experiment: Experiment, result: RunResult, coverage: Coverage, wall_seconds: float,
     run_id: str | None,
 ) -> RunSummary:  # fmt: skip
-    """Return the summary of a result, without the fields that depend on its files."""
+    """Build the summary of a result, without the fields that depend on its files."""
     records, spec = result.checkpoint.records, result.spec
     headline = spec.metrics.headline
     rows = [record.row() for record in records]
@@ -138,7 +136,7 @@ def summarize(
 
 
 def _last_diagnostics(records: Sequence[RoundRecord]) -> dict[str, float]:
-    """Return the last diagnosed round's spectral metrics; empty for methods without cores."""
+    """Return the spectral metrics of the last diagnosed round, if the method has cores."""
     names = {prefix + name for prefix in ("", "delta_") for name in DIAGNOSTICS}
     for record in reversed(records):
         found = record.diagnostics.items()
@@ -148,12 +146,12 @@ def _last_diagnostics(records: Sequence[RoundRecord]) -> dict[str, float]:
 
 
 def _scores(record: RoundRecord, names: Sequence[str]) -> dict[str, float]:
-    # A metric of a group of test rows is missing if the evaluated subset holds none of them.
+    # A metric of a group of test rows is missing if the evaluated subset contains none of its rows.
     return {name: record.scores[name] for name in names if name in record.scores}
 
 
 def write_tables(experiment: Experiment, last: Checkpoint, folder: Path) -> None:
-    """Write :data:`TABLES` into a local folder; a method without cores has no diagnostics.npz."""
+    """Write :data:`TABLES` into a local folder. Methods without cores have no diagnostics.npz."""
     (folder / "config.yaml").write_bytes(experiment.to_yaml())
     rows = [record.row() for record in last.records]
     names = dict.fromkeys(name for row in rows for name in row)
@@ -169,6 +167,6 @@ def write_tables(experiment: Experiment, last: Checkpoint, folder: Path) -> None
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file below a folder, by its path in it, in order."""
+    """Compute the SHA-256 of every file in a folder and below, keyed by relative path, in order."""
     files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
     return {name: digest(files[name]) for name in sorted(files)}

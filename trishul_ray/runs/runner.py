@@ -1,8 +1,8 @@
-"""One run from configuration to results: the implementation of ``trishul run``.
+"""Drive a single run from configuration to results; the implementation of ``trishul run``.
 
-A run keeps everything under ``<runs>/<id>/``. The same call continues a stopped run and reads a
-finished one. :func:`run_experiment` does it at once, :func:`run_steps` round by round; the round
-loop of both is :func:`_train`.
+A run stores all files under ``<runs>/<id>/``. Repeating the call resumes a stopped run and reads a
+finished one. :func:`run_experiment` runs all rounds, :func:`run_steps` yields after each round, and
+:func:`_train` is the round loop of both.
 """
 
 import time
@@ -52,10 +52,10 @@ from trishul_ray.tasks.build import unread_fields
 from trishul_ray.tracking.mlflow import Tracker
 from trishul_ray.tracking.progress import RunProgress
 
-#: Modules that take seconds to import and are needed when the rounds are over: they are imported
-#: after the first one, while this process waits for the others.
+#: Modules that take seconds to import and are needed only after the rounds. They are imported after
+#: the first round, while this process waits for the actors.
 LATE = ("trishul_ray.runs.export", "trishul_ray.models.attention")
-#: A run as a generator: it yields a report after each round and returns the result.
+#: A run as a generator that yields a report after each round and returns the result.
 RunSteps = Generator[RoundReport, None, "FinishedRun"]
 
 
@@ -73,7 +73,7 @@ def run_experiment(
     experiment: Experiment, progress: RunProgress, *, fresh: bool = False,
     workers: Workers | None = None,
 ) -> FinishedRun:  # fmt: skip
-    """Run an experiment, continue it, or read its result; see :func:`run_steps`.
+    """Run an experiment, resume it, or read its result; see :func:`run_steps`.
 
     Raises:
         InputError: The parts of the experiment do not fit together.
@@ -97,21 +97,23 @@ def run_steps(
     extras: bool = True,
     tags: Mapping[str, str] = MappingProxyType({}),
 ) -> RunSteps:
-    """Run an experiment step by step, as a generator; ``fresh`` deletes an earlier run first.
+    """Run an experiment as a generator that yields after every round.
 
-    The generator yields where the run starts from (round 0, or the newest checkpoint), yields after
-    every round, and returns the result; a finished run yields nothing. Closing it early stops the
-    run between two rounds and keeps its checkpoints, so that the same call continues it.
+    The generator first yields its starting point (round 0, or the newest checkpoint), then yields
+    after every round, and returns the result. For a finished run it yields nothing. Closing it
+    early stops the run between two rounds and keeps its checkpoints, so that the same call resumes
+    the run.
 
     Args:
         experiment: The experiment.
-        progress: Its display.
-        fresh: Whether to start over.
-        workers: Actors of earlier runs to use, and to leave to the next run; Ray has been started.
+        progress: The progress display.
+        fresh: Whether to delete an earlier run first, and start over.
+        workers: Actors of earlier runs, which this run reuses and keeps for the next one. Ray must
+            be running.
         extras: Whether to export the model, for which this process loads a backbone.
         tags: Further tags of the MLflow run.
     """
-    for plugin in experiment.plugins:  # this process may have loaded another content since
+    for plugin in experiment.plugins:  # this process may have loaded another content meanwhile
         find_plugin(plugin)
     folder = RunFolder.of(experiment)
     folder.home.check_bucket(experiment.storage.runs)
@@ -124,7 +126,7 @@ def run_steps(
                 fresh = True
             elif summary is not None:
                 return _reuse(experiment, folder, summary, progress, extras, tags)
-        # Checked before anything is removed or written: wrong input changes no files.
+        # Check everything before removing or writing files: invalid input must not change any.
         prepared = _prepare(experiment, workers, progress)
         if fresh:
             for rejected in folder.remove():
@@ -144,7 +146,7 @@ def _reuse(
     extras: bool,
     tags: Mapping[str, str],
 ) -> FinishedRun:
-    """Return the result of a run that has finished before, with all its files."""
+    """Read the result of a finished run, and restore its files."""
     check_sources(experiment, summary, progress)
     with suppress(StorageRefusedError):  # the user may only have permission to read
         folder.home.remove_unfinished()
@@ -155,7 +157,7 @@ def _reuse(
 
 
 def _prepare(experiment: Experiment, workers: Workers | None, progress: RunProgress) -> Prepared:
-    """Check that the parts of an experiment fit together, report notices, and read its data."""
+    """Check that the parts of an experiment fit together, report notices, and load its data."""
     options, name = experiment.optimizer, experiment.method.name
     warning = "warning: " if options.lr_source is RateSource.GENERAL else ""
     progress.note(f"{warning}learning rate {options.lr:g}: {options.lr_source}")
@@ -166,7 +168,7 @@ def _prepare(experiment: Experiment, workers: Workers | None, progress: RunProgr
         )
     (check_fits if workers is None else workers.check_fits)(experiment)
     notices = [notice for stage in Stages.of(experiment) for notice in stage.prepare()]
-    mlflow_command(experiment)  # rejects a wrong store
+    mlflow_command(experiment)  # rejects an invalid store
     progress.phase("preparing data")
     prepared = prepare_run(experiment, progress.task_progress("preparing data"))
     for notice in (*notices, random_weights_line(experiment)):
@@ -177,7 +179,7 @@ def _prepare(experiment: Experiment, workers: Workers | None, progress: RunProgr
 
 @dataclass(frozen=True)
 class _Run:
-    """A run that is not finished: its rounds, and the results that it leaves."""
+    """An unfinished run: its remaining rounds and its results."""
 
     experiment: Experiment
     prepared: Prepared
@@ -189,7 +191,7 @@ class _Run:
     tags: Mapping[str, str]
 
     def steps(self) -> RunSteps:
-        """Run the rounds that are left, and write the results."""
+        """Run the remaining rounds, and write the results."""
         began = time.perf_counter()
         experiment, progress, info = self.experiment, self.progress, self.prepared.dataset.info
         coverage = coverage_of(experiment, self.prepared)
@@ -225,7 +227,7 @@ class _Run:
         """End the MLflow run if the block fails or is stopped."""
         try:
             yield
-        except ArtifactsError:  # the run has finished, and its MLflow run has ended
+        except ArtifactsError:  # the run and its MLflow run have finished
             raise
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt | GeneratorExit)
@@ -238,14 +240,14 @@ class _Run:
 
     @contextmanager
     def driver(self) -> Iterator[Driver]:
-        """Start what computes: Ray, the backbone's weights if they are trained here, the actors."""
+        """Start Ray, pretrain the built-in backbone if needed, and start the actors."""
         experiment, progress, workers = self.experiment, self.progress, self.workers
         backbone, use_ray = _backbone(experiment), experiment.resources.backend == "ray"
         if use_ray and workers is None:
             progress.phase(opening())
         with ray_session() if use_ray else nullcontext():
             if workers is not None and needs_pretraining(backbone):
-                workers.close()  # it takes a CPU, and they may hold all
+                workers.close()  # pretraining needs a CPU, and the actors may occupy all
             ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=use_ray)
             progress.phase("starting clients")
             note = progress.note
@@ -271,7 +273,7 @@ class _Run:
 
 
 def _repeats(fed: FederationConfig, sizes: np.ndarray) -> Iterator[str]:
-    """Yield a warning if batches have the rows of a client several times."""
+    """Yield a warning if a batch contains the same row of a client several times."""
     small, least = int((sizes < fed.batch_size).sum()), int(sizes.min())
     if small and fed.local_epochs is None:
         epochs = fed.local_steps * fed.batch_size / least
@@ -290,23 +292,25 @@ def _backbone(experiment: Experiment) -> Backbone:
 def _train(
     driver: Driver, tracker: Tracker, progress: RunProgress, extras: bool
 ) -> Generator[RoundReport, None, tuple[int, RunResult]]:
-    """Run the rounds that are left: the round loop of every run.
+    """Run the remaining rounds: the round loop of every run.
 
-    Returns the number of rounds that earlier processes had finished, and the result. With
-    ``extras``, the modules that export the model are imported by then.
+    With ``extras``, the modules that export the model have been imported when it returns.
 
-    It yields after every step, to :func:`run_steps`. One round goes from here to a client's local
-    training in six hops: ``RayDriver.step`` (on_ray/driver.py), ``Coordinator.step``
+    It yields after every step, to :func:`run_steps`. A round reaches a client's local training
+    through six calls: ``RayDriver.step`` (on_ray/driver.py), ``Coordinator.step``
     (on_ray/coordinator.py), ``Server.step`` (server.py), ``ActorPool.run`` (on_ray/pool.py),
     ``ClientActor.train`` (on_ray/client_actor.py) and ``train_clients`` (local.py), all in
-    trishul_ray/federation. Inline it is ``InlineDriver.step``, ``Server.step``,
+    trishul_ray/federation. Inline, the calls are ``InlineDriver.step``, ``Server.step``,
     ``InlineExecutor.run`` and ``train_clients``.
+
+    Returns:
+        The number of rounds that earlier processes had finished, and the result.
     """
     ahead = None
     report = driver.begin()
     earlier = report.round
     progress.phase("training")
-    # The record of a continued run's last round is complete after the next step.
+    # The record of a resumed run's last round is complete only after the next step.
     _log(report, tracker, progress, shown=0 if report.round else 1)
     yield report
     while not report.finished:
@@ -321,12 +325,13 @@ def _train(
 
 
 def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown: int) -> None:
-    """Log all records of a report; display its events and the last ``shown`` records."""
+    """Log all records of a report, and display its events and its last ``shown`` records."""
     progress.headline = report.headline
     for event in report.events:
         progress.note(event)
     for record in report.records:
-        # A resume logs earlier rounds again: the tracker ignores those it already has.
+        # A resumed run logs earlier rounds again, and the tracker ignores those that it already
+        # has.
         tracker.round(record.round, grouped_metrics(record.metrics()))
     earlier = len(report.records) - shown
     progress.count_earlier(record.metrics() for record in report.records[:earlier])
@@ -335,11 +340,11 @@ def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown:
 
 
 def central_twin(experiment: Experiment) -> Experiment:
-    """Return the same experiment with a single client that holds all the data.
+    """Return the same experiment with a single client that has all the data.
 
     Raises:
-        InputError: Its method leaves a part of the model with the clients, so that the global model
-            is not what a client has trained.
+        InputError: The method is personalized, so that its global model is not the model that a
+            client has trained.
     """
     if build_method(experiment.method).personal:
         raise InputError(
@@ -355,5 +360,5 @@ def central_twin(experiment: Experiment) -> Experiment:
     partition = experiment.partition.model_copy(update={"kind": "iid", "min_size": 1})
     changes = {"federation": federation, "partition": partition}
     name = f"{experiment.name}-central"
-    # Nothing is sent, and nobody is late.
+    # Without communication, stages have nothing to change.
     return experiment.model_copy(update={"name": name, "stages": {}} | changes)

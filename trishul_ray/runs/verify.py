@@ -1,4 +1,4 @@
-"""Verify a finished run: repeat its rounds, and compare the digest of the state after each."""
+"""Verify a finished run: repeat its rounds, and compare the digests of their states."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -21,10 +21,10 @@ class VerifiedRound:
     """A repeated round.
 
     Attributes:
-        round: Its number; 0 is the state before round 1.
+        round: The round number; 0 is the state before round 1.
         recorded: Digest of the state in the run's result.
         found: Digest of the repeated state.
-        difference: The metric of the round that differs most, and by how much, relative to the
+        difference: The metric with the largest difference, and the difference relative to the
             recorded value; None if the digests are equal or no metric is in both.
     """
 
@@ -35,7 +35,6 @@ class VerifiedRound:
 
     @property
     def equal(self) -> bool:
-        """Whether the states are equal."""
         return self.recorded == self.found
 
 
@@ -45,8 +44,8 @@ class Verification:
 
     Attributes:
         rounds: The rounds, ascending.
-        stack: The first part of the recorded stack that differs from this one, in a phrase; empty
-            if none does.
+        stack: The first part of the recorded stack that differs from this machine's, as a phrase,
+            or an empty string.
     """
 
     rounds: list[VerifiedRound]
@@ -54,7 +53,6 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        """Whether all states are equal."""
         return all(each.equal for each in self.rounds)
 
 
@@ -68,14 +66,14 @@ def verify_run(
     """Repeat rounds of a finished run in this process, in a scratch folder.
 
     Args:
-        run: Id of a finished run, the beginning of one, or its folder, which may be a copy.
-        rounds: Number of rounds; None: all.
+        run: Id of a finished run, a prefix of the id, or the run's folder, which may be a copy.
+        rounds: Number of rounds. None repeats all rounds.
         runs: Folder or URI of runs.
-        progress: Called with a stage and the share of it that is done.
+        progress: Called with a stage and its completed fraction.
 
     Raises:
-        InputError: The run has not finished, belongs to another version of the numerics, or was
-            trained on other data or another backbone.
+        InputError: The run has not finished, was computed with another version of the numerics, or
+            was trained on other data or another backbone.
 
     Example:
         >>> verify_run("1f0c2f", rounds=None).equal  # doctest: +SKIP
@@ -116,7 +114,7 @@ def verify_run(
 
 
 def _in_folder(experiment: Experiment, folder: str) -> Experiment:
-    """Return an experiment that stores its run in a folder, and logs nothing."""
+    """Return a copy of an experiment that stores its run in ``folder`` and logs nothing."""
     storage = experiment.storage.model_copy(update={"runs": folder})
     tracking = experiment.tracking.model_copy(update={"mlflow": False})
     return experiment.model_copy(update={"storage": storage, "tracking": tracking})
