@@ -1,8 +1,8 @@
 """The Typer application of the ``trishul`` command.
 
-Exit codes: 0 done; 2 invalid input (one line); 1 the run failed (one paragraph: the cause, the
-finished rounds, the command that continues); 130 stopped by Ctrl-C, 143 by SIGTERM (Slurm, Docker,
-systemd), 129 by SIGHUP (the terminal was closed).
+Exit codes: 0 for success; 2 for invalid input (a one-line message); 1 for a failed run (a paragraph
+with the cause, the finished rounds and the command that resumes); 130 after Ctrl-C, 143 after
+SIGTERM (Slurm, Docker, systemd), and 129 after SIGHUP (the terminal was closed).
 """
 
 import gc
@@ -56,11 +56,11 @@ def _options(
             "--version",
             callback=_print_version,
             is_eager=True,
-            hidden=True,  # the help has to fit one screen, and ``doctor`` shows the version
+            hidden=True,  # the help must fit on one screen, and ``doctor`` prints the version
         ),
     ] = False,
 ) -> None:
-    """Accept the options before a command."""
+    """Define the options that precede a command."""
 
 
 app.command()(run)
@@ -80,13 +80,13 @@ app.command()(ui)
 
 
 def run_command_line() -> NoReturn:
-    """Run the command line and exit; turn errors into a message and an exit code."""
+    """Run the command line and exit. Errors become a message and an exit code."""
     try:
         completion_init()
-        # A command keeps nearly all its objects: with Python's default threshold, the search for
+        # A command keeps nearly all its objects. With Python's default threshold, the search for
         # cyclic garbage takes a fifth of the time of a command that reads thousands of results.
         gc.set_threshold(100_000)
-        for stream in (sys.stdout, sys.stderr):  # some terminals have no Greek letters
+        for stream in (sys.stdout, sys.stderr):  # some terminals cannot print Greek letters
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         with _signals_as_interrupts():
@@ -111,7 +111,7 @@ def run_command_line() -> NoReturn:
 
 
 def _usage(error: Any) -> str:
-    """Return the fault of a command line; an option with the name of a field gets a hint."""
+    """Format a usage error, with a hint if the option has the name of a field."""
     message: str = error.format_message()
     if option := getattr(error, "option_name", None):
         from trishul_ray.experiment.loading import is_field  # imports all methods
@@ -131,7 +131,7 @@ def _fail(message: str, code: int) -> NoReturn:
 def _signals_as_interrupts() -> Iterator[None]:
     """Raise KeyboardInterrupt on the first SIGTERM or SIGHUP, unless it is ignored (``nohup``).
 
-    Later signals do not interrupt the end of the command: ``timeout`` and Slurm send two at once.
+    Further signals do not interrupt the shutdown: ``timeout`` and Slurm send two at once.
     """
 
     def interrupt(signum: int, _frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
-"""``trishul doctor``: what a run needs from this machine, and leftovers to remove.
+"""``trishul doctor``: check the requirements of a run on this machine, and remove leftovers.
 
-The checks install, download and leave nothing.
+The checks do not install or download anything, and leave no files.
 """
 
 import importlib.metadata
@@ -38,7 +38,7 @@ GIB = 2**30
 
 
 class Check(NamedTuple):
-    """The result of one check: ``ok``, ``warn`` if only some runs fail here, or ``fail``."""
+    """Result of a check. ``status`` is ``ok``, ``warn`` (only some runs fail here) or ``fail``."""
 
     name: str
     status: str
@@ -46,7 +46,7 @@ class Check(NamedTuple):
 
 
 def diagnose(runs: str = "runs", start_ray: bool = False) -> list[Check]:
-    """Check what a run needs; with ``start_ray``, also join or start Ray as a run would."""
+    """Check the requirements of a run; with ``start_ray``, also connect to Ray or start it."""
     places = Places.at()
     checks: dict[str, Callable[[], str]] = {
         "versions": check_packages,
@@ -61,7 +61,11 @@ def diagnose(runs: str = "runs", start_ray: bool = False) -> list[Check]:
 
 
 def result_of(check: Callable[[], str]) -> tuple[str, str]:
-    """Return status and detail: a check returns its detail, or raises a warning or an error."""
+    """Run a check, which returns its detail or raises a warning or error.
+
+    Returns:
+        The status and the detail.
+    """
     try:
         return "ok", check()
     except UserWarning as warning:
@@ -73,8 +77,8 @@ def result_of(check: Callable[[], str]) -> tuple[str, str]:
 def remove_leftovers(cache: Path, runs: str = "runs") -> list[Path]:
     """Remove unused files, and return their paths.
 
-    These are folders of finished Ray sessions, temporary files of killed processes, and data and
-    weights in the cache that no run has used for a month.
+    Unused files are folders of finished Ray sessions, temporary files of killed processes, and
+    cached data and weights that no run has used for a month.
     """
     removed = [*remove_unused(cache), *remove_unfinished(cache)]
     if "://" not in runs:
@@ -83,7 +87,7 @@ def remove_leftovers(cache: Path, runs: str = "runs") -> list[Path]:
 
 
 def check_packages() -> str:
-    """Compare installed packages with the declared ranges."""
+    """Compare the installed packages with the declared version ranges."""
     wrong = []
     for requirement in map(Requirement, importlib.metadata.requires("trishul-ray") or []):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -114,7 +118,7 @@ def check_devices() -> str:
 
 
 def check_ray(start: bool) -> str:
-    """Check that Ray can be imported, and, with ``start``, that a run can join or start it."""
+    """Check that Ray can be imported and, with ``start``, that a run can connect to or start it."""
     import ray
 
     detail = f"ray {ray.__version__}; runs use {os.environ.get('RAY_ADDRESS') or 'a local cluster'}"
@@ -127,7 +131,7 @@ def check_ray(start: bool) -> str:
 
 
 def check_folder(place: str) -> str:
-    """Check that a local folder can be written and has space, or that a remote one can be read."""
+    """Check that a local folder is writable and has space, or that a remote one can be listed."""
     if "://" in place and not place.startswith("file://"):
         Store.open(place).names()
         return redact(place)
@@ -141,7 +145,7 @@ def check_folder(place: str) -> str:
 
 
 def check_mlflow(runs: str) -> str:
-    """Check that the MLflow store of a run can be used."""
+    """Check that runs can use the MLflow store."""
     uri = tracking_uri(None, runs)
     if is_server(uri):
         return _responds(f"{uri.rstrip('/')}/health")
@@ -153,7 +157,7 @@ def check_mlflow(runs: str) -> str:
 
 
 def check_hub(mirror: Path | None) -> str:
-    """Check the local mirror of the Hugging Face hub, or that the hub responds."""
+    """Check the local mirror of the Hugging Face hub, or the connection to the hub."""
     if mirror is not None:
         if not (count := len([*mirror.glob("*/*/")])):
             raise OSError(f"TRISHUL_HUB={mirror} has no repositories")
@@ -162,7 +166,7 @@ def check_hub(mirror: Path | None) -> str:
         return "HF_HUB_OFFLINE is set: runs use the cache"
     try:
         return _responds(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    except OSError as error:  # runs on built-in and local data work
+    except OSError as error:  # runs with built-in or local data do not need the hub
         raise UserWarning(redact(first_line(error))) from error
 
 

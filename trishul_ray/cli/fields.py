@@ -1,4 +1,4 @@
-"""The list of fields of an experiment: their values, what they allow and mean."""
+"""List the fields of an experiment with their values, allowed values and descriptions."""
 
 import textwrap
 from collections.abc import Collection, Iterator
@@ -15,7 +15,7 @@ from trishul_ray.tasks.base import task_kinds
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
 
-#: Names of types of JSON Schema; every other type is written as text.
+#: Names of JSON Schema types. All other types are called text.
 _TYPES = {
     "integer": "integer",
     "number": "number",
@@ -24,7 +24,7 @@ _TYPES = {
     "object": "names with values, {a: b}",
     "Plugin": "Python file",
 }
-#: Keys of JSON Schema with limits of values.
+#: JSON Schema keys that limit values.
 _LIMITS = {
     "minimum": ">= {}",
     "exclusiveMinimum": "> {}",
@@ -41,15 +41,15 @@ class _Field(NamedTuple):
 
 
 def section_names() -> set[str]:
-    """Return the names of the sections of an experiment, and of its stages."""
+    """Return the names of the sections of an experiment, including sections of stages."""
     return {name.partition(".")[0] for name in field_names() if "." in name}
 
 
 def field_list(experiment: "Experiment", sections: Collection[str] = (), width: int = 100) -> str:
-    """Return a paragraph for each field: its value in ``experiment``, what it allows and means.
+    """Format a paragraph per field: its value in ``experiment``, allowed values and description.
 
-    The section ``method`` has the fields of the experiment's method. Only fields of ``sections``
-    are listed if there are any.
+    The section ``method`` has the fields of the experiment's method. A nonempty ``sections`` limits
+    the list to these sections.
     """
     registered = {"method.name": method_names(), "task.kind": task_kinds()}
     fields = [each for each in _fields(experiment) if each.name != "stages"]
@@ -63,7 +63,7 @@ def field_list(experiment: "Experiment", sections: Collection[str] = (), width: 
         allows = " | ".join(registered[name]) if name in registered else allowed(schema)
         note = "" if schema.get("identity", True) else "; not in the id"
         text = yaml.safe_dump(value, default_flow_style=True, width=1000, allow_unicode=True)
-        # YAML ends a document that is one plain value with dots.
+        # YAML ends a document that is a plain scalar with dots.
         blocks.append(f"{name}={text.strip().removesuffix('...').strip()}  ({allows}{note})")
         if meaning := schema.get("description"):
             blocks.append(textwrap.indent(textwrap.fill(meaning, max(40, width - 4)), "    "))
@@ -82,7 +82,7 @@ def _fields(section: BaseModel, prefix: str = "") -> Iterator[_Field]:
 
 
 def allowed(schema: dict[str, Any]) -> str:
-    """Return the values that a JSON Schema allows, such as ``integer >= 1 or auto``."""
+    """Describe the values that a JSON Schema allows, such as ``integer >= 1 or auto``."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(map(allowed, schema["anyOf"])))
     if "enum" in schema:

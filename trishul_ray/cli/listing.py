@@ -1,4 +1,4 @@
-"""The command ``list``: methods, models, datasets and runs; the clients and tokens of a dataset."""
+"""The command ``list``: list methods, models, datasets or runs, or the clients of a dataset."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from trishul_ray.errors import InputError
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
 
-#: Largest number of clients that the partition of a dataset lists one by one.
+#: Maximum number of clients that the partition of a dataset lists individually.
 MAX_ROWS = 30
 
 Row = dict[str, Any]
@@ -47,7 +47,7 @@ def list_(
     as_json: AsJson = False,
     plugin: Plugins = None,
 ) -> None:
-    """List methods, models, datasets or runs; partition a dataset.
+    """List methods, models, datasets or runs, or partition a dataset.
 
     - `trishul list methods`
     - `trishul list runs --json`
@@ -96,7 +96,7 @@ def _methods() -> list[Row]:
 
 
 def _models() -> list[Row]:
-    """Return the known backbones and the sources of their weights; nothing is downloaded."""
+    """List the known backbones and the sources of their weights, without downloads."""
     from trishul_ray.config.fields import SHORT_MODEL_NAMES
     from trishul_ray.models.builtin import BUILTINS
     from trishul_ray.models.find_model import KNOWN, PACKAGED
@@ -119,7 +119,7 @@ def _datasets() -> list[Row]:
 
 
 def _runs(place: str) -> list[Row]:
-    """Return the runs of a folder, with the scores of finished runs."""
+    """List the runs in a folder, with the scores of finished runs."""
     from trishul_ray.report.summary import list_runs, run_ids
     from trishul_ray.storage.store import Store
     from trishul_ray.tracking.progress import format_bytes
@@ -148,12 +148,16 @@ def _load(words: Sequence[str]) -> "Experiment":
 
     name, *overrides = words
     find_source(name)  # rejects an unknown name
-    # Rows are partitioned among clients; the cohort does not matter.
+    # The cohort does not affect the partition, and one client is valid for every partition.
     return load_experiment(None, [f"dataset={name}", "federation.clients_per_round=1", *overrides])
 
 
 def _partition(experiment: "Experiment") -> tuple[str, list[Row]]:
-    """Return the rows and largest classes of the first clients, and of all clients."""
+    """Count the rows and largest classes of the first clients, and of all clients.
+
+    Returns:
+        A title and the rows of a table.
+    """
     import numpy as np
 
     from trishul_ray.data.partition import count_labels
@@ -181,7 +185,11 @@ def _partition(experiment: "Experiment") -> tuple[str, list[Row]]:
 
 
 def _tokens(experiment: "Experiment", row: int) -> tuple[str, list[Row]]:
-    """Return the tokens of a training row, and whether each token is a label."""
+    """List the tokens of a training row, and whether each is a label.
+
+    Returns:
+        A title and the rows of a table.
+    """
     from trishul_ray.federation.prepare import prepare_dataset
 
     with show_progress() as progress:

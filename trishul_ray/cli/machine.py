@@ -1,4 +1,4 @@
-"""Commands on this machine: check a plug-in or the machine, and show runs in MLflow."""
+"""Commands for this machine: check a plug-in, check the machine, and open MLflow."""
 
 import os
 import sys
@@ -14,8 +14,8 @@ from trishul_ray.plugins.loading import load_plugin
 def check(plugin: Plugins = None) -> None:
     """Check the methods, stages, datasets and tasks of a plug-in file.
 
-    One line per check of the contract: ok, failed with the reason, or skipped. The exit code is 1
-    if a check failed.
+    Prints one line per check: ok, failed with the reason, or skipped. The exit code is 1 if a check
+    failed.
 
     - `trishul check --plugin mine.py`
     """
@@ -47,7 +47,7 @@ def doctor(
     ] = False,
     runs: Runs = "runs",
 ) -> None:
-    """Check this machine: versions, devices, Ray, folders, the hub."""
+    """Check this machine: versions, devices, Ray, folders and the hub."""
     from trishul_ray.cli.doctor import diagnose, remove_leftovers
     from trishul_ray.config.places import Places
 
@@ -73,7 +73,7 @@ def ui(
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port on this machine.")] = 5000,
 ) -> None:
-    """Show runs in MLflow: `mlflow ui` on localhost, until Ctrl-C."""
+    """Open the runs in MLflow: start `mlflow ui` on localhost, until Ctrl-C."""
     from trishul_ray.tracking.store import SETTINGS, is_server, sqlite_file, tracking_uri, view_of
 
     store = tracking_uri(uri, runs)
@@ -85,8 +85,8 @@ def ui(
         raise InputError(f"{file} does not exist: no run was logged there; use --runs or --uri")
     print_field("MLflow", f"http://127.0.0.1:{port}/{view_of(store)}  (Ctrl-C ends it)")
     sys.stdout.flush()
-    # Other users cannot read the environment, which may contain a password; PYTHONSAFEPATH ignores
-    # modules in this folder.
+    # Pass the stores in the environment, since they may contain a password and other users cannot
+    # read it. PYTHONSAFEPATH ignores modules in this folder.
     stores = {"MLFLOW_BACKEND_STORE_URI": store, "MLFLOW_REGISTRY_STORE_URI": store}
     safe = {"PYTHONSAFEPATH": "1", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     words = [sys.executable, "-m", "mlflow", "ui", "--host", "127.0.0.1", "--port", str(port)]

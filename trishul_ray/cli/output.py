@@ -1,4 +1,4 @@
-"""Output of commands: results on standard output, progress and errors on standard error."""
+"""Print results to standard output, and progress and errors to standard error."""
 
 import shlex
 import sys
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 out = PlainConsole()
 err = PlainConsole(stderr=True)
 
-#: Base class of Typer's usage errors. Typer bundles a private copy of Click's exceptions, whose
-#: only public subclass is BadParameter.
+#: Base class of Typer's usage errors. Typer bundles a private copy of Click's exceptions, and
+#: BadParameter is its only public subclass.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
@@ -58,19 +58,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def print_line(text: str, console: Console = out) -> None:
-    """Print plain text without wrapping it, so that paths and commands can be copied."""
+    """Print plain text without wrapping, so that users can copy paths and commands."""
     console.print(text, soft_wrap=True)
 
 
 def print_field(label: str, text: object) -> None:
-    """Print ``text`` on standard output after a label in a column of 10 characters."""
+    """Print a label, in a column of 10 characters, and a text to standard output."""
     print_line(f"{label:<9} {text}")
 
 
 def print_table(table: Table) -> None:
-    """Print a table on standard output: folded on a terminal, at its full width in a file."""
+    """Print a table to standard output, folded on a terminal and at full width in a file."""
     for column in table.columns:
-        column.overflow = "fold"  # by default the end of a long word is cut
+        column.overflow = "fold"  # the default truncates long words
     full = PlainConsole(width=10**4).measure(table).maximum
     console = out if out.is_terminal else PlainConsole(width=max(out.width, full))
     console.print(table)
@@ -78,13 +78,13 @@ def print_table(table: Table) -> None:
 
 def wrapped(text: str) -> str:
     """Wrap each line of a text at 100 characters."""
-    # Do not break paths and commands, which people copy.
+    # Keep paths and commands in one piece, since users copy them.
     wrapper = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
     return "\n".join(wrapper.fill(line) for line in text.splitlines())
 
 
 def show_progress(rounds: int = 1) -> "RunProgress":
-    """Return a display of progress on standard error."""
+    """Return a progress display on standard error."""
     from trishul_ray.tracking.progress import RunProgress
 
     return RunProgress(rounds, err)
@@ -92,7 +92,7 @@ def show_progress(rounds: int = 1) -> "RunProgress":
 
 @contextmanager
 def resumable(progress: "RunProgress", kept: str) -> Iterator[None]:
-    """Show progress; if the command fails or is stopped, print how to continue."""
+    """Show progress, and print how to resume if the command fails or is stopped."""
     how = f"{kept}; to continue: {typed()}"
     with progress:
         try:
@@ -106,7 +106,7 @@ def resumable(progress: "RunProgress", kept: str) -> Iterator[None]:
             raise RunError(f"{error}. {how}") from error
         except OSError as error:
             raise RunError(f"{describe_os_error(error)}. {how}") from error
-        except Exception:  # an error of a plug-in, or a bug: its traceback follows
+        except Exception:  # a plug-in failed, or this is a bug: the traceback follows
             print_line(f"failed. {how}", err)
             raise
         except KeyboardInterrupt:
@@ -116,6 +116,6 @@ def resumable(progress: "RunProgress", kept: str) -> Iterator[None]:
 
 
 def typed() -> str:
-    """Return this command as it continues: without ``--fresh`` and credentials."""
+    """Return the command that resumes this one, without ``--fresh`` and credentials."""
     words = [word for word in sys.argv[1:] if word != "--fresh"]
     return redact(shlex.join(["trishul", *words]))

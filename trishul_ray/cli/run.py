@@ -1,4 +1,4 @@
-"""The command ``run``: run an experiment and show its result."""
+"""The command ``run``: run an experiment and print its result."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trishul_ray.storage.store import Store
     from trishul_ray.tracking.progress import RunProgress
 
-#: Clients with the worst scores that a result names.
+#: Number of clients with the worst scores to print.
 MAX_NAMED = 3
 
 
@@ -66,15 +66,15 @@ def run(
     ] = False,
     plugin: Plugins = None,
 ) -> None:
-    """Run one federated experiment, or continue it where it stopped.
+    """Run a federated experiment, or resume it from its last round.
 
-    Without arguments: TRISHUL on the embedded handwritten digits, in under two minutes.
+    Without arguments, it trains TRISHUL on the embedded handwritten digits, in under two minutes.
 
     - `trishul run method=ravan seed=1` — another method on the same task
-    - `trishul run cifar.yaml budget=8 federation.clients=50` — your file, two fields changed
+    - `trishul run cifar.yaml budget=8 federation.clients=50` — a file with two overrides
     - `trishul run dataset=cifar100 model=trishul/vit-cifar10-128x6 budget=8` — a dataset's preset
 
-    Repeat the command to continue a stopped run or to show a finished one. Changing a field that
+    Repeat the command to resume a stopped run or to show a finished one. A change of any field that
     can change a result makes a different run, with a different id.
     """
     from trishul_ray.cli.fields import field_list, section_names
@@ -88,7 +88,7 @@ def run(
         print_line(field_list(experiment, sections, out.width))
         return
     experiment = load_arguments(arguments)
-    # Reject wrong input that needs no data before anything imports torch.
+    # Reject invalid input that can be found without data before importing torch.
     check_found(experiment)
     if show:
         if experiment.data.name in USER_DATA:
@@ -133,7 +133,7 @@ def print_result(results: "Sequence[tuple[str, RunSummary]]", home: "Store") -> 
 
 
 def _summary_table(results: "Sequence[tuple[str, RunSummary]]") -> "Table":
-    """Return the last scores and the cost of runs, after the scores of the untuned backbone."""
+    """Build a table of the final scores and the cost of runs, with the untuned model first."""
     from rich.table import Table
 
     from trishul_ray.tracking.progress import format_bytes, format_count, format_duration
@@ -156,7 +156,7 @@ def _summary_table(results: "Sequence[tuple[str, RunSummary]]") -> "Table":
 
 
 def _describe_scores(scores: "Mapping[str, float]", metric: str) -> str:
-    """Return the mean of the clients' scores, and the worst ones by name."""
+    """Describe the mean of the clients' scores and the worst clients."""
     worst = sorted(scores, key=scores.__getitem__)[:MAX_NAMED]
     mean = sum(scores.values()) / len(scores)
     named = ", ".join(f"{name} {scores[name]:.2%}" for name in worst)
@@ -164,7 +164,7 @@ def _describe_scores(scores: "Mapping[str, float]", metric: str) -> str:
 
 
 def load_arguments(arguments: list[str] | None) -> "Experiment":
-    """Load the experiment that ``[CONFIG.yaml] [key=value ...]`` describes."""
+    """Load the experiment given by ``[CONFIG.yaml] [key=value ...]``."""
     from trishul_ray.experiment.loading import is_field, load_experiment
 
     words = list(arguments or [])
@@ -185,7 +185,7 @@ def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun"
         resumable(progress, f"Finished rounds are kept in {home.place('checkpoints')}"),
         _workers_for(experiment, home, fresh, progress) as workers,
     ):
-        from trishul_ray.runs.runner import run_experiment  # while the workers start
+        from trishul_ray.runs.runner import run_experiment  # import it while the workers start
 
         result = run_experiment(experiment, progress, fresh=fresh, workers=workers)
     if result.repeated:
@@ -197,10 +197,10 @@ def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun"
 def _workers_for(
     experiment: "Experiment", home: "Store", fresh: bool, progress: "RunProgress"
 ) -> Iterator["Workers | None"]:
-    """Start Ray, and then the run's actors, while a thread imports the modules of this process.
+    """Start Ray and the run's actors, while a thread imports the modules of this process.
 
-    Input that can be rejected without torch and Ray is rejected first, while the parent process of
-    the actors imports.
+    Input that can be checked without torch and Ray is rejected first, while the parent process of
+    the actors runs its imports.
     """
     import ray
 
@@ -211,9 +211,10 @@ def _workers_for(
     from trishul_ray.runtime.device import usable_cores
 
     resources, finished = experiment.resources, False
-    with suppress(OSError):  # reported by the run itself
+    with suppress(OSError):  # the run itself reports the error
         finished = not fresh and home.exists("result.json")
-    # A run on a GPU may be rejected first, if there is neither a GPU nor a cluster.
+    # Do not start actors early for a GPU: the run may be rejected if neither a GPU nor a cluster
+    # exists.
     early = resources.backend == "ray" and not resources.needs_gpu and not finished
     if not early or joins_cluster():
         yield None
@@ -221,7 +222,7 @@ def _workers_for(
     with ExitStack() as stack:
         forks = forks_workers() and not ray.is_initialized()
         fork_server = stack.enter_context(ForkServer()) if forks else None
-        if forks:  # this machine has no GPU, and Ray will use all its CPUs
+        if forks:  # this machine has no GPU, and Ray will use all CPUs
             plan_slices(experiment, {"CPU": float(usable_cores())})
         check_first(experiment, progress.task_progress("preparing data"))
         progress.phase("starting Ray")
@@ -231,6 +232,6 @@ def _workers_for(
         from trishul_ray.federation.on_ray.driver import Workers
 
         workers = stack.enter_context(Workers())
-        if forks:  # other workers import first, and would slow this process down
+        if forks:  # otherwise the imports of workers would slow down this process
             workers.request(experiment)
         yield workers

@@ -1,4 +1,4 @@
-"""The commands ``show`` and ``rm``: one stored run."""
+"""The commands ``show`` and ``rm`` for a stored run."""
 
 import json
 import shlex
@@ -53,7 +53,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     plugin: Plugins = None,
 ) -> None:
-    """Remove a run: its folder, and its run in MLflow."""
+    """Remove a run: its folder and its MLflow run."""
     from trishul_ray.runs.folder import RunFolder, open_run
     from trishul_ray.runs.mlflow_log import describe
 

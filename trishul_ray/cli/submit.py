@@ -1,4 +1,4 @@
-"""The command ``submit``: run a command of trishul on a Ray cluster, as a Ray job."""
+"""The command ``submit``: run a trishul command on a Ray cluster, as a Ray job."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ from trishul_ray.errors import InputError, RunError, one_line
 from trishul_ray.storage.redaction import redact
 
 COMMANDS = ("run", "sweep", "table", "report", "eval")
-#: Patterns of files that are not shipped: data, results, and usual names of secrets.
+#: Patterns of files that are not uploaded: data, results, and common names of secrets.
 EXCLUDES = """
 /data /runs /report /cache mlruns mlartifacts *.db *.safetensors
 .git .venv venv __pycache__ *.egg-info .*_cache .hypothesis
@@ -53,9 +53,9 @@ def submit(
     - `trishul submit --cluster cluster/aws.yaml -- table vision --profile paper`
     - `trishul submit --address http://127.0.0.1:8265 --detach -- sweep mine.yaml`
 
-    Ctrl-C ends the output, not the job: see `ray job list`, `ray job logs` and `ray job stop`. The
-    same command again continues: finished runs are never repeated. Data, results and files with
-    usual names of secrets (`.env`, `.aws`, keys, tokens) are not shipped.
+    Ctrl-C stops the output, not the job: see `ray job list`, `ray job logs` and `ray job stop`.
+    Repeat the command to resume; finished runs are never repeated. Data, results and files with
+    common names of secrets (`.env`, `.aws`, keys, tokens) are not uploaded.
     """
     if words[0] not in COMMANDS:
         raise InputError(f"{words[0]!r} does not run as a job; submit {', '.join(COMMANDS)}")
@@ -84,7 +84,7 @@ def _submit(
         place, mark, options = runs.partition("?")
         report = f"{place.rstrip('/')}/reports/{id}{mark}{options}"
         environment |= {"TRISHUL_RUNS": runs, "TRISHUL_REPORT": report}
-    else:  # the shell of the job expands the variable of its node
+    else:  # the shell of the job expands the variable on its node
         unset = "this cluster has no TRISHUL_RUNS: submit with --runs URI or --runs /FOLDER"
         entrypoint = f'TRISHUL_REPORT="${{TRISHUL_RUNS:?{unset}}}/reports/{id}" {entrypoint}'
 
@@ -102,7 +102,7 @@ def _submit(
                 "excludes": EXCLUDES,
                 "env_vars": environment,
             },
-            # The head may have no CPUs, and a spot node may be preempted.
+            # The head may have no CPUs, and spot nodes may be preempted.
             entrypoint_num_cpus=1,
             entrypoint_label_selector={"ray.io/market-type": "!spot"},
         )
@@ -121,7 +121,7 @@ def _submit(
 
 
 def _token() -> dict[str, str] | None:
-    """Return the header with the token of this machine, or None without one."""
+    """Return a header with this machine's token, or None."""
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
     token = os.environ.get("RAY_AUTH_TOKEN") or (file.read_text() if file.is_file() else "")
     return {"Authorization": f"Bearer {token.strip()}"} if token else None
@@ -129,7 +129,11 @@ def _token() -> dict[str, str] | None:
 
 @contextmanager
 def _tunnel(file: Path) -> Iterator[str]:
-    """Yield a local address of the dashboard of a cluster, which listens on its head only."""
+    """Open a tunnel to the dashboard of a cluster, which listens only on its head.
+
+    Yields:
+        The local address of the dashboard.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The commands ``sweep`` (also called ``table``) and ``report``."""
+"""The commands ``sweep``, with the alias ``table``, and ``report``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +45,7 @@ NamesOrFiles = Annotated[
 
 
 def _report_option(*names: str) -> Any:
-    """Return the option for the place of the report; by default, named as its parameter."""
+    """Build the option for the path of the report; without ``names``, Typer derives its name."""
     where = "Folder or URI of the report; by default a folder in report/, named after the sweep."
     return typer.Option(*names, metavar="DIR", help=where, envvar="TRISHUL_REPORT")
 
@@ -83,16 +83,16 @@ def sweep(
     report: Annotated[str | None, _report_option("--report")] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Run tables of the paper, a grid or a search; print tables, and write a report.
+    """Run tables of the paper, a grid or a search, print the tables, and write a report.
 
     - `trishul sweep all --profile smoke` — every table and figure, on embedded data
-    - `trishul sweep vision glue` — two tables, by the protocol of the paper
-    - `trishul sweep vision --plan --device l4` — finished and running runs, and the hours left
+    - `trishul sweep vision glue` — two tables, with the protocol of the paper
+    - `trishul sweep vision --plan --device l4` — finished and running runs, and the remaining hours
     - `trishul sweep mine.yaml federation.rounds=5`
     - `trishul sweep --axis method.lam=0,0.01,0.1 --axis seed=0..4 dataset=digits`
     - `trishul sweep rates --profile smoke --rates rates-smoke.yaml` — tune learning rates
 
-    Repeat the command to continue: finished runs are never repeated.
+    Repeat the command to resume; finished runs are never repeated.
     """
     from trishul_ray.sweeps.cells import TuneOptions
 
@@ -147,13 +147,13 @@ def report(
     output: Annotated[str | None, _report_option()] = None,
     plugin: Plugins = None,
 ) -> None:
-    """Write tables and figures of finished runs: one HTML page, Markdown, LaTeX and CSV.
+    """Write tables and figures of finished runs: an HTML page, Markdown, LaTeX and CSV.
 
     - `trishul report all --profile smoke`
     - `trishul report vision glue --runs s3://bucket/runs`
     - `trishul report mine.yaml federation.rounds=5`
 
-    It runs nothing: missing runs are missing in the report, and failed runs have their reason.
+    It starts no runs. The report lists missing runs, and the reasons of failed ones.
     """
     sweeps = load_sweeps(arguments or [], profile, runs)
     searched = [sweep.name for sweep in sweeps if sweep.search]
@@ -170,7 +170,7 @@ def report(
 
 
 def read_outcomes(sweeps: "Sequence[Sweep]") -> "tuple[SweepOutcome, ...]":
-    """Return the outcomes of sweeps according to the store; nothing runs."""
+    """Read the outcomes of sweeps from the store, without running anything."""
     from trishul_ray.sweeps.cells import distinct
     from trishul_ray.sweeps.status import collect, examine
 
@@ -182,10 +182,10 @@ def read_outcomes(sweeps: "Sequence[Sweep]") -> "tuple[SweepOutcome, ...]":
 def load_sweeps(
     arguments: Sequence[str], profile: str, runs: str | None, axes: Sequence[str] | None = None
 ) -> "list[Sweep]":
-    """Load the sweeps of ``[NAME...|all|SWEEP.yaml] [KEY=VALUE ...]``.
+    """Load the sweeps given by ``[NAME...|all|SWEEP.yaml] [KEY=VALUE ...]``.
 
     Raises:
-        InputError: A name is missing, or a sweep cannot be loaded.
+        InputError: No sweep is named, or a sweep cannot be loaded.
     """
     from trishul_ray.sweeps.loading import find_sweeps, load_sweep, sweep_from_axes
 
@@ -202,7 +202,7 @@ def load_sweeps(
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return names and ``key=value`` overrides."""
+    """Split arguments into names and ``key=value`` overrides."""
     return [a for a in arguments if "=" not in a], [a for a in arguments if "=" in a]
 
 
@@ -211,9 +211,9 @@ def run_sweeps(sweeps: "Sequence[Sweep]", options: "TuneOptions", report: str) -
 
     Raises:
         RunError: Cells failed.
-        typer.Exit: Interrupted.
+        typer.Exit: The command was interrupted.
     """
-    _check_report(report)  # before hours of runs, not after
+    _check_report(report)  # fail before hours of runs
     result = _reproduce(sweeps, options)
     _show(result.outcomes, report)
     if result.mlflow_command:
@@ -242,7 +242,7 @@ def _show(outcomes: "Sequence[SweepOutcome]", report: str) -> None:
 
 
 def _check_report(place: str) -> None:
-    """Check that a report can be written to a folder or URI, or raise an InputError."""
+    """Check that a folder or URI is writable, or raise an InputError."""
     from trishul_ray.storage.store import Store
 
     if "://" in place:
@@ -254,7 +254,7 @@ def _check_report(place: str) -> None:
 def _report_folder(
     arguments: Sequence[str] | None, profile: str, axes: Sequence[str] | None = None
 ) -> str:
-    """Return the default folder of a report: sweeps of other names or axes have another one."""
+    """Return the default folder of a report, which depends on the names and axes of the sweeps."""
     names, _ = split_arguments(arguments or ())
     names = [Path(n).stem if n.endswith(FILES) else f"{n}-{profile}" for n in names]
     return "report/" + "+".join(names or [axis.partition("=")[0].strip() for axis in axes or ()])
@@ -265,7 +265,7 @@ def _write_report(
     place: str,
     tables: "Sequence[SweepTable] | None" = None,
 ) -> str:
-    """Write a report into a folder or to a URI, and return the address of its page."""
+    """Write a report to a folder or URI, and return the address of its page."""
     from trishul_ray.report.page import write_report
     from trishul_ray.storage.store import Store
 

@@ -1,4 +1,4 @@
-"""Commands on a finished run: export its model, score its answers, and verify its rounds."""
+"""Commands for a finished run: export its model, score its responses, and verify its rounds."""
 
 import math
 from pathlib import Path
@@ -44,11 +44,11 @@ def export(
     runs: Runs = "runs",
     plugin: Plugins = None,
 ) -> None:
-    """Write a run's PEFT adapter, or the model with the update merged in.
+    """Write a run's PEFT adapter, or the model with the update merged into its weights.
 
-    Reads the newest checkpoint, so that a run in progress can also be exported, and needs no data.
-    The folder also has a model card, the class names, and the image processor or the tokenizer.
-    Full fine-tuning has no adapter: its model is written.
+    The command needs no data. It reads the newest checkpoint, so it can also export an unfinished
+    run. The folder also contains a model card, the class names, and the image processor or the
+    tokenizer. For full fine-tuning, which has no adapter, it contains the whole model.
     """
     from trishul_ray.runs.export import export_run
 
@@ -64,10 +64,11 @@ def verify(
     runs: Runs = "runs",
     plugin: Plugins = None,
 ) -> None:
-    """Repeat rounds of a finished run, and compare the state after each.
+    """Repeat rounds of a finished run, and compare the state after each round.
 
-    The run may be a folder copied from another machine, if its data and backbone are here. Exit
-    code 1: a state differs. Then the first difference of software or hardware is printed.
+    The run may be a folder copied from another machine if its data and backbone are available here.
+    If a state differs, the exit code is 1, and the first difference in software or hardware is
+    printed.
     """
     from trishul_ray.runs.verify import verify_run
 
@@ -120,11 +121,11 @@ def evaluate(
     runs: Runs = "runs",
     plugin: Plugins = None,
 ) -> None:
-    """Score what a run of instruction tuning generates for test rows.
+    """Generate and score responses of an instruction-tuned model to test rows.
 
-    Greedy, with the run's own template, precision and limits. Writes `eval.json` and, with each
-    response, `answers.jsonl` next to `result.json`; repeat the command to show them. Tables show a
-    score with `eval: {score: rouge_l}`.
+    Decoding is greedy, with the run's template, precision and limits. The command writes
+    `eval.json` and, with each response, `answers.jsonl` next to `result.json`; repeat it to show
+    the scores. Tables of sweeps show a score with `eval: {score: rouge_l}`.
     """
     from trishul_ray.runs.evaluate import evaluate_run
     from trishul_ray.runs.harness import run_harness
@@ -150,7 +151,7 @@ def evaluate(
 
 
 def _print_scores(found: "Json") -> None:
-    """Print the scores of responses, also by group, and warn if few responses end."""
+    """Print the scores of responses, also per group, and warn if few responses end."""
     from rich.table import Table
 
     from trishul_ray.runs.evaluate import FEW_END
