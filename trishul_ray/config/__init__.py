@@ -1,1 +1,1 @@
-"""The fields of an experiment, their sections, and the folders of the machine."""
+"""The fields of an experiment, by section, and the storage paths of the machine."""

@@ -1,6 +1,6 @@
 """The fields of an experiment, by section, with defaults, ranges and descriptions.
 
-The defaults are the paper's protocol: 20 clients, 3 per round, 50 local steps, Adam.
+The defaults follow the paper's protocol: 20 clients, 3 per round, 50 local steps, Adam.
 """
 
 import math
@@ -24,7 +24,7 @@ from trishul_ray.config.section import (
 from trishul_ray.runtime.proportions import exact_fraction
 from trishul_ray.spectral.bases import BasisInit
 
-#: Short names of the paper's backbones, replaced by the hub's names before anything is hashed.
+#: Short names of the paper's backbones. Hub names replace them before anything is hashed.
 SHORT_MODEL_NAMES = {
     "vit-b16": "google/vit-base-patch16-224-in21k",
     "t5-base": "google-t5/t5-base",
@@ -80,17 +80,17 @@ class DataConfig(Section):
     @field_validator("columns")
     @classmethod
     def _normalize(cls, columns: dict[str, str]) -> dict[str, str]:
-        """Return names in the Unicode form in which the data's columns are read."""
+        """Normalize names to the Unicode form in which the columns of the data are read."""
         return {role: unicodedata.normalize("NFC", name) for role, name in columns.items()}
 
     @property
     def content_hash(self) -> str | None:
-        """The stored content hash of ``path``; None if it belongs to another path."""
+        """The stored content hash of ``path``, or None if it belongs to another path."""
         return stored_hash(self.content, self.path)
 
 
 class PartitionConfig(Section):
-    """Split of the training rows among the clients."""
+    """Split of the training rows across clients."""
 
     kind: Literal["iid", "dirichlet", "natural"] = Field(
         "dirichlet",
@@ -113,7 +113,7 @@ class PartitionConfig(Section):
 
 
 def _by_kind(default: int, instruction: int) -> Callable[[dict[str, Any]], int]:
-    """Return the default of a field of :class:`TaskConfig`, which depends on the kind."""
+    """Return a default factory for a :class:`TaskConfig` field that depends on the kind."""
     return lambda found: instruction if found.get("kind") == "instruction" else default
 
 
@@ -174,7 +174,7 @@ class TaskConfig(Section):
     @field_validator("template")
     @classmethod
     def _read_file(cls, value: str | None) -> str | None:
-        """Replace the name of a template's file by its text, which is in the experiment's id."""
+        """Replace the name of a template file with its text, which is part of the id."""
         if value is None or "\n" in value or not value.endswith((".yaml", ".yml", ".jinja")):
             return value
         try:
@@ -183,7 +183,7 @@ class TaskConfig(Section):
             raise ValueError(f"{value!r} cannot be read as a template ({error})") from None
 
 
-#: Storage of frozen linear weights.
+#: Storage formats of the frozen linear weights.
 Quantization: TypeAlias = Literal["none", "nf4", "int8"]
 
 
@@ -227,7 +227,7 @@ class ModelConfig(Section):
 
     @property
     def content_hash(self) -> str | None:
-        """The stored content hash of the folder ``name``; None if it belongs to another name."""
+        """The stored content hash of the folder ``name``, or None if it belongs to another name."""
         return stored_hash(self.content, self.name)
 
     @field_validator("name")
@@ -289,7 +289,7 @@ class AdapterConfig(Section):
 
 
 class RateSource(StrEnum):
-    """Source of a learning rate that neither a table nor a file of tuned rates names."""
+    """Source of a learning rate that comes from neither a table nor a file of tuned rates."""
 
     USER = "set by hand"
     GENERAL = (
@@ -299,7 +299,7 @@ class RateSource(StrEnum):
 
 
 class OptimizerConfig(Section):
-    """The client's local optimizer; its state is reset every round."""
+    """The clients' local optimizer, whose state is reset every round."""
 
     name: Literal["adam", "sgd"] = Field("adam", description="local optimizer")
     lr: float = Field(
@@ -343,10 +343,10 @@ class OptimizerConfig(Section):
         return self
 
 
-#: Capacities of clients, as shares of the full budget.
+#: Capacities of clients, as fractions of the full budget.
 COMPUTE_LEVELS = (0.25, 0.5, 0.75, 1.0)
 
-#: Proportion of clients at each level, by ``federation.compute``.
+#: Proportion of clients at each level, keyed by ``federation.compute``.
 COMPUTE_PROFILES = {
     "full": (0.0, 0.0, 0.0, 1.0),
     "uniform": (0.25, 0.25, 0.25, 0.25),
@@ -407,7 +407,7 @@ class FederationConfig(Section):
     )
 
     def steps_of(self, rows: int) -> tuple[int, int]:
-        """Return the steps of a client with this number of rows per round, and their batch size."""
+        """Return the steps per round and the batch size of a client with this number of rows."""
         if self.local_epochs is None:
             return self.local_steps, self.batch_size
         size = min(self.batch_size, rows)
@@ -415,7 +415,7 @@ class FederationConfig(Section):
 
     @property
     def participants(self) -> int:
-        """Number of clients that may take part: all but those held out."""
+        """The number of clients that may take part, which excludes held-out clients."""
         return self.clients - math.ceil(exact_fraction(self.clients, self.held_out))
 
     @field_validator("compute_shares")
@@ -436,7 +436,7 @@ class FederationConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Measurements, and their frequency."""
+    """Measurements and their frequency."""
 
     every: int = not_in_id(
         1,
@@ -472,24 +472,23 @@ class EvaluationConfig(Section):
     )
 
     def diagnoses(self, round_number: int, rounds: int) -> bool:
-        """Return whether the uploads of a round (from 1) are diagnosed."""
+        """Return whether the uploads of a round, counted from 1, are diagnosed."""
         every = self.diagnostics_every
         return every > 0 and (round_number % every == 0 or round_number in (1, rounds))
 
     def scored_rounds(self, rounds: int) -> frozenset[int]:
-        """Return the rounds of a run of ``rounds`` after which it is scored; 0 is before the first.
+        """Return the rounds after which a run of ``rounds`` is scored; 0 is the untuned model.
 
-        The model of a round does not depend on which rounds are scored.
+        The choice of scored rounds does not affect the model of any round.
         """
         return frozenset({*range(0, rounds, self.every or rounds), rounds})
 
     def scores(self, round_number: int, rounds: int) -> bool:
-        """Return whether a round is among :meth:`scored_rounds`."""
         return round_number == rounds or round_number % (self.every or rounds) == 0
 
 
 class ResourcesConfig(Section):
-    """Resources of the run. Only the number of threads can change a bit of the result."""
+    """Resources of the run. Only ``threads`` can affect the bits of a result."""
 
     threads: int = Field(1, ge=1, description="CPU threads of one actor (fixed for determinism)")
     backend: Literal["ray", "inline"] = not_in_id(
@@ -533,7 +532,7 @@ class TrackingConfig(Section):
 
 
 class StorageConfig(Section):
-    """Folders. ``runs`` may be any pyarrow filesystem URI (s3://..., gs://...)."""
+    """Storage paths. ``runs`` may be any pyarrow filesystem URI (s3://..., gs://...)."""
 
     runs: PathText = Field(
         default_factory=lambda: os.environ.get("TRISHUL_RUNS") or "runs",
@@ -551,5 +550,5 @@ class StorageConfig(Section):
 
     @property
     def places(self) -> Places:
-        """The folders of this machine; defaults as in :meth:`Places.at`."""
+        """The storage paths of this machine, with the defaults of :meth:`Places.at`."""
         return Places.at(self.cache, self.hub)

@@ -1,17 +1,20 @@
-"""The places of this machine, which are not stored with a run: the cache and the hub's mirror."""
+"""The storage paths of this machine, the cache and the hub's mirror.
+
+A run does not store them.
+"""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-#: The fields of an experiment, by section, with places and MLflow runs of this machine.
-#: They are not stored with a run, and are not read from one: a run may come from elsewhere.
+#: Fields of an experiment, by section, that are storage paths or MLflow runs of this machine. A run
+#: neither stores nor reads them, since it may come from another machine.
 PLACES = {"storage": {"runs", "cache", "hub"}, "tracking": {"uri", "parent_run"}}
 
 
 @dataclass(frozen=True)
 class Places:
-    """Folder of prepared data and backbones, and a mirror of the hub, if any."""
+    """The folder of prepared data and backbones, and an optional mirror of the hub."""
 
     cache: Path
     hub: Path | None

@@ -1,7 +1,7 @@
-"""Sections of an experiment: frozen fields, each of which is part of a run's id or not.
+"""Base class of the sections of an experiment, with fields that are part of a run's id or not.
 
-A field that can change a number is part of the id if it is not at its default. So a new field
-changes no id, and a change of a default needs a new ``NUMERICS``.
+A field that can change a result is part of the id if it is not at its default. Adding a field
+therefore changes no id, and changing a default requires a new ``NUMERICS``.
 """
 
 from collections.abc import Iterable
@@ -18,12 +18,32 @@ from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
-    """A frozen group of fields; unknown fields are rejected."""
+    """A frozen group of fields that rejects unknown fields.
+
+    Sections of an experiment, and the ``Config`` of methods and stages, extend this class. Define
+    each field with ``pydantic.Field``, or with :func:`not_in_id` if it cannot change a result.
+    Non-finite floats are rejected.
+
+    Example:
+        >>> from pydantic import Field
+        >>> class MyConfig(Section):
+        ...     strength: float = Field(0.0, ge=0, description="weight of the penalty")
+        ...     label: str = not_in_id("", "name in logs")
+        >>> MyConfig(strength=0.1, label="first").identity()
+        {'strength': 0.1}
+        >>> MyConfig().identity()
+        {}
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def identity(self) -> dict[str, Any]:
-        """Return the fields that are part of the id and not at their default, as JSON values."""
+        """Return the fields that are part of the id and not at their default.
+
+        Returns:
+            JSON values keyed by field name. Nested sections are dictionaries, and tuples become
+            lists.
+        """
         kept: dict[str, Any] = {}
         values = vars(self)
         for name, field in type(self).model_fields.items():
@@ -38,10 +58,14 @@ class Section(BaseModel):
         return kept
 
     def reject_unused(self, names: Iterable[str], condition: str) -> None:
-        """Reject fields that are not read under a condition, such as "with kind='none'".
+        """Reject fields that have no effect under a condition.
+
+        Args:
+            names: Names of fields of this section.
+            condition: The condition, such as ``"with kind='none'"``, for the message.
 
         Raises:
-            ValueError: One of them is not at its default.
+            ValueError: A field is not at its default.
         """
         for name in names:
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
@@ -49,18 +73,34 @@ class Section(BaseModel):
 
 
 def not_in_id(default: Any, description: str, **limits: Any) -> Any:
-    """Return a field that cannot change a run's numbers and is left out of its id."""
+    """Define a field that cannot change a run's results and is not part of its id.
+
+    Args:
+        default: The default value.
+        description: A description of the field for ``trishul run --fields``.
+        **limits: Further arguments of ``pydantic.Field``, such as ``ge`` or ``max_length``.
+
+    Returns:
+        A pydantic field.
+    """
     return Field(default, description=description, json_schema_extra={"identity": False}, **limits)
 
 
 def identifies(field: FieldInfo) -> bool:
-    """Return whether a field can change a run's numbers, and so is part of its id."""
+    """Return whether a field can change a run's results and is therefore part of its id.
+
+    Args:
+        field: A field of ``Section.model_fields``.
+
+    Returns:
+        False for fields that :func:`not_in_id` defines, otherwise True.
+    """
     extra = field.json_schema_extra
     return not (isinstance(extra, dict) and extra.get("identity") is False)
 
 
 def _usable_path(text: str) -> str:
-    """Return ``text`` if a file system accepts it as a path; also names and URIs."""
+    """Validate that the file system accepts a path; names and URIs are also valid."""
     parts = text.encode(errors="surrogateescape").split(b"/")
     if not text.strip() or "\0" in text or max(map(len, parts)) > 255 or len(text) > 4000:
         shown = repr(text if len(text) <= 40 else text[:37] + "...")
@@ -75,11 +115,25 @@ def _usable_path(text: str) -> str:
     return text
 
 
-#: A name or a path that the file system accepts.
+#: A name or path that the file system accepts.
 PathText = Annotated[str, AfterValidator(_usable_path)]
 
 
 def stored_hash(content: str | None, path: str | None) -> str | None:
-    """Return the hash in a stored ``hash path`` if it belongs to this path, or None."""
+    """Parse a stored ``"<hash> <path>"``.
+
+    Args:
+        content: The stored text.
+        path: The current path.
+
+    Returns:
+        The hash, or None if nothing is stored or the stored path differs.
+
+    Example:
+        >>> stored_hash("sha256:1f rows.csv", "rows.csv")
+        'sha256:1f'
+        >>> stored_hash("sha256:1f rows.csv", "other.csv") is None
+        True
+    """
     value, _, stored = (content or "").partition(" ")
     return value if value and stored == path else None

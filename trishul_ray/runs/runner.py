@@ -330,8 +330,7 @@ def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown:
     for event in report.events:
         progress.note(event)
     for record in report.records:
-        # A resumed run logs earlier rounds again, and the tracker ignores those that it already
-        # has.
+        # A resumed run logs earlier rounds again, and the tracker ignores known rounds.
         tracker.round(record.round, grouped_metrics(record.metrics()))
     earlier = len(report.records) - shown
     progress.count_earlier(record.metrics() for record in report.records[:earlier])
