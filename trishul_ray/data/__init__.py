@@ -1,5 +1,5 @@
-"""Datasets as memory-mapped Arrow files, and the partition of their rows among the clients.
+"""Datasets as memory-mapped Arrow files, and the partition of their rows across clients.
 
-``prepare.py`` looks up a dataset by name and writes it to the cache; ``dataset.py`` is the format
-of the files. ``datasets/`` has the public datasets, and ``user/`` reads user data.
+``prepare.py`` finds a dataset by name and writes it to the cache, and ``dataset.py`` defines the
+file format. ``datasets/`` contains the public datasets, and ``user/`` reads user data.
 """

@@ -1,4 +1,4 @@
-"""Prepared folders: memory-mapped files that a process makes once and that others share.
+"""Prepared folders: memory-mapped files that one process writes and others share.
 
 A prepared folder is ``<cache>/data/<step>/<name>-<key>/``. The key is a hash of everything that
 determines the rows and their description: the format version, the source's files or the parent's
@@ -22,7 +22,7 @@ from trishul_ray.storage.integrity import make_once
 #: The description of a dataset, and the columns [N, ...] of every split.
 Contents: TypeAlias = tuple[DatasetInfo, Mapping[str, Mapping[str, Column]]]
 
-#: What made the rows of a folder.
+#: The step that wrote the rows of a folder.
 Step = Literal["raw", "chosen", "validation", "encoded"]
 
 
@@ -34,7 +34,7 @@ def prepared(
     splits: tuple[str, ...],
     make: Callable[[], Contents],
 ) -> PreparedDataset:
-    """Return a prepared folder, whose rows ``make`` returns if it is missing or damaged."""
+    """Open a prepared folder, or call ``make`` and write it if it is missing or damaged."""
     digest = hashlib.sha256(f"{FORMAT_VERSION}\n{key}".encode()).hexdigest()[:12]
 
     def write(new: Path) -> None:
@@ -54,10 +54,10 @@ def derived(
     make: Callable[[], Contents],
     added: tuple[str, ...] = (),
 ) -> PreparedDataset:
-    """Return a folder made of the rows of ``dataset``, with its splits and the ``added`` ones.
+    """Open or write a folder derived from ``dataset``, with its splits and the ``added`` splits.
 
-    Datasets with the same rows may number other classes, groups and clients, so the description is
-    part of the key.
+    Datasets with the same rows may number classes, groups and clients differently, so the key
+    contains the description.
     """
     parent = f"{dataset.fingerprint}\n{dataset.info!r}\n{key}"
     return prepared(cache, step, dataset.info.name, parent, (*dataset.split_names, *added), make)

@@ -1,4 +1,4 @@
-"""Make rows of prepared rows: unseen groups, held-out rows, encoded rows."""
+"""Derive datasets from prepared rows: unseen groups, held-out rows, encoded rows."""
 
 import hashlib
 import json
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 def choose_rows(dataset: PreparedDataset, config: "DataConfig", *, cache: Path) -> PreparedDataset:
-    """Return a dataset with the rows to train on, to score and to validate by that a section sets.
+    """Select the training, test and validation rows that the section ``data`` defines.
 
-    All training rows of ``test_groups`` become test rows, after the others.
+    All training rows of ``test_groups`` become test rows, after the existing ones.
 
     Raises:
-        InputError: A group is unknown, no training rows are left, or the rows are not instructions.
+        InputError: A group is unknown, no training rows remain, or the rows are not instructions.
     """
     info, train, groups = dataset.info, dataset.train, config.test_groups
     field = f"data.test_groups={','.join(groups)}"
@@ -88,12 +88,15 @@ def find_repeated(train: Mapping[str, Column], test: Mapping[str, Column]) -> np
 
 
 def hold_out(dataset: PreparedDataset, share: float, *, cache: Path) -> PreparedDataset:
-    """Return ``dataset`` with a ``share`` of its training rows as the split ``validation``.
+    """Move a fraction ``share`` of the training rows to the split ``validation``.
 
-    Only the data determine the sampled rows (:func:`~trishul_ray.data.partition.draw_held_out`), in
-    equal shares from every client if the rows have a client column, and otherwise from every class
-    or sub-dataset. Rows with the same inputs are held out together. A share of 0 changes nothing;
-    too few rows are an InputError.
+    The sampled rows depend only on the data (:func:`~trishul_ray.data.partition.draw_held_out`).
+    They are equal fractions of every client if the rows have a client column, otherwise of every
+    class or sub-dataset. Rows with the same inputs are held out together. With a fraction of 0, the
+    dataset is returned unchanged.
+
+    Raises:
+        InputError: There are too few rows.
     """
     if not share:
         return dataset
@@ -117,7 +120,7 @@ def hold_out(dataset: PreparedDataset, share: float, *, cache: Path) -> Prepared
 
 
 def _number_inputs(split: Split) -> np.ndarray:
-    """Number the different inputs of a split: rows with the same one have the same number [N]."""
+    """Number the distinct inputs of a split; rows with equal inputs have equal numbers [N]."""
     if split.info.kind == "image":
         keys = [hashlib.sha256(row).digest() for row in split.column("pixels")]
         return np.unique(np.array(keys), return_inverse=True)[1]
@@ -127,14 +130,14 @@ def _number_inputs(split: Split) -> np.ndarray:
 
 
 class Encoder(Protocol):
-    """Converts the texts of a split into columns of numbers."""
+    """Converts the texts of a split into numeric columns."""
 
     @property
     def key(self) -> str:
         """Text that changes whenever an encoded number may change: tokenizer, lengths, prompt."""
 
     def encode(self, split: Split, progress: Callable[[float], None]) -> Mapping[str, np.ndarray]:
-        """Return columns of numbers [N, ...] made from the texts."""
+        """Encode the texts as numeric columns [N, ...]."""
 
 
 def encode(
@@ -144,7 +147,7 @@ def encode(
     cache: Path,
     progress: ProgressCallback | None = None,
 ) -> PreparedDataset:
-    """Return ``dataset`` with its texts encoded, prepared now or before.
+    """Encode the texts of a dataset, or open the encoded rows of an earlier call.
 
     The columns ``label``, ``group`` and ``client`` are copied. See
     :func:`~trishul_ray.data.prepare.prepare` for ``cache`` and ``progress``.

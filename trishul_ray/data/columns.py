@@ -1,7 +1,9 @@
 """Read columns of Arrow tables: texts, labels, answers, and names of classes, groups and clients.
 
-Names are in Unicode's composed form (NFC). Errors name the table and, if possible, the row. Legend
-of shapes: N rows.
+Names are in Unicode's composed form (NFC). Error messages contain the table and, if possible, the
+row.
+
+Legend of shapes: N rows.
 """
 
 import json
@@ -16,33 +18,33 @@ import pyarrow as pa
 from trishul_ray.errors import CorruptFileError, did_you_mean, join_limited
 from trishul_ray.runtime.lazy import pc
 
-#: Whole numbers that fit into int64 (no sign, no leading zeros); also as floats are spelled.
+#: Whole numbers that fit into int64 (no sign, no leading zeros), optionally spelled as floats.
 _WHOLE_NUMBER = r"^(0|[1-9][0-9]{0,17})(\.0+)?$"
 
 
 def nfc(name: str) -> str:
-    """Return a name in Unicode's composed form; macOS writes an accented letter as two."""
+    """Normalize a name to Unicode's composed form; macOS decomposes accented letters."""
     return unicodedata.normalize("NFC", name)
 
 
 def lookalike(name: str) -> str:
-    """Return one text for names that differ only in case, width or invisible characters."""
+    """Fold names that differ only in case, width or invisible characters to the same text."""
     folded = unicodedata.normalize("NFKC", name).casefold()
     return "".join(char for char in folded if unicodedata.category(char) != "Cf")
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Return whether a column of this type holds texts."""
+    """Return whether columns of this type contain texts."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def holds_images(kind: pa.DataType) -> bool:
-    """Return whether a column of this type holds images as on the hub: structs {bytes, path}."""
+    """Return whether columns of this type contain images as on the hub, structs {bytes, path}."""
     return bool(pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
 
 
 def decoded(table: pa.Table) -> pa.Table:
-    """Return a table with plain values for categories, and plain texts for views of texts."""
+    """Replace dictionary columns with plain values, and string views with plain strings."""
     for number, field in enumerate(table.schema):
         kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
         kind = pa.large_string() if kind == pa.string_view() else kind
@@ -52,12 +54,12 @@ def decoded(table: pa.Table) -> pa.Table:
 
 
 def at_row(where: str, row: int) -> str:
-    """Return the name of a row in messages."""
+    """Format the name of a row for messages."""
     return f"{where}, row {row}"
 
 
 def get_column(table: pa.Table, column: str, where: str) -> pa.ChunkedArray:
-    """Return ``table[column]`` [N], or raise a CorruptFileError if it is missing or has a null."""
+    """Return ``table[column]`` [N], or raise a CorruptFileError if it is missing or has nulls."""
     if column not in table.column_names:
         names = ", ".join(table.column_names)
         hint = did_you_mean(column, table.column_names)
@@ -70,7 +72,7 @@ def get_column(table: pa.Table, column: str, where: str) -> pa.ChunkedArray:
 
 
 def read_texts(table: pa.Table, column: str, where: str) -> pa.LargeStringArray:
-    """Return the texts of ``table[column]`` [N]; wrong values are a CorruptFileError."""
+    """Read the texts ``table[column]`` [N], or raise a CorruptFileError for invalid values."""
     values = get_column(table, column, where)
     if not is_text(values.type):
         raise CorruptFileError(f"{where}: column {column!r} is {values.type}, not text; convert it")
@@ -85,13 +87,13 @@ def read_texts(table: pa.Table, column: str, where: str) -> pa.LargeStringArray:
 def read_labels(
     table: pa.Table, column: str, classes: int, where: str, names: Sequence[str] = ()
 ) -> np.ndarray:
-    """Return the labels of ``table[column]``, int64 [N].
+    """Read the labels ``table[column]``, int64 [N].
 
     Texts may be whole numbers or the ``names`` of the classes.
 
     Raises:
-        CorruptFileError: The column is missing, holds a null, is neither integer nor text, or a
-            label is outside 0..classes-1 and no name of a class.
+        CorruptFileError: The column is missing, contains a null, or is neither integer nor text, or
+            a label is neither in 0..classes-1 nor a class name.
     """
     values = get_column(table, column, where)
     if is_text(values.type):
@@ -114,7 +116,7 @@ def read_labels(
 
 
 def read_answers(table: pa.Table, column: str, where: str) -> pa.LargeStringArray:
-    """Return the answers of ``table[column]`` [N], each a JSON list of texts.
+    """Read the answers ``table[column]`` [N], each as a JSON list of texts.
 
     A row may contain a list of texts, a single text, or a JSON list of texts.
 
@@ -135,7 +137,7 @@ def read_answers(table: pa.Table, column: str, where: str) -> pa.LargeStringArra
 
 
 def list_of_texts(value: Any) -> list[str] | None:
-    """Return a list of texts from itself or from its JSON text, or None for other values."""
+    """Parse a list of texts, or its JSON text; other values return None."""
     if isinstance(value, str):
         with suppress(ValueError):
             value = json.loads(value)
@@ -144,17 +146,17 @@ def list_of_texts(value: Any) -> list[str] | None:
 
 
 def number_names(values: pa.Array, names: Sequence[str] = ()) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Replace names by their indices in the sorted order of all different names.
+    """Replace names with their indices in the sorted order of distinct names.
 
-    Texts that are all whole numbers, as in a CSV file, are sorted as numbers. The ``names`` that
-    occur come first, in their order.
+    Texts that are all whole numbers, as in a CSV file, are sorted as numbers. Entries of ``names``
+    that occur precede the others, in their order.
 
     Args:
-        values: Texts or integers [N], which may have nulls.
-        names: Names that come first.
+        values: Texts or integers [N], which may contain nulls.
+        names: Names that precede the others.
 
     Returns:
-        The indices int64 [N], -1 for nulls, and the names.
+        The indices, int64 [N], -1 for nulls, and the names.
     """
     if is_text(values.type) and pc.all(pc.match_substring_regex(values, _WHOLE_NUMBER)).as_py():
         values = pc.replace_substring_regex(values, r"\.0+$", "").cast(pa.int64())
@@ -168,7 +170,7 @@ def number_names(values: pa.Array, names: Sequence[str] = ()) -> tuple[np.ndarra
 
 
 def class_names(table: pa.Table, column: str) -> tuple[str, ...] | None:
-    """Return the class names in a table's Hugging Face metadata, or None if it has none."""
+    """Read the class names from a table's Hugging Face metadata, or return None."""
     try:
         features = json.loads((table.schema.metadata or {})[b"huggingface"])["info"]["features"]
         composed = {nfc(key): value for key, value in features.items()}
@@ -178,7 +180,7 @@ def class_names(table: pa.Table, column: str) -> tuple[str, ...] | None:
 
 
 def common_class_names(tables: Iterable[pa.Table], column: str) -> tuple[str, ...] | None:
-    """Return the class names in the metadata of tables, or None if no table has any.
+    """Read the class names from the metadata of tables, or return None if no table has any.
 
     Raises:
         CorruptFileError: Tables number their classes differently.

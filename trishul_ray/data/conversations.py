@@ -1,7 +1,7 @@
-"""Read rows of instructions: an instruction with its answer, or a conversation.
+"""Read rows of instructions, which are single turns or conversations.
 
-A row has one turn, in the columns ``instruction``, ``output`` and, if some rows need it, ``input``;
-or a conversation in the column ``messages``, a JSON list of ``{"role": ..., "content": ...}``. A
+A single turn has the columns ``instruction``, ``output`` and, if some rows need it, ``input``. A
+conversation has the column ``messages``, a JSON list of ``{"role": ..., "content": ...}``. A
 message may have further keys, which chat templates read, and ``weight`` 0 if it has no labels.
 """
 
@@ -23,11 +23,11 @@ from trishul_ray.errors import CorruptFileError
 if TYPE_CHECKING:
     from trishul_ray.data.dataset import Split
 
-#: Messages of a conversation, each with ``role``, ``content``, and keys that chat templates read.
+#: Messages of a conversation, each with ``role``, ``content``, and keys for chat templates.
 Conversation: TypeAlias = list[dict[str, Any]]
 
-#: Columns of instruction rows as datasets name them, by the platform's names: messages, Alpaca,
-#: Dolly, TRL, GSM8K and Flan. The first of these layouts whose columns exist is read.
+#: Column names in common instruction datasets, keyed by canonical name: messages, Alpaca, Dolly,
+#: TRL, GSM8K and Flan. The first layout whose columns exist applies.
 LAYOUTS: tuple[Mapping[str, str], ...] = (
     {"messages": "messages"},
     {"messages": "conversations"},
@@ -41,16 +41,16 @@ LAYOUTS: tuple[Mapping[str, str], ...] = (
 #: Columns that a layout may lack.
 OPTIONAL = frozenset({"input", "group"})
 
-#: Roles of messages, by the names that datasets give them.
+#: Canonical roles, keyed by their names in datasets.
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user"}
 _ROLES |= {"gpt": "assistant"}
 
-#: Keys of messages that do not depend on the template.
+#: Keys of messages that every template supports.
 _READ_KEYS = frozenset({"role", "content", "weight"})
 
 
 def find_layout(existing: Sequence[str]) -> dict[str, str] | None:
-    """Return the columns of the first layout that the data have; None if they have none."""
+    """Return the columns of the first layout that matches the data, or None."""
     for layout in LAYOUTS:
         if all(column in existing for name, column in layout.items() if name not in OPTIONAL):
             return {name: column for name, column in layout.items() if column in existing}
@@ -65,12 +65,15 @@ def has_context(row: Mapping[str, Any]) -> bool:
 def plain_messages(
     rows: Sequence[Mapping[str, Any]], where: Sequence[str], column: str
 ) -> tuple[pa.LargeStringArray, list[str]]:
-    """Return conversations as JSON texts [N], null where the last answer is blank, and notes.
+    """Convert conversations to JSON texts.
 
     Args:
         rows: Columns of each row (see :func:`read_conversation`), [N].
         where: Name of each row in messages.
         column: Name of the column in messages.
+
+    Returns:
+        The JSON texts [N], null if the last answer is blank, and notes about the rows.
 
     Raises:
         CorruptFileError: A row is not a conversation that ends with an answer.
@@ -105,12 +108,14 @@ def is_learned(message: Mapping[str, Any]) -> bool:
 def plain_choices(
     values: Sequence[Any], right: Sequence[Any], where: Sequence[str], column: str
 ) -> dict[str, Any]:
-    """Return ``choices``, lists as JSON texts [N], and ``choice``, which one is right, int64 [N].
+    """Convert multiple-choice columns to ``choices`` and ``choice``.
 
-    Rows without choices have an empty list and -1.
+    Returns:
+        ``choices``, JSON lists of texts [N], and ``choice``, the index of the right one, int64 [N].
+        Rows without choices have an empty list and -1.
 
     Raises:
-        CorruptFileError: Choices are not a list of at least two texts that contains the right one.
+        CorruptFileError: A value is not a list of at least two texts that contains the right one.
     """
     texts, numbers = [], []
     for value, number, row in zip(values, right, where, strict=True):
@@ -127,10 +132,10 @@ def plain_choices(
 
 
 def plain_references(values: Sequence[Any], where: Sequence[str], column: str) -> pa.Array:
-    """Return further right answers, lists as JSON texts [N]; rows without any have an empty list.
+    """Convert further right answers to JSON lists of texts [N], which may be empty.
 
     Raises:
-        CorruptFileError: They are not a list of texts, or one of them is blank.
+        CorruptFileError: A value is not a list of texts, or a text is blank.
     """
     rows = [_texts(value) for value in values]
     if None in rows:
@@ -144,20 +149,23 @@ def plain_references(values: Sequence[Any], where: Sequence[str], column: str) -
 
 
 def _texts(value: Any) -> list[str] | None:
-    """Return a list of texts or an empty list, or None if a text is blank or not a text."""
+    """Parse a list of nonblank texts, which may be empty, or return None for other values."""
     found = [] if value in (None, "", "null") else list_of_texts(value)
     return found if found is not None and all(map(str.strip, found)) else None
 
 
 def read_conversation(row: Mapping[str, Any], where: str) -> Conversation:
-    """Return the messages of a row: after an optional system message, user and assistant alternate.
+    """Read the messages of a row: an optional system message, then user and assistant alternately.
 
     Args:
         row: ``messages``, a list or its JSON text; or ``instruction`` and ``output``, both texts or
             both lists of messages, with ``input`` and ``history``, a list of pairs of question and
             answer; and ``system``, a text. A message has ``role`` and ``content``, or ``from`` and
-            ``value`` with the roles human and gpt. Without an answer, the list is empty.
+            ``value`` with the roles human and gpt.
         where: Name of the row in messages.
+
+    Returns:
+        The messages, or an empty list if the row has none.
 
     Raises:
         CorruptFileError: A value has another form, or the messages do not end with an answer.
@@ -195,7 +203,7 @@ def _from_json(text: str, fault: str) -> Any:
 
 
 def _earlier_turns(history: Any, where: str) -> Conversation:
-    """Return pairs of question and answer, a list or its JSON text, as messages."""
+    """Convert pairs of question and answer, a list or its JSON text, to messages."""
     fault = f"{where}: history is not a list of pairs of question and answer; rename it"
     pairs = _from_json(history or "[]", fault) if isinstance(history, str) else history or []
     if not isinstance(pairs, list) or any(not isinstance(p, list) or len(p) != 2 for p in pairs):
@@ -205,7 +213,7 @@ def _earlier_turns(history: Any, where: str) -> Conversation:
 
 
 def _read_message(value: Any, where: str) -> dict[str, Any]:
-    """Return a message with its role, its content, and its keys that are not null."""
+    """Read a message with its role, its content, and its keys that are not null."""
     fields = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else {}
     role = fields.pop("role", None) or fields.pop("from", None)
     content = fields.pop("content", fields.pop("value", None))
@@ -223,13 +231,13 @@ def _read_message(value: Any, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """A row: its conversation, and the parts of its prompt if it has one turn.
+    """A row: its conversation, and the parts of its prompt if it is a single turn.
 
     Attributes:
-        messages: The conversation; the last message is the answer. Blank lines before answers and
-            white space after them are removed: the tokens would differ from generated ones.
-        instruction: Its instruction, or the user's only message.
-        input: What the instruction is about; may be empty.
+        messages: The conversation, which ends with the answer. Blank lines before answers and white
+            space after them are removed, since their tokens would differ from generated ones.
+        instruction: The instruction, or the first message of the user.
+        input: The text that the instruction refers to; may be empty.
     """
 
     messages: Conversation
@@ -238,22 +246,21 @@ class Row:
 
     @property
     def output(self) -> str:
-        """The answer."""
         return str(self.messages[-1]["content"])
 
     @classmethod
     def of(cls, instruction: str, input: str, output: str) -> Row:
-        """Return a row of one turn; in a chat, its input stands below a blank line."""
+        """Build a row with a single turn; in a chat, its input follows a blank line."""
         asked = f"{instruction}\n\n{input}" if input.strip() else instruction
         return cls([{"role": "user", "content": asked}, _answer(output)], instruction, input)
 
     def answered(self, output: str) -> Row:
-        """Return the row with another answer."""
+        """Return a copy with another answer."""
         return Row([*self.messages[:-1], _answer(output)], self.instruction, self.input)
 
     @classmethod
     def of_messages(cls, text: str) -> Row:
-        """Return the row of a JSON list of messages."""
+        """Build a row from a JSON list of messages."""
         messages = [
             message | _answer(message["content"]) if message["role"] == "assistant" else message
             for message in json.loads(text)
@@ -262,12 +269,12 @@ class Row:
 
 
 def _answer(text: str) -> dict[str, Any]:
-    """Return an answer as a message; its first line keeps its indentation."""
+    """Build the message of an answer, and keep the indentation of its first line."""
     return {"role": "assistant", "content": re.sub(r"\A\s*\n", "", text.rstrip())}
 
 
 def read_rows(split: Split, start: int, stop: int) -> list[Row]:
-    """Return rows ``start`` up to ``stop`` of a split of instructions."""
+    """Read the rows ``start`` to ``stop`` (exclusive) of a split of instructions."""
 
     def texts(name: str) -> list[str]:
         return list(split.texts(name)[start:stop].to_pylist())

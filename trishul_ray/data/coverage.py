@@ -1,4 +1,4 @@
-"""How many rows of a dataset are behind a score."""
+"""The number of a dataset's rows that a run uses."""
 
 from dataclasses import asdict, dataclass
 from typing import ClassVar
@@ -12,11 +12,11 @@ from trishul_ray.storage.durable import Json
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Numbers of rows of one split.
+    """Row counts of a split.
 
     Attributes:
-        used: Rows that are trained on, or scored.
-        held: Rows that the source holds.
+        used: Rows that are used for training or scored.
+        held: Rows in the source.
         official: Rows of the published dataset; for user data, the same as ``held``.
     """
 
@@ -32,11 +32,11 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The rows behind a run's scores.
+    """The rows that a run's scores are based on.
 
-    ``validation`` is the number of rows that are held out of the training rows and scored.
-    ``revision`` is the commit of the hub's repository; None if unknown or not from the hub.
-    ``skipped`` has the names of the skipped rows, and ``cut`` describes truncated rows.
+    ``validation`` is the number of scored rows that are held out of the training rows. ``revision``
+    is the commit of the hub's repository, or None if unknown or not from the hub. ``skipped``
+    contains the names of skipped rows, and ``cut`` describes truncated rows.
     """
 
     dataset: str
@@ -53,7 +53,7 @@ class Coverage:
 
     @property
     def part(self) -> bool:
-        """Whether training or scoring uses other than all official rows."""
+        """Whether training or scoring does not use exactly the official rows."""
         return any(rows.used != rows.official for rows in (self.train, self.test))
 
     @property
@@ -67,7 +67,7 @@ class Coverage:
         )
 
     def to_json(self) -> Json:
-        """Return all as plain JSON values; the last three fields only if there are any."""
+        """Return all fields as plain JSON values, without the last three if they are empty."""
         fields = asdict(self) | {"part": self.part, "sentence": self.sentence}
         for name in ("skipped", "validation", "cut"):
             if not fields[name]:
@@ -78,7 +78,7 @@ class Coverage:
 def measure_coverage(
     dataset: PreparedDataset, train_limit: int | None = None, test_limit: int | None = None
 ) -> Coverage:
-    """Return how much of a prepared dataset, raw or encoded, a run with these limits covers.
+    """Compute the rows of a prepared dataset, raw or encoded, that a run with these limits uses.
 
     ``test_limit`` also applies to validation rows.
     """

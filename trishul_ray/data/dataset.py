@@ -1,4 +1,4 @@
-"""Prepared datasets: one memory-mapped Arrow file per split, and a description of the rows.
+"""Prepared datasets: one memory-mapped Arrow file per split, with a description of the rows.
 
 Legend of shapes: N rows, C channels, H x W pixels, b rows of a batch.
 """
@@ -21,7 +21,7 @@ from trishul_ray.runtime.lazy import torch
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.storage.durable import Json, complete_file
 
-#: Part of every prepared file's key: raise it when the format of the files changes.
+#: Part of every prepared file's key; increment it when the file format changes.
 FORMAT_VERSION = 5
 
 #: Key of the description in the metadata of the Arrow schema.
@@ -33,33 +33,33 @@ Kind = Literal["image", "text", "qa", "instruction"]
 #: Kinds of rows that have a label.
 LABELLED: tuple[Kind, ...] = ("image", "text")
 
-#: Rows that are scored: those of the test split, and those held out of the training rows.
+#: Scored splits: the test rows, and the rows held out of the training rows.
 ScoredSplit = Literal["test", "validation"]
 
-#: Name of a set of rows that is scored: a :data:`ScoredSplit`, or a set that a stage adds.
+#: Name of a scored set of rows: a :data:`ScoredSplit`, or a set that a stage adds.
 RowSet: TypeAlias = str
 
 #: A column to write: numbers [N, ...], or N texts.
 Column: TypeAlias = "np.ndarray | pa.StringArray"
 
-#: Columns by canonical name; see :class:`DatasetInfo`.
+#: Columns keyed by canonical name; see :class:`DatasetInfo`.
 Columns: TypeAlias = dict[str, Column]
 
-#: Columns of every split.
+#: Columns keyed by split.
 Splits: TypeAlias = Mapping[str, Columns]
 
-#: Called as ``progress(stage, fraction)`` during long work; fraction is the share done, in [0, 1].
+#: Called as ``progress(stage, fraction)`` during long work; the completed fraction is in [0, 1].
 ProgressCallback = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Source of the rows of a dataset, and the changes to them.
+    """Source of a dataset's rows, and the changes to them.
 
     Attributes:
-        kind: Hub, mirror of the hub, the user's files, rows passed from Python, or generated rows.
+        kind: Hub, mirror of the hub, user files, rows passed from Python, or generated rows.
         name: Repository, path, or generator.
-        revision: Commit of the repository; None if unknown.
+        revision: Commit of the repository, or None if unknown.
         notes: Changed and skipped rows, for reports.
     """
 
@@ -81,29 +81,32 @@ class Origin:
 class DatasetInfo:
     """Description of a dataset, stored as JSON in every prepared file.
 
-    The columns depend on the kind. ``image``: ``pixels`` uint8 [N, C, H, W] and ``label`` int64
-    [N]. ``text``: the columns of ``fields`` as strings, and ``label``. ``qa``: ``question``,
-    ``context`` and ``answers`` (a JSON list of texts) as strings. ``instruction``: the columns of
-    ``fields`` as strings, with ``output`` unless they are ``messages`` (a JSON list of objects
-    ``role`` and ``content``, the last one the answer) and, if rows have several right answers,
-    ``references`` (a JSON list of further ones). Every kind may also have
-    ``group`` int64 [N] (an index into ``groups``) and ``client`` int64 [N] (the client that holds
-    the row, for a natural partition).
+    The columns depend on the kind:
+
+    - ``image``: ``pixels`` uint8 [N, C, H, W] and ``label`` int64 [N].
+    - ``text``: the columns of ``fields`` as strings, and ``label``.
+    - ``qa``: ``question``, ``context`` and ``answers`` (a JSON list of texts) as strings.
+    - ``instruction``: the columns of ``fields`` as strings, with ``output`` unless they are
+      ``messages`` (a JSON list of objects ``role`` and ``content`` that ends with the answer). If
+      rows have several right answers, ``references`` is a JSON list of the further ones.
+
+    Every kind may also have ``group`` int64 [N] (an index into ``groups``) and ``client`` int64 [N]
+    (the client of the row, for a natural partition).
 
     Attributes:
         name: Name of the dataset in the registry.
         kind: Kind of the rows.
         classes: Class names; empty for ``qa`` and ``instruction``.
         groups: Names of sub-datasets (MRQA) or of parts of the test rows (MNLI); may be empty.
-        fields: Text columns in reading order; for ``text``, and for ``instruction``, whose fields
-            are ``instruction`` and, if there is one, ``input``; or ``messages``.
-        image_shape: (C, H, W); ``image`` only, like ``mean`` and ``std``.
+        fields: Text columns in reading order; only for ``text`` and for ``instruction``, whose
+            fields are ``instruction`` and an optional ``input``, or ``messages``.
+        image_shape: (C, H, W); only for ``image``, like ``mean`` and ``std``.
         mean: Mean per channel of pixels / 255 over the first split.
         std: Standard deviation per channel over the first split.
         clients: Names of the natural clients, indexed by the column ``client``; may be empty.
         skipped: Names of the skipped rows.
-        doubt: Reason why the labels cannot be classes, or an empty text.
-        origin: Where the rows come from.
+        doubt: Reason that the labels cannot be classes, or an empty string.
+        origin: Source of the rows.
     """
 
     name: str
@@ -121,12 +124,11 @@ class DatasetInfo:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes."""
         return len(self.classes)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> DatasetInfo:
-        """Return the description whose ``asdict`` was stored as JSON."""
+        """Build the description from the JSON of its ``asdict``."""
         return cls(**_tuples(fields) | {"origin": Origin(**_tuples(fields["origin"]))})
 
 
@@ -135,12 +137,15 @@ def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def score_name(metric: str, rows: RowSet) -> str:
-    """Return the name of a metric on a set of rows: ``accuracy``, ``validation_accuracy``."""
+    """Return the name of a metric on a set of rows, such as ``validation_accuracy``.
+
+    Scores of the test rows have no prefix.
+    """
     return metric if rows == "test" else f"{rows}_{metric}"
 
 
 def fingerprint(columns: Mapping[str, Column]) -> str:
-    """Return the hex SHA-256 of names, dtypes, shapes and bytes of ``columns``, in name order."""
+    """Compute the hex SHA-256 of names, dtypes, shapes and bytes of ``columns``, in name order."""
     digest = hashlib.sha256()
     for name in sorted(columns):
         column = columns[name]
@@ -167,7 +172,7 @@ def _text_buffers(column: pa.StringArray) -> tuple[memoryview, memoryview]:
 
 
 def write_split(path: Path, columns: Mapping[str, Column], info: DatasetInfo) -> None:
-    """Write ``columns`` to ``path``, which appears when it is complete."""
+    """Write ``columns`` to ``path`` atomically."""
     columns = {
         name: column.cast(pa.large_string()) if isinstance(column, pa.Array) else column
         for name, column in columns.items()
@@ -193,7 +198,7 @@ def _stored(column: Column) -> pa.Array:
 
 
 def _numbers(values: pa.Array) -> np.ndarray:
-    """Return numbers as a read-only view [N]; ``to_numpy`` would import pandas in every worker."""
+    """View numbers as a read-only array [N]; ``to_numpy`` would import pandas in every worker."""
     kind, is_a = values.type, pa.types
     sort = "f" if is_a.is_floating(kind) else "u" if is_a.is_unsigned_integer(kind) else "i"
     dtype = np.dtype(f"{sort}{kind.bit_width // 8}")
@@ -204,9 +209,9 @@ def _numbers(values: pa.Array) -> np.ndarray:
 
 
 class Split:
-    """The rows of one split: a file written by :func:`write_split`, mapped on first use.
+    """The rows of a split: a file of :func:`write_split` that is mapped on first use.
 
-    A pickle contains only the path; another process maps the file itself.
+    A pickle contains only the path, and the receiving process maps the file itself.
     """
 
     def __init__(self, path: Path) -> None:
@@ -230,7 +235,6 @@ class Split:
 
     @cached_property
     def info(self) -> DatasetInfo:
-        """Description of the dataset."""
         return DatasetInfo.from_json(self._meta["info"])
 
     @property
@@ -240,7 +244,6 @@ class Split:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Column names."""
         return tuple(self._batch.schema.names)
 
     def __len__(self) -> int:
@@ -260,28 +263,28 @@ class Split:
         return columns
 
     def column(self, name: str) -> np.ndarray:
-        """Return a column of numbers as a read-only view [N, ...]."""
+        """Return a numeric column as a read-only view [N, ...]."""
         values = self._columns[name]
         assert isinstance(values, np.ndarray)
         return values
 
     def texts(self, name: str) -> pa.LargeStringArray:
-        """Return a column of texts [N], backed by the mapped file."""
+        """Return a text column [N], backed by the mapped file."""
         return self._columns[name]
 
     def read(self) -> dict[str, Column]:
-        """Return all columns, backed by the mapped file, as :func:`write_split` takes them."""
+        """Return all columns for :func:`write_split`, backed by the mapped file."""
         return dict(self._columns)
 
     @property
     def labels(self) -> np.ndarray:
-        """Labels, a read-only view int64 [N]."""
+        """The labels, a read-only view int64 [N]."""
         return self.column("label")
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """Return a copy of the rows at ``indices`` (integers [b], each in 0..N-1), in that order.
+        """Copy the rows at ``indices`` (integers [b], each in 0..N-1), in that order.
 
-        Every column of numbers becomes a tensor [b, ...] of the same dtype.
+        Every numeric column becomes a tensor [b, ...] of the same dtype.
         """
         numbers = {k: v for k, v in self._columns.items() if not isinstance(v, pa.Array)}
         return {name: torch.from_numpy(view[indices]) for name, view in numbers.items()}
@@ -291,14 +294,14 @@ class Split:
 class PreparedDataset:
     """A folder with ``<split>.arrow`` for every split, e.g. ``("pretrain", "train", "test")``.
 
-    A pickle contains only paths; files are mapped on first use.
+    A pickle contains only paths, and files are mapped on first use.
     """
 
     folder: Path
     split_names: tuple[str, ...]
 
     def __getstate__(self) -> dict[str, object]:
-        # Without the open splits.
+        # Omit the mapped splits.
         return {"folder": self.folder, "split_names": self.split_names}
 
     @cached_property
@@ -306,22 +309,19 @@ class PreparedDataset:
         return {name: Split(self.folder / f"{name}.arrow") for name in self.split_names}
 
     def split(self, name: str) -> Split:
-        """Return the split ``name``."""
         return self._splits[name]
 
     @property
     def train(self) -> Split:
-        """Rows that the clients hold."""
+        """The rows of the clients."""
         return self.split("train")
 
     @property
     def test(self) -> Split:
-        """Rows for evaluation."""
         return self.split("test")
 
     @property
     def info(self) -> DatasetInfo:
-        """Description of the dataset."""
         return self.train.info
 
     @property
@@ -349,18 +349,20 @@ def length(columns: Mapping[str, Column]) -> int:
 
 
 def count_test_rows(total: int, share: float) -> int:
-    """Return how many of ``total`` rows, at least 2, are set aside as a ``share`` for the test."""
+    """Return the number of test rows for a fraction ``share`` of ``total`` >= 2 rows."""
     return min(total - 1, max(1, round(share * total)))
 
 
 def split_off_test(
     columns: Mapping[str, Column], share: float, where: str
 ) -> dict[str, dict[str, Column]]:
-    """Split rows into ``train`` and a ``share`` for ``test``, each with at least one row.
+    """Split rows into ``train`` and a fraction ``share`` for ``test``, each with at least one row.
 
-    A permutation drawn from ``numpy_rng(0, "test-share")`` decides, the same for every experiment.
-    Rows keep their order. With fewer than two rows, an InputError is raised that names ``where``
-    they are from.
+    The stream ``numpy_rng(0, "test-share")`` selects the rows, so they are the same in every
+    experiment. Rows keep their order.
+
+    Raises:
+        InputError: There are fewer than two rows; the message contains ``where``.
     """
     total = length(columns)
     if total < 2:
@@ -373,7 +375,7 @@ def split_off_test(
 
 
 def take_rows(columns: Mapping[str, Column], rows: np.ndarray) -> Columns:
-    """Return the rows [n] of all columns, in their order."""
+    """Select the rows [n] of all columns, in this order."""
     return {
         name: column.take(pa.array(rows)) if isinstance(column, pa.Array) else column[rows]
         for name, column in columns.items()

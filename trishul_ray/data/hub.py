@@ -1,6 +1,6 @@
-"""Tables of a Hugging Face dataset, from the files of a local mirror or from the hub.
+"""Read tables of a Hugging Face dataset from a local mirror or from the hub.
 
-A mirror is a folder that holds ``<owner>/<dataset>/...`` with the files of the hub's repository.
+A mirror is a folder with the files of the hub's repositories, ``<owner>/<dataset>/...``.
 """
 
 import logging
@@ -17,22 +17,30 @@ from trishul_ray.data.tables import file_signature, read_table
 from trishul_ray.errors import InputError, one_line
 from trishul_ray.runtime.lazy import datasets
 
-#: Beginning of the key of rows that are read from the hub.
+#: Prefix of the key of rows that are read from the hub.
 ON_HUB = "hub:"
 
 
 @dataclass(frozen=True)
 class HubRepo:
-    """A dataset's repository on the hub and in a mirror.
+    """A dataset repository on the hub and in a local mirror.
 
     Attributes:
-        repo: owner/name. Any other text is a folder of the mirror (or a path), not on the hub.
-        config: Name of the configuration; None for a dataset that has only one.
-        revision: Commit to read from the hub; None reads the newest.
-        file_patterns: Patterns with ``{split}`` for the files of a split in a mirror, relative to
-            the repository. The first that matches any file is used.
-        fetch: Pattern with ``{split}`` of the files to download from the hub; None downloads the
-            configuration. Set it if a configuration has large splits that are not used.
+        repo: Hub name ``owner/name``. Any other text is a folder of the mirror, or a path, and is
+            not searched on the hub.
+        config: Name of the configuration, or None if the dataset has only one.
+        revision: Commit to read from the hub. None reads the newest commit.
+        file_patterns: Glob patterns with ``{split}`` for the files of a split in a mirror, relative
+            to the repository. The first pattern with a match applies.
+        fetch: Pattern with ``{split}`` of the files to download from the hub. None downloads the
+            configuration. Set it if a configuration has large unused splits.
+
+    Example:
+        >>> repo = HubRepo("ucirvine/sms_spam", config="plain_text")
+        >>> repo.on_hub
+        True
+        >>> repo.key(None, ["train"])
+        'hub:ucirvine/sms_spam/plain_text'
     """
 
     repo: str
@@ -53,12 +61,18 @@ class HubRepo:
     def mirror_files(
         self, hub: Path | None, splits: Sequence[str], others: Sequence[str] = ()
     ) -> dict[str, list[Path]] | None:
-        """Return the files of every split in the mirror ``hub``, or None if it has none of them.
+        """Find the files of every split in a mirror.
 
-        Add the files of ``others`` if they exist.
+        Args:
+            hub: Root folder of the mirror, or None.
+            splits: Names of the required splits.
+            others: Names of optional splits, which are included if they exist.
+
+        Returns:
+            Sorted files keyed by split, or None if the mirror has none of ``splits``.
 
         Raises:
-            InputError: The mirror has some of the splits, but not all.
+            InputError: The mirror has some of ``splits``, but not all.
         """
         if hub is None:
             return None
@@ -74,7 +88,19 @@ class HubRepo:
         return None
 
     def key(self, hub: Path | None, splits: Sequence[str], others: Sequence[str] = ()) -> str:
-        """Return a text that changes if the rows may change; see :meth:`read` for the arguments."""
+        """Return a text that changes whenever the rows may change.
+
+        Args:
+            hub: Root folder of the mirror, or None.
+            splits: Names of the required splits.
+            others: Names of optional splits.
+
+        Returns:
+            A signature of the files in the mirror, or a text that starts with :data:`ON_HUB`.
+
+        Raises:
+            InputError: The mirror has some of ``splits``, but not all.
+        """
         files = self.mirror_files(hub, splits, others)
         if files is not None:
             return file_signature(chain(*files.values()))
@@ -84,19 +110,29 @@ class HubRepo:
     def read(
         self, hub: Path | None, splits: Sequence[str], others: Sequence[str] = ()
     ) -> tuple[Origin, dict[str, list[pa.Table]]]:
-        """Read the tables of every split from the mirror, or else from the hub.
+        """Read the tables of every split from the mirror, or from the hub if the mirror has none.
 
         Args:
-            hub: The mirror.
-            splits: Splits that must exist.
-            others: Splits to read if they exist.
+            hub: Root folder of the mirror, or None.
+            splits: Names of the required splits.
+            others: Names of optional splits, which are read if they exist.
+
+        Returns:
+            The origin of the rows, and the tables keyed by split, one per file in a mirror. The
+            revision of files in a mirror is unknown.
 
         Raises:
             InputError: Neither the mirror nor the hub has the splits.
             CorruptFileError: A file in the mirror is malformed.
+
+        Example:
+            >>> repo = HubRepo("ucirvine/sms_spam", config="plain_text")
+            >>> origin, tables = repo.read(None, ["train"])  # doctest: +SKIP
+            >>> tables["train"][0].column_names  # doctest: +SKIP
+            ['sms', 'label']
         """
         files = self.mirror_files(hub, splits, others)
-        if files is not None:  # the revision of files in a mirror is unknown
+        if files is not None:  # files in a mirror have no known revision
             return Origin("mirror", self.repo), {
                 s: list(map(read_table, f)) for s, f in files.items()
             }
@@ -118,7 +154,7 @@ class HubRepo:
         name = None if self.fetch else self.config
         loggers = [logging.getLogger(each) for each in ("huggingface_hub", "datasets")]
         levels = [logger.level for logger in loggers]
-        for logger in loggers:  # they log each retry
+        for logger in loggers:  # otherwise each retry is logged
             logger.setLevel(logging.CRITICAL)
         try:
             if others:
@@ -144,8 +180,20 @@ class HubRepo:
 
 
 def table_of(rows: "datasets.Dataset") -> pa.Table:
-    """Return a Hugging Face dataset as a table; its images as bytes, its class names kept."""
-    # Selected and shuffled rows lose the description of the columns.
+    """Convert a Hugging Face dataset to an Arrow table.
+
+    Args:
+        rows: The dataset, which may have been filtered or shuffled.
+
+    Returns:
+        The rows as a table. Images are embedded as bytes, and the metadata contains class names.
+
+    Example:
+        >>> import datasets
+        >>> table_of(datasets.Dataset.from_dict({"text": ["a", "b"]})).num_rows
+        2
+    """
+    # Filtered and shuffled rows lose the description of the columns.
     metadata = rows.features.arrow_schema.metadata
     table = rows.with_format("arrow")[:].replace_schema_metadata(metadata)
     return datasets.table.embed_table_storage(table)

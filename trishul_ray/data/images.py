@@ -1,12 +1,12 @@
-"""Decode images into one array.
+"""Decode images into a single array.
 
-A prepared dataset has images of one size and mode. :func:`decode_images` requires them of a public
-dataset. :func:`decode_and_resize` converts user images: each is turned upright (its EXIF
-orientation), resized so that its short side fits (bilinear, with antialiasing), and cropped to the
-square in its center. The side is the most frequent short side, at most :data:`MAX_SIDE`. Unless all
-images are gray, all are converted to RGB. Transparent images are shown on white. Gray images of 16
-bits are scaled to 8. Images of an unknown range are rejected: 32-bit integers or floats, and images
-of 16 bits that use fewer, such as 12.
+All images of a prepared dataset have the same size and mode. :func:`decode_images` requires this of
+public datasets. :func:`decode_and_resize` converts user images: it applies the EXIF orientation,
+resizes the short side (bilinear, with antialiasing), and crops the central square. The side is the
+most frequent short side, at most :data:`MAX_SIDE`. All images are converted to RGB unless all are
+gray. Transparent images are composited on white. Gray images with 16 bits are scaled to 8 bits.
+Images with an unknown range are rejected: 32-bit integers or floats, and 16-bit images that use
+fewer bits, such as 12.
 
 Legend of shapes: N images, C channels, H x W pixels.
 """
@@ -29,25 +29,26 @@ from PIL import Image, ImageOps
 from trishul_ray.data.columns import at_row, get_column, holds_images
 from trishul_ray.errors import CorruptFileError, join_limited, one_line
 
-# Python would print what Pillow logs on malformed files.
+# Python would print Pillow's log messages about malformed files.
 logging.getLogger("PIL").addHandler(logging.NullHandler())
 
-#: Pillow modes of stored images, with their numbers of channels.
+#: Pillow modes of stored images, and their numbers of channels.
 MODE_CHANNELS = {"RGB": 3, "L": 1}
 
-#: Maximum side of user images as stored.
+#: Maximum side of stored user images.
 MAX_SIDE = 256
 
-#: Raise it when :func:`resize_images` changes its result: user images are prepared again.
+#: Increment it when the result of :func:`resize_images` changes; user images are then prepared
+#: again.
 PREPARATION_VERSION = 4
 
-#: A gray image of 16 bits whose values are all below this one has fewer, such as a 12-bit sensor's.
+#: A 16-bit gray image with only smaller values uses fewer bits, such as a 12-bit sensor's image.
 DARK = 2**13
 
-#: Broken images to name in one message.
+#: Maximum number of broken images to name in a message.
 MAX_NAMED = 100
 
-#: Errors of Pillow for files that are not images, are truncated or are malformed.
+#: Pillow's errors for files that are not images, are truncated or are malformed.
 _UNREADABLE = (
     *(OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, struct.error),
     Image.DecompressionBombError,
@@ -65,13 +66,14 @@ def decode_images(
     where: str,
     progress: Callable[[float], None],
 ) -> np.ndarray:
-    """Return the images of ``table[column]``, structs {bytes, path}, as uint8 [N, C, H, W].
+    """Decode the images ``table[column]``, structs {bytes, path}, to uint8 [N, C, H, W].
 
     Every image must have the Pillow mode ``mode``, ``"RGB"`` or ``"L"``, and the (height, width)
-    ``size``. ``where`` names the file in messages; ``progress`` gets the fraction done.
+    ``size``. ``where`` names the file in messages, and ``progress`` receives the completed
+    fraction.
 
     Raises:
-        CorruptFileError: The column does not hold images, or an image cannot be decoded or has
+        CorruptFileError: The column does not contain images, or an image cannot be decoded or has
             another mode or size.
     """
     images = named_images(get_column(table, column, where), where)
@@ -88,7 +90,7 @@ def decode_images(
 def named_images(
     values: pa.ChunkedArray, where: str, names: Sequence[str] | None = None
 ) -> list[NamedImage]:
-    """Return images, encoded or in structs {bytes, path}, with the name of each row.
+    """Pair images, encoded or in structs {bytes, path}, with the names of their rows.
 
     Raises:
         CorruptFileError: The values are not images, or an image has no bytes.
@@ -108,11 +110,11 @@ def named_images(
 
 @dataclass(frozen=True)
 class ResizedImages:
-    """Images of one size and mode.
+    """Images with the same size and mode.
 
     Attributes:
         pixels: The readable images, uint8 [n, C, H, W].
-        broken: Faults of the images that could not be read, by name.
+        broken: Faults of the unreadable images, keyed by name.
         notes: Numbers of scaled, transparent, resized and skipped images, for reports.
     """
 
@@ -124,9 +126,9 @@ class ResizedImages:
 def decode_and_resize(
     images: Sequence[NamedImage], progress: Callable[[float], None], *, skip_broken: bool = False
 ) -> ResizedImages:
-    """Decode images of any size and mode, and convert them to one size and mode.
+    """Decode images of any size and mode, and convert them to the same size and mode.
 
-    With ``skip_broken``, skip images that cannot be read.
+    With ``skip_broken``, unreadable images are skipped.
 
     Raises:
         CorruptFileError: Images cannot be read; the message names them.
@@ -152,9 +154,10 @@ def resize_images(
     shape: tuple[int, int, int],
     progress: Callable[[float], None] = lambda done: None,
 ) -> np.ndarray:
-    """Decode images of any size and mode to uint8 [N, C, H, W] of one ``shape``, (C, H, W).
+    """Decode images of any size and mode to uint8 [N, C, H, W] with the ``shape`` (C, H, W).
 
-    Images that cannot be read are a CorruptFileError that names them.
+    Raises:
+        CorruptFileError: Images cannot be read; the message names them.
     """
     found = _resize(images, shape, progress)
     if found.broken:
@@ -174,7 +177,8 @@ def _resize(
         try:
             with _open_image(encoded, where) as image:
                 upright = turn_upright(image)
-                if _is_deep(upright):  # Pillow would clip values at 255: nearly all pixels white
+                # otherwise Pillow would clip values at 255, and nearly all pixels would be white
+                if _is_deep(upright):
                     values: np.ndarray = np.asarray(upright).astype(np.uint32)
                     if 0 < (top := int(values.max())) < DARK:
                         raise CorruptFileError(
@@ -213,8 +217,8 @@ def _resize(
 
 
 def turn_upright(image: Image.Image) -> Image.Image:
-    """Return an image in the orientation of its EXIF data."""
-    image.load()  # an image that cannot be decoded fails here
+    """Apply the EXIF orientation of an image."""
+    image.load()  # raises if the image cannot be decoded
     try:
         return ImageOps.exif_transpose(image)
     except _UNREADABLE:
@@ -222,7 +226,7 @@ def turn_upright(image: Image.Image) -> Image.Image:
 
 
 def _is_deep(image: Image.Image) -> bool:
-    """Return whether an image is gray with 16 bits; Pillow reads color images with 8."""
+    """Return whether an image is gray with 16 bits; Pillow reads color images with 8 bits."""
     return image.mode.startswith("I;16")
 
 
@@ -235,7 +239,7 @@ def check_mode(image: Image.Image, where: str) -> None:
 
 
 def _broken_images(broken: Mapping[str, str], advice: str) -> CorruptFileError:
-    """Return the error that names all images in ``broken``, which has their faults by name."""
+    """Build the error for all images in ``broken``, which maps names to faults."""
     found = next(iter(broken.values()))
     if len(broken) > 1:
         names = join_limited(list(broken), MAX_NAMED)
@@ -247,7 +251,7 @@ def _broken_images(broken: Mapping[str, str], advice: str) -> CorruptFileError:
 def _open_image(encoded: bytes | Path, where: str) -> Iterator[Image.Image]:
     """Open an image and read its header; convert errors, also in the body, to CorruptFileError.
 
-    Warnings of Pillow about readable images are not shown.
+    Pillow's warnings about readable images are suppressed.
     """
     try:
         with warnings.catch_warnings():
@@ -263,7 +267,7 @@ def _open_image(encoded: bytes | Path, where: str) -> Iterator[Image.Image]:
 
 
 def pixel_statistics(pixels: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation per channel of ``pixels`` / 255, uint8 [N, C, H, W].
+    """Compute mean and standard deviation per channel of ``pixels`` / 255, uint8 [N, C, H, W].
 
     They are computed from 256-bin histograms, so the sums are exact integers for any N.
     """

@@ -1,14 +1,15 @@
-"""Partition the training rows among the clients; each row goes to exactly one client.
+"""Partition the training rows across clients; each row belongs to exactly one client.
 
-A partition is one permutation of the rows and C + 1 offsets into it: two small arrays even for ten
-thousand clients. Legend of shapes: n rows, C clients, K classes that occur.
+A partition is a permutation of the rows and C + 1 offsets into it: two small arrays even for ten
+thousand clients. Legend of shapes: n rows, C clients, K occurring classes.
 
-The paper says "client-specific class proportions ~ Dirichlet(alpha)" and leaves the sizes of the
-shards open. The two usual readings are the variants ``per-client`` (equal sizes) and ``per-label``
-(a class-wise split in the style of Hsu, Qi, Brown 2019; sizes vary). ``partition.by`` selects
-whether a Dirichlet partition is by classes or by sub-datasets; see :func:`skewed_by`.
+The paper says "client-specific class proportions ~ Dirichlet(alpha)" but does not define the sizes
+of the shards. The two usual interpretations are the variants ``per-client`` (equal sizes) and
+``per-label`` (a class-wise split in the style of Hsu, Qi, Brown 2019, with varying sizes).
+``partition.by`` selects whether a Dirichlet partition skews classes or sub-datasets; see
+:func:`skewed_by`.
 
-A client may hold fewer rows than a batch: training wraps around its rows, so that every client
+A client may have fewer rows than a batch. Training then wraps around its rows, so that every client
 takes the same number of full steps.
 """
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from trishul_ray.config.fields import PartitionConfig
     from trishul_ray.data.dataset import DatasetInfo, Split
 
-#: Number of draws of a per-label partition before rows are moved to reach the minimum size.
+#: Maximum number of repeated draws of a per-label partition before rows are moved to reach the
+#: minimum size.
 REDRAWS = 10
 
 
@@ -35,7 +37,7 @@ class Partition:
 
     Attributes:
         permutation: int32 (int64 from 2^31 rows) [n], rows ordered by client, then ascending.
-        offsets: int64 [C + 1]; client c holds ``permutation[offsets[c] : offsets[c + 1]]``.
+        offsets: int64 [C + 1]; client c has the rows ``permutation[offsets[c] : offsets[c + 1]]``.
     """
 
     permutation: np.ndarray
@@ -43,12 +45,12 @@ class Partition:
 
     @property
     def clients(self) -> int:
-        """Number of clients C."""
+        """The number of clients C."""
         return len(self.offsets) - 1
 
     @property
     def sizes(self) -> np.ndarray:
-        """Number of rows of each client, int64 [C]."""
+        """The number of rows per client, int64 [C]."""
         return np.diff(self.offsets)
 
     def shard(self, client: int) -> np.ndarray:
@@ -59,10 +61,13 @@ class Partition:
 
 
 def skewed_by(info: "DatasetInfo", config: "PartitionConfig") -> Literal["label", "group"] | None:
-    """Return the column whose distribution differs between the clients.
+    """Return the column whose distribution differs between clients.
 
-    Reports also count the clients' rows by this column. ``partition.by=auto`` selects the classes,
-    or the sub-datasets (MRQA) without classes, or None without both.
+    Reports also count the clients' rows by this column. ``partition.by=auto`` selects the classes
+    if there are any, otherwise the sub-datasets (MRQA).
+
+    Returns:
+        The column, or None if the dataset has neither classes nor sub-datasets.
     """
     if config.by != "auto":
         return config.by
@@ -72,14 +77,14 @@ def skewed_by(info: "DatasetInfo", config: "PartitionConfig") -> Literal["label"
 
 
 def client_names(info: "DatasetInfo", config: "PartitionConfig", clients: int) -> tuple[str, ...]:
-    """Return the names of ``clients`` clients, where each is one client of the data; else none."""
+    """Return the clients' names if each is one natural client of the data, otherwise none."""
     one_each = config.kind == "natural" and clients == len(info.clients)
     return info.clients if one_each else ()
 
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """The number of rows of each class, or sub-dataset, at each client."""
+    """The number of rows of each class, or sub-dataset, on each client."""
 
     counts: np.ndarray  # int64 [clients, classes]
     names: tuple[str, ...]  # of the classes
@@ -95,7 +100,7 @@ def class_mix(shards: Partition, labels: np.ndarray, classes: int) -> np.ndarray
 
 
 def count_labels(train: "Split", shards: Partition, config: "PartitionConfig") -> LabelCounts:
-    """Count each client's rows by class, or by sub-dataset if the partition is by those."""
+    """Count each client's rows per class, or per sub-dataset if the partition is by these."""
     info = train.info
     clients = client_names(info, config, shards.clients)
     candidates = (skewed_by(info, config), "label", "group")
@@ -109,7 +114,10 @@ def count_labels(train: "Split", shards: Partition, config: "PartitionConfig") -
 def partition_column(split: "Split", config: "PartitionConfig") -> np.ndarray:
     """Return the labels by which :func:`partition` distributes the rows of ``split``, integers [n].
 
-    An IID partition does not use them: they are zeros. A missing column is an InputError.
+    An IID partition does not use them, and they are zeros.
+
+    Raises:
+        InputError: The rows lack the column.
     """
     name = split.info.name
     if config.kind == "iid":
@@ -132,34 +140,34 @@ def partition_column(split: "Split", config: "PartitionConfig") -> np.ndarray:
 
 
 def partition(labels: np.ndarray, config: "PartitionConfig", clients: int, seed: int) -> Partition:
-    """Partition the rows with ``labels`` among ``clients``.
+    """Partition the rows with ``labels`` across ``clients``.
 
     ``iid``: cut a random permutation into parts whose sizes differ by at most one.
 
-    ``dirichlet``, ``per-client``: client c draws class proportions p_c ~ Dir(alpha 1_K) and takes
-    its n/C rows (the first clients take one more each if n/C is not whole) without replacement,
-    drawing the class of each row from p_c. A class that has no rows left is removed from p_c, which
-    is renormalised. If p_c becomes empty, the client draws uniformly from the remaining rows. The
-    clients draw in random order, so that the nearly empty classes are not always left to the
+    ``dirichlet``, ``per-client``: client c draws class proportions p_c ~ Dir(alpha 1_K) and draws
+    n/C rows (the first clients draw one more each if n/C is not whole) without replacement,
+    sampling the class of each row from p_c. An exhausted class is removed from p_c, which is
+    renormalized. If p_c becomes empty, the client draws uniformly from the remaining rows. The
+    clients draw in random order, so that the nearly exhausted classes do not always go to the
     clients with the highest numbers.
 
     ``dirichlet``, ``per-label``: class k draws q_k ~ Dir(alpha 1_C), and its rows are cut into
-    these fractions. If a client would hold fewer than ``min_size`` rows, all classes draw again, up
-    to :data:`REDRAWS` times. After that, single rows move from the largest client (from its most
-    frequent class; ties go to the lower number) to the clients with fewer than ``min_size`` rows.
+    these fractions. If a client has fewer than ``min_size`` rows, all classes draw again, up to
+    :data:`REDRAWS` times. After that, single rows move from the largest client (from its most
+    frequent class, ties to the lower number) to the clients with fewer than ``min_size`` rows.
 
-    ``natural``: the rows of a natural client stay together. If there are as many clients as natural
-    clients, client c is the c-th of them. If there are fewer, several natural clients form one
-    client: they are assigned in order of size, the largest first, each to the client with the
-    fewest rows so far (ties go to the lower number).
+    ``natural``: the rows of a natural client stay together. With as many clients as natural
+    clients, client c is the c-th natural client. With fewer, several natural clients form a client:
+    in order of size, the largest first, each is assigned to the client with the fewest rows so far
+    (ties to the lower number).
 
     ``labels`` are integers [n]: classes, sub-datasets or natural clients
     (:func:`partition_column`).
 
     Raises:
-        InputError: there are fewer than ``clients * min_size`` rows or fewer natural clients than
-            ``clients``, a client of a natural partition holds fewer than ``min_size`` rows, or
-            alpha is too small or too large to draw with.
+        InputError: There are fewer than ``clients * min_size`` rows or fewer natural clients than
+            ``clients``, a client of a natural partition has fewer than ``min_size`` rows, or alpha
+            is too small or too large to sample with.
     """
     rows = len(labels)
     if clients * config.min_size > rows:
@@ -181,7 +189,7 @@ def partition(labels: np.ndarray, config: "PartitionConfig", clients: int, seed:
 def _draw_owners(
     labels: np.ndarray, config: "PartitionConfig", clients: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return the client of each row with ``labels`` [n], by one of the Dirichlet variants."""
+    """Draw the client of each row with ``labels`` [n], using one of the Dirichlet variants."""
     _, classes, pools = np.unique(labels, return_inverse=True, return_counts=True)
     if config.variant == "per-client":
         counts = _draw_per_client(pools, clients, config.alpha, rng)
@@ -195,21 +203,23 @@ def draw_held_out(
 ) -> np.ndarray:
     """Draw the rows that are held out of the training rows, bool [n].
 
-    It depends only on the rows: the same for every seed, method and partition. A ``share`` of each
-    stratum (class or natural client) is drawn, up to rounding, and at least one row is not. Rows
-    with the same input are drawn as one, so that no held-out input is trained on.
+    The result depends only on the rows, so it is the same for every seed, method and partition. A
+    fraction ``share`` of each stratum (class or natural client) is drawn, up to rounding, and at
+    least one row of each is not. Rows with the same input are drawn together, so that no held-out
+    input is in the training rows.
 
     Args:
-        inputs: a number for each different input, integers [n].
-        strata: class or natural client of each row, integers [n].
-        share: share of the different inputs, in (0, 1).
-        fingerprint: of the rows; see :attr:`~trishul_ray.data.dataset.Split.fingerprint`.
+        inputs: Number of the distinct input of each row, integers [n].
+        strata: Class or natural client of each row, integers [n].
+        share: Fraction of the distinct inputs, in (0, 1).
+        fingerprint: Fingerprint of the rows; see
+            :attr:`~trishul_ray.data.dataset.Split.fingerprint`.
     """
     _, first, owner = np.unique(inputs, return_index=True, return_inverse=True)
     _, strata = np.unique(strata[first], return_inverse=True)
     order = numpy_rng(0, "validation-share", fingerprint).permutation(len(first))
     order = order[np.argsort(strata[order], kind="stable")]
-    # Every (1/share)-th input of all strata in a row: their rounding errors cancel out.
+    # Select every (1/share)-th input across all strata, so that rounding errors cancel out.
     drawn = np.zeros(len(first), dtype=bool)
     drawn[order] = np.diff(np.floor(share * np.arange(len(first) + 1) + 0.5)) > 0
     emptied = np.bincount(strata[drawn], minlength=strata.max() + 1) == np.bincount(strata)
@@ -227,7 +237,7 @@ def _even_sizes(rows: int, clients: int) -> np.ndarray:
 
 
 def _assign_natural_clients(natural_clients: np.ndarray, clients: int, min_size: int) -> np.ndarray:
-    """Return the client of each row [n], given its natural client [n]."""
+    """Assign each row [n] to a client, given its natural client [n]."""
     _, inverse, sizes = np.unique(natural_clients, return_inverse=True, return_counts=True)
     if clients > len(sizes):
         raise InputError(
@@ -253,7 +263,7 @@ def _assign_natural_clients(natural_clients: np.ndarray, clients: int, min_size:
 
 
 def _dirichlet(alpha: float, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw p [size] from Dir(alpha 1), normalised in float64."""
+    """Draw p [size] from Dir(alpha 1), normalized in float64."""
     drawn = rng.dirichlet(np.full(size, alpha))
     total = float(drawn.sum())
     if not np.isfinite(total) or total <= 0:
@@ -265,7 +275,7 @@ def _dirichlet(alpha: float, size: int, rng: np.random.Generator) -> np.ndarray:
 def _draw_per_client(
     pools: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Draw how many rows of each class each client gets, int64 [C, K], of the pools [K]."""
+    """Draw the number of rows per client and class, int64 [C, K], from pools of rows [K]."""
     left = pools.astype(np.int64)
     counts = np.zeros((clients, len(pools)), dtype=np.int64)
     sizes = _even_sizes(int(pools.sum()), clients)
@@ -276,8 +286,9 @@ def _draw_per_client(
             chances = np.where(left > 0, chances, 0.0)
             total = chances.sum()
             chances = chances / total if total > 0 else left / left.sum()
-            # Draw all missing rows at once and keep as many as the pools hold. This has the same
-            # distribution as drawing row by row: a rejected row is one whose class just ran out.
+            # Draw all missing rows at once, and accept as many as the pools contain. The
+            # distribution is the same as when drawing row by row: a rejected row is of a class that
+            # was just exhausted.
             taken = np.minimum(rng.multinomial(missing, chances), left)
             counts[client] += taken
             left -= taken
@@ -288,7 +299,7 @@ def _draw_per_client(
 def _draw_per_label(
     pools: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Like :func:`_draw_per_client`, with one Dirichlet draw over the clients for each class."""
+    """Like :func:`_draw_per_client`, with one Dirichlet draw over the clients per class."""
     counts = np.zeros((clients, len(pools)), dtype=np.int64)
     for _ in range(1 + REDRAWS):
         for k, pool in enumerate(pools):
@@ -302,7 +313,7 @@ def _draw_per_label(
 
 
 def _fill_up(counts: np.ndarray, min_size: int) -> None:
-    """Move rows in ``counts`` [C, K], in place, until every client holds ``min_size`` rows."""
+    """Move rows in ``counts`` [C, K], in place, until every client has ``min_size`` rows."""
     sizes = counts.sum(axis=1)
     largest = [(-int(size), client) for client, size in enumerate(sizes)]
     heapq.heapify(largest)
@@ -316,7 +327,7 @@ def _fill_up(counts: np.ndarray, min_size: int) -> None:
 
 
 def _assign_rows(classes: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return the client of each row [n], given its class [n] and each client's counts [C, K]."""
+    """Assign each row [n] to a client, given its class [n] and the counts per client [C, K]."""
     owners = np.empty(len(classes), dtype=np.int64)
     by_class = np.argsort(classes, kind="stable")
     start = 0
@@ -329,7 +340,7 @@ def _assign_rows(classes: np.ndarray, counts: np.ndarray, rng: np.random.Generat
 
 
 def _to_partition(owners: np.ndarray, clients: int) -> Partition:
-    """Return the partition in which row i belongs to client ``owners[i]``."""
+    """Build the partition in which row i belongs to client ``owners[i]``."""
     kind = np.int32 if len(owners) < 2**31 else np.int64
     permutation = np.argsort(owners, kind="stable").astype(kind)
     offsets = np.zeros(clients + 1, dtype=np.int64)

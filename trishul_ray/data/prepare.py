@@ -1,4 +1,4 @@
-"""Look up a dataset by name and prepare its rows in a cache folder."""
+"""Find a dataset by name, and prepare its rows in a cache folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,35 +16,35 @@ from trishul_ray.errors import InputError
 if TYPE_CHECKING:
     from trishul_ray.config.fields import DataConfig
 
-#: Source of the rows of a dataset. Its ``key`` is a text that changes whenever the rows may
-#: change; it begins with :data:`~trishul_ray.data.hub.ON_HUB` if ``read`` would download them.
+#: Source of the rows of a dataset. Its ``key`` is a text that changes whenever the rows may change.
+#: It starts with :data:`~trishul_ray.data.hub.ON_HUB` if ``read`` would download the rows.
 Source = PublicDataset | SyntheticDataset | Digits | ImageFolder | TableFiles | HubData
 
 
-#: The sources that come with the package.
+#: Built-in sources.
 _BUILT_IN: dict[str, Source] = {Digits.name: Digits(), **{s.name: s for s in SYNTHETIC}}
 DATASETS.reserve([*_BUILT_IN, *USER_DATA])
 
 
 def _sources() -> dict[str, Source]:
-    """Return the public datasets of the package and of plug-ins, and the built-in ones, by name."""
+    """Return the built-in and public datasets, including plug-ins, keyed by name."""
     return {**_BUILT_IN, **DATASETS.all()}
 
 
 def dataset_names() -> tuple[str, ...]:
-    """Return the names that :func:`prepare` accepts: public datasets, user data, synthetic ones."""
+    """List the names that :func:`prepare` accepts: public datasets, user data, synthetic ones."""
     synthetic = [source.name for source in SYNTHETIC]
     return (*sorted(_sources().keys() - synthetic), *USER_DATA, *synthetic)
 
 
 def describe_datasets() -> dict[str, str]:
-    """Return one line on each dataset, by name."""
+    """Describe each dataset in one line, keyed by name."""
     sources = _sources()
     return {n: (sources.get(n) or USER_DATA[n]).description for n in dataset_names()}
 
 
 def official_rows(name: str) -> Mapping[str, int] | None:
-    """Return the published numbers of ``train`` and ``test`` rows; None for user data."""
+    """Return the published numbers of ``train`` and ``test`` rows, or None for user data."""
     source = _sources().get(name)
     return None if source is None else source.official
 
@@ -57,17 +57,17 @@ def prepare(
     progress: ProgressCallback | None = None,
     download: bool = True,
 ) -> PreparedDataset:
-    """Return a dataset as memory-mapped files, prepared now or before.
+    """Prepare a dataset as memory-mapped files, or open the files of an earlier call.
 
-    A missing or damaged folder is prepared again. Several processes of one machine, or of a shared
-    file system with locks, may call this at the same time.
+    A missing or damaged folder is prepared again. Several processes on one machine, or on a shared
+    file system with locks, may call this function concurrently.
 
     Args:
-        data: That section of an experiment, or the name of a public dataset.
+        data: The section ``data`` of an experiment, or the name of a public dataset.
         cache: Folder of the prepared files.
         hub: Local mirror with the hub's layout, which is searched before the hub.
-        progress: Called with the fraction that is done.
-        download: Whether rows may be downloaded; otherwise they are missing.
+        progress: Called with a stage and its completed fraction.
+        download: Whether rows may be downloaded; otherwise rows on the hub count as missing.
 
     Raises:
         InputError: The name is unknown, or the dataset was not found.
@@ -88,9 +88,10 @@ def prepare(
 
 
 def find_source(data: "DataConfig | str") -> Source:
-    """Return where the rows of a dataset come from, without reading them.
+    """Find the source of a dataset's rows without reading them.
 
-    An unknown name is an InputError, as are fields of ``data`` that do not fit it.
+    Raises:
+        InputError: The name is unknown, or a field of ``data`` does not apply to the dataset.
     """
     name = data if isinstance(data, str) else data.name
     if name in USER_DATA:

@@ -1,6 +1,6 @@
-"""Public datasets: read from a local mirror, or else from the hub.
+"""Public datasets, which are read from a local mirror or from the hub.
 
-Rows from the hub must match the official number. A mirror may hold fewer rows, which
+The number of rows from the hub must match the official one. A mirror may have fewer rows, which
 :class:`~trishul_ray.data.coverage.Coverage` reports.
 
 Legend of shapes: N rows, C channels, H x W pixels.
@@ -49,18 +49,44 @@ from trishul_ray.runtime.random_streams import numpy_rng
 
 @dataclass(frozen=True)
 class RowFormat(ABC):
-    """Decoder of the tables of a public dataset into columns.
+    """Base class of the formats that decode the tables of a public dataset into columns.
 
-    Its fields are part of the key of prepared files.
+    A subclass is a frozen dataclass and sets ``kind`` to the kind of its rows; see
+    :class:`~trishul_ray.data.dataset.DatasetInfo`. Its fields are part of the key of prepared
+    files, so a change of a field prepares the rows again.
+
+    Example:
+        A format for questions without a context column::
+
+            @dataclass(frozen=True)
+            class ClosedBookRows(RowFormat):
+                kind = "qa"
+
+                def decode(self, table, where, progress):
+                    question = read_texts(table, "question", where)
+                    answers = read_answers(table, "answers", where)
+                    empty = pa.array([""] * len(table), pa.large_string())
+                    return {"question": question, "context": empty, "answers": answers}
+
+                def finish(self, splits, tables):
+                    return {}, splits
     """
 
     kind: ClassVar[Kind]
 
     @abstractmethod
     def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
-        """Return the canonical columns [N, ...] of a table; ``group`` may be raw texts.
+        """Decode a table into the canonical columns.
 
-        Error messages begin with ``where``; ``progress`` may be called with the fraction done.
+        Args:
+            table: All rows of a split of the source.
+            where: Name of the split, which starts error messages.
+            progress: Called with the completed fraction, in [0, 1]; optional.
+
+        Returns:
+            The columns [N, ...] of :class:`~trishul_ray.data.dataset.DatasetInfo`, as arrays or
+            ``large_string`` texts. ``group`` may contain names, which :meth:`finish` replaces with
+            indices.
 
         Raises:
             CorruptFileError: A column or row is malformed.
@@ -68,22 +94,37 @@ class RowFormat(ABC):
 
     @abstractmethod
     def finish(self, splits: Splits, tables: Sequence[pa.Table]) -> tuple[dict[str, Any], Splits]:
-        """Return fields of ``DatasetInfo``, and the columns of every split to store.
+        """Complete the decoded splits, and describe the dataset.
 
-        ``tables`` are the decoded tables, whose metadata may contain the names of the classes.
+        Args:
+            splits: Decoded columns keyed by ``train`` and ``test``.
+            tables: The source tables, whose metadata may contain class names.
+
+        Returns:
+            Fields of :class:`~trishul_ray.data.dataset.DatasetInfo`, such as ``classes``, and the
+            columns to store, keyed by split.
+
+        Raises:
+            CorruptFileError: The metadata of the tables contradicts the dataset.
         """
 
 
 @dataclass(frozen=True)
 class ImageRows(RowFormat):
-    """Labelled images of one mode and size: ``pixels`` uint8 [N, C, H, W], ``label`` int64 [N].
+    """Labeled images with the same mode and size.
+
+    The columns are ``pixels``, uint8 [N, C, H, W], and ``label``, int64 [N].
 
     Attributes:
-        label: label column, integers.
-        classes: number of classes.
-        image: image column, structs {bytes, path}.
-        mode: Pillow mode of every image.
+        label: Label column, integers.
+        classes: Number of classes.
+        image: Image column, structs {bytes, path}.
+        mode: Pillow mode of every image, ``"RGB"`` or ``"L"``.
         size: (height, width) of every image.
+
+    Example:
+        >>> ImageRows("label", classes=10, image="image", size=(32, 32)).kind
+        'image'
     """
 
     label: str
@@ -94,13 +135,17 @@ class ImageRows(RowFormat):
     kind = "image"
 
     def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
-        """Return ``pixels`` and ``label``."""
+        """Decode ``pixels`` and ``label``; see :meth:`RowFormat.decode`."""
         label = read_labels(table, self.label, self.classes, where)
         pixels = decode_images(table, self.image, self.mode, self.size, where, progress)
         return {"pixels": pixels, "label": label}
 
     def finish(self, splits: Splits, tables: Sequence[pa.Table]) -> tuple[dict[str, Any], Splits]:
-        """Return class names, image shape and the statistics of the training pixels."""
+        """Describe class names, image shape and pixel statistics of the training rows.
+
+        See :meth:`RowFormat.finish`. Without names in the metadata, classes are named by their
+        numbers.
+        """
         mean, std = pixel_statistics(splits["train"]["pixels"])
         names = common_class_names(tables, self.label) or ()
         if len(names) != self.classes:
@@ -111,12 +156,16 @@ class ImageRows(RowFormat):
 
 @dataclass(frozen=True)
 class TextRows(RowFormat):
-    """One or two texts under their names, with ``label`` int64 [N].
+    """Labeled texts: one or more text columns under their names, and ``label``, int64 [N].
 
     Attributes:
-        fields: text columns in reading order.
-        classes: class names; a label is an index into them.
-        label: label column, integers or class names.
+        fields: Text columns in reading order.
+        classes: Class names, which labels index.
+        label: Label column, integers or class names.
+
+    Example:
+        >>> TextRows(fields=("sentence",), classes=("negative", "positive")).label
+        'label'
     """
 
     fields: tuple[str, ...]
@@ -125,13 +174,17 @@ class TextRows(RowFormat):
     kind = "text"
 
     def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
-        """Return the texts and ``label``."""
+        """Decode the texts and ``label``; see :meth:`RowFormat.decode`."""
         columns: Columns = {field: read_texts(table, field, where) for field in self.fields}
         columns["label"] = read_labels(table, self.label, len(self.classes), where, self.classes)
         return columns
 
     def finish(self, splits: Splits, tables: Sequence[pa.Table]) -> tuple[dict[str, Any], Splits]:
-        """Return class names and fields, or raise an error if the tables use another order."""
+        """Describe class names and fields; see :meth:`RowFormat.finish`.
+
+        Raises:
+            CorruptFileError: The tables number the classes in another order.
+        """
         names = common_class_names(tables, self.label) or self.classes
         if names != self.classes and set(names) == set(self.classes):
             raise CorruptFileError(
@@ -143,12 +196,19 @@ class TextRows(RowFormat):
 
 @dataclass(frozen=True)
 class QuestionRows(RowFormat):
-    """Questions of several sub-datasets: ``question``, ``context``, ``answers``, ``group``.
+    """Questions of several sub-datasets.
+
+    The columns are ``question``, ``context`` and ``answers`` (a JSON list) as texts [N], and
+    ``group``, int64 [N].
 
     Attributes:
-        subsets: names of the sub-datasets in the order of their numbers; other names that occur
-            are sorted and numbered after them.
-        subset: column with the name of the sub-dataset.
+        subsets: Names of the sub-datasets in the order of their numbers. Other names that occur are
+            sorted and numbered after them.
+        subset: Column with the name of the sub-dataset.
+
+    Example:
+        >>> QuestionRows(subsets=("SQuAD", "NewsQA")).subset
+        'subset'
     """
 
     subsets: tuple[str, ...]
@@ -156,7 +216,7 @@ class QuestionRows(RowFormat):
     kind = "qa"
 
     def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
-        """Return the four columns as texts [N]; an answer is a JSON list."""
+        """Decode the four columns as texts [N]; see :meth:`RowFormat.decode`."""
         return {
             "question": read_texts(table, "question", where),
             "context": read_texts(table, "context", where),
@@ -165,21 +225,29 @@ class QuestionRows(RowFormat):
         }
 
     def finish(self, splits: Splits, tables: Sequence[pa.Table]) -> tuple[dict[str, Any], Splits]:
-        """Return the names of the sub-datasets that occur, with ``group`` as int64 [N]."""
+        """Number the sub-datasets, and describe those that occur; see :meth:`RowFormat.finish`."""
         return {"groups": _number_groups(splits, self.subsets)}, splits
 
 
 @dataclass(frozen=True)
 class InstructionRows(RowFormat):
-    """Instructions with answers: ``instruction``, ``output`` and, if named, ``input``, ``group``.
+    """Instructions with answers.
 
-    Rows with a blank answer are left out and named.
+    The columns are ``instruction``, ``output`` and, if ``names`` contains it, ``input`` as texts
+    [N], and optionally ``group`` and ``client``, int64 [N]. Rows with a blank answer are skipped
+    and reported.
 
     Attributes:
-        names: columns of the hub's tables, by these names.
-        groups: names of the groups, in the order of their numbers.
-        shards: number of clients for a natural partition, the same for every experiment: training
-            rows sorted by group are cut into twice as many shards, and a client has two of them.
+        names: Columns of the source, keyed by canonical name.
+        groups: Names of the groups in the order of their numbers.
+        shards: Number of clients for a natural partition, which is the same for every experiment:
+            training rows sorted by group are cut into twice as many shards, and each client
+            receives two.
+
+    Example:
+        >>> rows = InstructionRows({"instruction": "question", "output": "answer"})
+        >>> rows.groups
+        ()
     """
 
     names: Mapping[str, str]
@@ -188,11 +256,14 @@ class InstructionRows(RowFormat):
     kind = "instruction"
 
     def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
-        """Return the columns as texts [N]."""
+        """Decode the columns as texts [N]; see :meth:`RowFormat.decode`."""
         return {name: read_texts(table, column, where) for name, column in self.names.items()}
 
     def finish(self, splits: Splits, tables: Sequence[pa.Table]) -> tuple[dict[str, Any], Splits]:
-        """Return fields and the names of groups and clients, if the dataset has any."""
+        """Skip blank answers, and describe fields, groups and clients.
+
+        See :meth:`RowFormat.finish`.
+        """
         skipped, stored = [], {}
         for split, columns in splits.items():
             blank = [not text.strip() for text in pa.array(columns["output"]).to_pylist()]
@@ -210,7 +281,7 @@ class InstructionRows(RowFormat):
 
 
 def _number_groups(splits: Splits, names: Sequence[str]) -> tuple[str, ...]:
-    """Replace the group names of all splits by numbers; return the names in their order."""
+    """Replace the group names of all splits with indices, and return the names in this order."""
     raw = [pa.array(columns["group"]) for columns in splits.values()]
     numbers, groups = number_names(pa.concat_arrays(raw), names)
     ends = np.cumsum([len(part) for part in raw])[:-1]
@@ -220,7 +291,7 @@ def _number_groups(splits: Splits, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _draw_each(groups: Column, count: int) -> np.ndarray:
-    """Return ``count`` rows of each group, at most half of them, by a fixed draw, as bool [N]."""
+    """Draw ``count`` rows of each group with a fixed stream, at most half of them, as bool [N]."""
     _, group, sizes = np.unique(np.asarray(groups), return_inverse=True, return_counts=True)
     drawn, left = np.zeros(len(group), dtype=bool), np.minimum(sizes // 2, count)
     for row in numpy_rng(0, "test-share").permutation(len(group)):
@@ -230,7 +301,7 @@ def _draw_each(groups: Column, count: int) -> np.ndarray:
 
 
 def _shard(groups: np.ndarray, clients: int) -> np.ndarray:
-    """Return the client of each row [N], int64: each has two of 2 C shards of the sorted groups."""
+    """Assign each row [N] to a client, int64, which has two of 2 C shards of the sorted groups."""
     owners = np.empty(len(groups), dtype=np.int64)
     shards = np.array_split(np.argsort(groups, kind="stable"), 2 * clients)
     for place, shard in enumerate(numpy_rng(0, "shards").permutation(2 * clients)):
@@ -240,23 +311,37 @@ def _shard(groups: np.ndarray, clients: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PublicDataset:
-    """A public dataset.
+    """A public dataset on the Hugging Face hub or in a local mirror.
 
     Attributes:
-        name: name in the registry.
-        description: one line for the list of datasets.
-        repo: repository on the hub.
-        rows: format of the rows.
-        sizes: official number of rows of each of the hub's splits that is read.
-        test: the hub's splits that form the test rows, in order.
-        groups: names of the groups of test rows, one for each split of ``test``; may be empty.
-        test_share: for a dataset that was published as one split, of any name: the share of its
-            rows that is set aside as test rows, the same in every experiment. ``test`` is not read.
-        test_each: likewise, the number of rows of each group of instructions.
+        name: Name in the registry, for ``dataset=NAME``.
+        description: One line for ``trishul list datasets``.
+        repo: Repository on the hub, pinned to a commit.
+        rows: Format of the rows.
+        sizes: Official number of rows per split of the source. Only these splits are read.
+        test: Splits of the source that form the test rows, in order.
+        groups: Names of the groups of test rows, one per split of ``test``; may be empty.
+        test_share: For a dataset that was published as a single split, with any name: fraction of
+            the rows that become test rows, the same rows in every experiment. ``test`` is then not
+            used.
+        test_each: Like ``test_share``, as the number of test rows per group of instructions.
+        splits: Names of the prepared splits.
 
     Raises:
-        ValueError: a repository on the hub is not pinned to a commit, or the splits contradict
-            each other.
+        ValueError: A repository on the hub is not pinned to a commit, or the splits contradict each
+            other.
+
+    Example:
+        >>> dataset = PublicDataset(
+        ...     name="sms",
+        ...     description="SMS spam, 5,574 messages",
+        ...     repo=HubRepo("ucirvine/sms_spam", "plain_text", revision="0" * 40),
+        ...     rows=TextRows(fields=("sms",), classes=("ham", "spam")),
+        ...     sizes={"train": 5574},
+        ...     test_share=0.2,
+        ... )
+        >>> dataset.official
+        {'train': 4459, 'test': 1115}
     """
 
     name: str
@@ -291,7 +376,7 @@ class PublicDataset:
 
     @property
     def official(self) -> dict[str, int]:
-        """Published numbers of ``train`` and ``test`` rows."""
+        """The published numbers of ``train`` and ``test`` rows."""
         if self._drawn_by:
             (total,) = self.sizes.values()
             if self.test_share is not None:
@@ -302,16 +387,30 @@ class PublicDataset:
         return {"train": self.sizes["train"], "test": sum(self.sizes[s] for s in self.test)}
 
     def key(self, hub: Path | None) -> str:
-        """Return a text that changes if the source of the rows or the definition changes."""
+        """Return a text that changes whenever the source of the rows or the definition changes.
+
+        Args:
+            hub: Root folder of a mirror, or None.
+
+        Raises:
+            InputError: The mirror has only some of the splits.
+        """
         definition = (self.rows, self.test, self.groups, self.test_share, self.test_each)
         return f"{self.repo.key(hub, tuple(self.sizes))}\n{definition!r}"
 
     def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
-        """Return the description, and the columns [N, ...] of every split.
+        """Read and decode all rows, from the mirror if it has them and otherwise from the hub.
+
+        Args:
+            hub: Root folder of a mirror, or None.
+            progress: Called as ``progress(stage, fraction)``.
+
+        Returns:
+            The description, and the columns [N, ...] keyed by split.
 
         Raises:
-            CorruptFileError: A file or row is malformed, or rows on the hub are missing.
-            InputError: The dataset was not found; the message names the places searched.
+            CorruptFileError: A file or row is malformed, or the hub has another number of rows.
+            InputError: The dataset was not found; the message lists the searched locations.
         """
         origin, tables = self.repo.read(hub, tuple(self.sizes))
         splits: dict[str, Columns] = {}
@@ -342,7 +441,7 @@ class PublicDataset:
         return {"train": dict(splits["train"]), "test": join(test)}
 
 
-#: The public datasets by name.
+#: The public datasets, keyed by name.
 DATASETS = Registry[PublicDataset](
     "data.name",
     "dataset",
@@ -352,6 +451,28 @@ DATASETS = Registry[PublicDataset](
 
 
 def register_dataset(dataset: PublicDataset) -> PublicDataset:
-    """Make a dataset available as ``dataset=<its name>``, and return it."""
+    """Register a dataset, so that ``dataset=NAME`` selects it.
+
+    Args:
+        dataset: The dataset, in a plug-in or in a module of ``trishul_ray.data.datasets``.
+
+    Returns:
+        The dataset.
+
+    Raises:
+        ValueError: The name is already registered.
+
+    Example:
+        >>> register_dataset(  # doctest: +SKIP
+        ...     PublicDataset(
+        ...         name="sms",
+        ...         description="SMS spam, 5,574 messages",
+        ...         repo=HubRepo("ucirvine/sms_spam", "plain_text", revision=COMMIT),
+        ...         rows=TextRows(fields=("sms",), classes=("ham", "spam")),
+        ...         sizes={"train": 5574},
+        ...         test_share=0.2,
+        ...     )
+        ... )
+    """
     DATASETS.add(dataset.name, dataset)
     return dataset

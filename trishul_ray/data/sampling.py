@@ -1,4 +1,4 @@
-"""Draws of cohorts, of each client's share of the budget and of its batches, from streams."""
+"""Sample cohorts, compute levels of clients, and batches from seeded random streams."""
 
 import math
 from functools import lru_cache
@@ -11,10 +11,10 @@ from trishul_ray.runtime.random_streams import numpy_rng
 
 
 def participants(federation: FederationConfig, seed: int) -> np.ndarray:
-    """Return the clients that may take part, ascending int64: all but those held out.
+    """Return the clients that are not held out of training, ascending int64.
 
-    Yuan et al.: "What Do We Mean by Generalization in Federated Learning?", ICLR 2022, arXiv
-    2110.14216.
+    Held-out clients follow Yuan et al.: "What Do We Mean by Generalization in Federated Learning?",
+    ICLR 2022, arXiv 2110.14216.
     """
     count = federation.clients - federation.participants
     out = numpy_rng(seed, "held-out").choice(federation.clients, count, replace=False)
@@ -22,20 +22,20 @@ def participants(federation: FederationConfig, seed: int) -> np.ndarray:
 
 
 def uniform_cohort(seed: int, number: int, clients: int, size: int) -> list[int]:
-    """Return ``size`` of the clients for a round, ascending, drawn without replacement."""
+    """Draw ``size`` clients for a round without replacement, in ascending order."""
     rng = numpy_rng(seed, "cohort", number)
     return sorted(rng.choice(clients, size, replace=False).tolist())
 
 
-@lru_cache(maxsize=4)  # asked for by every client of every round
+@lru_cache(maxsize=4)  # every client calls it in every round
 def capacities(
     profile: str, seed: int, clients: int, shares: tuple[float, ...] | None = None
 ) -> tuple[float, ...]:
-    """Return the share of the full budget that each client can train, of :data:`COMPUTE_LEVELS`.
+    """Return each client's trainable fraction of the full budget, from :data:`COMPUTE_LEVELS`.
 
-    As many clients have a level as its proportion says, rounded by largest remainders (of equal
-    ones, the lower level's first). Which clients have it is drawn from the seed. ``shares`` are
-    proportions of the levels instead of the profile's.
+    The number of clients per level is the level's proportion, rounded by largest remainders (ties
+    to the lower level). The seed determines the clients of each level. ``shares`` are proportions
+    that replace the profile's.
     """
     parts = [exact_fraction(clients, share) for share in shares or COMPUTE_PROFILES[profile]]
     parts = [clients * part / sum(parts) for part in parts]
@@ -48,9 +48,9 @@ def capacities(
 
 
 def batch_order(rows: np.ndarray, steps: int, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Return the rows of every local step, [steps, size]: a fresh permutation for each epoch.
+    """Sample the rows of every local step, [steps, size], with a new permutation per epoch.
 
-    Every client makes exactly ``steps`` full steps (the paper counts mini-batches, not epochs). A
+    Every client takes exactly ``steps`` full steps (the paper counts mini-batches, not epochs). A
     shard smaller than a batch wraps around, so a batch may contain a row twice.
     """
     needed = steps * size

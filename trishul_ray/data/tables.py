@@ -1,4 +1,4 @@
-"""Read table files: CSV, TSV, JSON, JSON lines and Parquet."""
+"""Read tables from CSV, TSV, JSON, JSON lines and Parquet files."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,27 +14,27 @@ from trishul_ray.errors import CorruptFileError, InputError, first_line
 from trishul_ray.runtime.lazy import pq
 from trishul_ray.storage.integrity import digest, lfs_pointer
 
-#: Suffixes of the files that :func:`read_table` can read.
+#: Suffixes of files that :func:`read_table` supports.
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
 
-#: First bytes of compressed files, by the name of the format.
+#: First bytes of compressed files, and the names of the formats.
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\3\4": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 _COMPRESSED |= {b"\x28\xb5\x2f\xfd": "zstd"}
 
-#: Key in the metadata of a table from a CSV file.
+#: Metadata key that marks a table from a CSV file.
 _CSV = b"csv"
 
-#: Words that mark a missing class, group or client in a CSV file, which has no null.
+#: Words for a missing class, group or client in CSV files, which have no nulls.
 _MISSING = frozenset(pa.csv.ConvertOptions().null_values)
 
-#: Errors of libraries for files that are missing or malformed.
+#: Errors that libraries raise for missing or malformed files.
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, RecursionError)
 
 
 def read_table(file: Path) -> pa.Table:
-    """Read a file with one of :data:`SUFFIXES`; the columns' names are in NFC.
+    """Read a file with one of :data:`SUFFIXES`; column names are in NFC.
 
-    Columns of CSV files are texts.
+    Columns of CSV files are read as texts.
 
     Raises:
         CorruptFileError: The file cannot be read in the format of its suffix.
@@ -54,14 +54,15 @@ def read_table(file: Path) -> pa.Table:
 
 
 def missing_words(tables: Iterable[pa.Table]) -> frozenset[str]:
-    """Return the words that mark a missing name if a table is from a CSV file; otherwise none."""
+    """Return the words that mark a missing name if a table is from a CSV file, otherwise none."""
     return _MISSING if any(_CSV in (t.schema.metadata or {}) for t in tables) else frozenset()
 
 
 def concatenate(tables: Iterable[pa.Table], where: str) -> pa.Table:
-    """Return the rows of all tables, decoded; columns that a table lacks are null.
+    """Concatenate the decoded rows of all tables; columns that a table lacks are null.
 
-    Columns of different types are a CorruptFileError.
+    Raises:
+        CorruptFileError: A column has different types.
     """
     try:
         return pa.concat_tables(map(decoded, tables), promote_options="permissive")
@@ -70,22 +71,22 @@ def concatenate(tables: Iterable[pa.Table], where: str) -> pa.Table:
 
 
 def check_unique(names: Sequence[str], where: str) -> None:
-    """Raise an InputError if columns with a name have the same one."""
+    """Raise an InputError if several columns have the same name."""
     repeated = sorted({name for name in names if name.strip() and names.count(name) > 1})
     if repeated:
         raise InputError(f"{where}: several columns are called {repeated[0]!r}; rename all but one")
 
 
 def column_names(file: Path) -> list[str]:
-    """Return the names of a table's columns in NFC; of JSON, the names in the first row."""
+    """Read the column names of a table in NFC; for JSON, from the first row."""
     try:
         return [nfc(name) for name in _stored_names(file)]
     except _UNREADABLE:
-        return []  # read_table reports it
+        return []  # read_table reports the error
 
 
 def _foreign_format(file: Path) -> str:
-    """Return how a text file differs from its suffix by its first bytes, or an empty text."""
+    """Report whether the first bytes of a text file contradict its suffix, or an empty string."""
     if file.suffix.lower() == ".parquet":
         return ""
     with file.open("rb") as opened:
@@ -108,7 +109,7 @@ def _read(file: Path) -> pa.Table:
         with pq.ParquetFile(file) as opened:
             return opened.read()
     if suffix in (".csv", ".tsv"):
-        # Read all columns as text: a text may look like a number.
+        # Read all columns as text, since a text may look like a number.
         as_text = pa.csv.ConvertOptions(
             column_types=dict.fromkeys(_stored_names(file), pa.large_string()),
             strings_can_be_null=False,
@@ -130,14 +131,14 @@ def _stored_names(file: Path) -> list[str]:
 
 def _csv_options(file: Path) -> tuple[pa.csv.ReadOptions, pa.csv.ParseOptions]:
     delimiter = "\t" if file.suffix.lower() == ".tsv" else ","
-    # With several threads, the parser's errors do not name the row.
+    # With several threads, the parser's errors do not contain the row.
     return pa.csv.ReadOptions(use_threads=False), pa.csv.ParseOptions(
         delimiter=delimiter, newlines_in_values=True
     )
 
 
 def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a list, or of lines."""
+    """Yield the objects of a JSON list or of JSON lines."""
     with file.open(encoding="utf-8-sig", newline="\n") as lines:
         listed = file.suffix.lower() == ".json" and lines.read(1) == "["
         lines.seek(0)
@@ -155,9 +156,10 @@ def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def to_arrow(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
-    """Return columns as a table with nulls for None and NaN.
+    """Convert columns to a table with nulls for None and NaN.
 
-    A column with values of several types is a ValueError.
+    Raises:
+        ValueError: A column has values of several types.
     """
     arrays = {}
     for name, values in columns.items():
@@ -169,5 +171,5 @@ def to_arrow(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
 
 
 def file_signature(files: Iterable[Path]) -> str:
-    """Return a text that changes when the path or the content of a file does."""
+    """Return a text that changes whenever the path or the content of a file changes."""
     return json.dumps([(str(file.resolve()), digest(file)) for file in files])
