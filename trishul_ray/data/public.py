@@ -225,7 +225,10 @@ class QuestionRows(RowFormat):
         }
 
     def finish(self, splits: Splits, tables: Sequence[pa.Table]) -> tuple[dict[str, Any], Splits]:
-        """Number the sub-datasets, and describe those that occur; see :meth:`RowFormat.finish`."""
+        """Number the sub-datasets, and describe their names.
+
+        See :meth:`RowFormat.finish`.
+        """
         return {"groups": _number_groups(splits, self.subsets)}, splits
 
 
@@ -370,7 +373,7 @@ class PublicDataset:
 
     @property
     def _drawn_by(self) -> str:
-        """The field that says how test rows are set aside; empty if they are published."""
+        """The field that defines the split of test rows; empty if the test rows are published."""
         fields = ("test_share", "test_each")
         return next((name for name in fields if getattr(self, name) is not None), "")
 

@@ -1,7 +1,7 @@
-"""The TRISHUL paper: its printed numbers, and what it leaves open.
+"""The TRISHUL paper: its printed numbers, and the choices that it leaves open.
 
-Nothing outside this folder imports it, or names its content.
+No module outside this folder imports it or refers to its content.
 """
 
-#: The modules that register something, by the field of its registry.
+#: Modules that register something, keyed by the field of the registry.
 MODULES = {"reference": ("numbers",)}

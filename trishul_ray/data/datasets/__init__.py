@@ -1,1 +1,1 @@
-"""The public datasets, one file each: source, columns, row counts and classes."""
+"""The public datasets: one module each, with source, columns, row counts and classes."""

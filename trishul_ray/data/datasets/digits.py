@@ -1,7 +1,7 @@
-"""The handwritten digits that come with scikit-learn: 1797 images of 8x8 pixels, ten classes.
+"""The handwritten digits of scikit-learn: 1797 images of 8x8 pixels in ten classes.
 
 Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
-Repository (its test part), as shipped by ``sklearn.datasets.load_digits``.
+Repository (its test part), as shipped with ``sklearn.datasets.load_digits``.
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from trishul_ray.data.images import pixel_statistics
 from trishul_ray.runtime.lazy import sklearn
 from trishul_ray.runtime.random_streams import numpy_rng
 
-#: Rows of each split. The splits are disjoint and hold all 1797 rows; ``pretrain`` is for the
-#: built-in backbone.
+#: Number of rows per split. The splits are disjoint and contain all 1797 rows. ``pretrain`` is for
+#: the built-in backbone.
 SPLIT_SIZES = {"pretrain": 300, "train": 1000, "test": 497}
 
 
 class Digits:
-    """The ``digits`` dataset. It needs neither a network nor a mirror."""
+    """The ``digits`` dataset, which needs neither network access nor a mirror."""
 
     name = "digits"
     description = "8x8 handwritten digits, 1,000 / 497, nothing to download"
@@ -28,19 +28,19 @@ class Digits:
     official = SPLIT_SIZES
 
     def key(self, hub: Path | None) -> str:
-        """Return a constant: the rows in scikit-learn never change."""
+        """Return a constant, since the rows in scikit-learn never change."""
         return "sklearn-digits-split-1"
 
     def read(
         self, hub: Path | None, progress: ProgressCallback
     ) -> tuple[DatasetInfo, Mapping[str, Mapping[str, np.ndarray]]]:
-        """Return the description, and ``pixels`` uint8 [N, 1, 8, 8] and ``label`` int64 [N].
+        """Build the description, and ``pixels`` uint8 [N, 1, 8, 8] and ``label`` int64 [N].
 
-        The splits are consecutive parts, of :data:`SPLIT_SIZES`, of one permutation of the rows
-        drawn from ``numpy_rng(0, "digits-split")``. It is the same for every experiment.
+        The splits are consecutive parts, with :data:`SPLIT_SIZES`, of a permutation of the rows
+        drawn from ``numpy_rng(0, "digits-split")``, which is the same for every experiment.
         """
         images, labels = sklearn.datasets.load_digits(return_X_y=True)
-        # The stored values are 0..16; scale them to 0..255.
+        # Scale the stored values from 0..16 to 0..255.
         pixels = np.rint(images * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
         order = numpy_rng(0, "digits-split").permutation(len(labels))
         columns, start = {}, 0

@@ -1,9 +1,10 @@
-"""Dolly: 15,011 instructions in eight categories, answered by employees of Databricks.
+"""Dolly: 15,011 instructions in eight categories, written by employees of Databricks.
 
-The test rows are ten of each category, as in Shepherd (FedIT). ``dolly-shards`` has the same rows
-with its ten clients, of two shards of the rows sorted by category. CC BY-SA 3.0.
+The test rows are ten per category, as in Shepherd (FedIT). ``dolly-shards`` partitions the same
+rows as Shepherd does: each of ten clients has two shards of the rows sorted by category. License:
+CC BY-SA 3.0.
 
-Source: https://huggingface.co/datasets/databricks/databricks-dolly-15k; the shards as in
+Source: https://huggingface.co/datasets/databricks/databricks-dolly-15k; the shards follow
 https://github.com/JayZhang42/FederatedGPT-Shepherd, ``client_data_allocation.py``.
 """
 

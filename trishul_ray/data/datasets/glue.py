@@ -9,7 +9,7 @@ Source: A. Wang et al., "GLUE", ICLR 2019, https://gluebenchmark.com/tasks.
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.public import PublicDataset, TextRows, register_dataset
 
-#: The commit of the hub's repository that is read.
+#: The commit of the hub's repository.
 _REVISION = "bcdcba79d07bc864c1c254ccfcedcce55bcc9a8c"
 
 _ENTAILMENT = ("entailment", "not_entailment")
@@ -23,7 +23,7 @@ def _glue(
     sizes: dict[str, int],
     groups: tuple[str, ...] = (),
 ) -> PublicDataset:
-    """Return the definition of a task; its test rows are the development sets."""
+    """Register a task, with its development sets as test rows."""
     return register_dataset(
         PublicDataset(
             name=f"glue/{task}",

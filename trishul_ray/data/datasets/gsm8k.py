@@ -1,6 +1,7 @@
-"""GSM8K: word problems of grade-school arithmetic, 7,473 train and 1,319 test, with steps. MIT.
+"""GSM8K: grade-school math word problems with solutions, 7,473 train and 1,319 test.
 
-An answer ends with ``####`` and the number; ``<<48/2=24>>`` in it are notes for a calculator.
+A solution ends with ``####`` and the number. Annotations such as ``<<48/2=24>>`` are for a
+calculator. License: MIT.
 
 Source: K. Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021, arXiv 2110.14168.
 """

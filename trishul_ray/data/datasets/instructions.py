@@ -1,12 +1,11 @@
 """Instructions of OpenFedLLM and of FlowerTune's leaderboard: general, medical, finance, code.
 
-None was published with test rows: two of a hundred rows are set aside. Rows with a blank answer are
+None was published with test rows, so 2% of the rows become test rows. Rows with a blank answer are
 skipped and listed in the result.
 
-Sources: the cards of the repositories below; B. Peng et al., "Instruction Tuning with GPT-4",
-2023, arXiv 2304.03277; T. Han et al., "MedAlpaca", 2023, arXiv 2304.08247; H. Yang et al.,
-"FinGPT", 2023, arXiv 2306.06031; S. Chaudhary, "Code Alpaca",
-https://github.com/sahil280114/codealpaca.
+Sources: the cards of the repositories below; B. Peng et al., "Instruction Tuning with GPT-4", 2023,
+arXiv 2304.03277; T. Han et al., "MedAlpaca", 2023, arXiv 2304.08247; H. Yang et al., "FinGPT",
+2023, arXiv 2306.06031; S. Chaudhary, "Code Alpaca", https://github.com/sahil280114/codealpaca.
 """
 
 from trishul_ray.data.hub import HubRepo
@@ -15,7 +14,7 @@ from trishul_ray.data.public import InstructionRows, PublicDataset, register_dat
 _ROWS = InstructionRows(names={"instruction": "instruction", "input": "input", "output": "output"})
 _TEST_SHARE = 0.02
 
-# CC BY-NC 4.0. The rows are counted on the card of a copy,
+# CC BY-NC 4.0. The number of rows is from the card of a copy,
 # https://huggingface.co/datasets/flwrlabs/alpaca-gpt4. Commit and file:
 # https://huggingface.co/datasets/vicgalle/alpaca-gpt4/tree/48bb1405118c738817748474e889f72c0dd77ffb
 ALPACA_GPT4 = register_dataset(
@@ -29,7 +28,7 @@ ALPACA_GPT4 = register_dataset(
     )
 )
 
-# A copy in Parquet: no commit of medalpaca/medical_meadow_medical_flashcards is known to us.
+# A copy in Parquet, since we know no commit of medalpaca/medical_meadow_medical_flashcards.
 # https://huggingface.co/datasets/lavita/medical-qa-datasets/tree/35c9fb395872b25b15de96f676939702880cf659
 _FLASHCARDS = "medical_meadow_medical_flashcards/{split}-*.parquet"
 MEDICAL = register_dataset(
@@ -62,9 +61,10 @@ FINANCE = register_dataset(
     )
 )
 
-# Apache-2.0. https://huggingface.co/datasets/flwrlabs/code-alpaca-20k. The same rows as in
+# Apache-2.0. https://huggingface.co/datasets/flwrlabs/code-alpaca-20k. The number of rows is from
+# the card of
 # https://huggingface.co/datasets/eagle0504/augmented_codealpaca-20k-using-together-ai-deepseek-v1,
-# made from the same, counts on its card; nobody has counted those of this file.
+# which is derived from the same rows. It is not confirmed for this file.
 CODE = register_dataset(
     PublicDataset(
         name="code",

@@ -1,6 +1,6 @@
 """MRQA 2019: extractive question answering, 516,819 train and 58,221 test questions.
 
-The six in-domain sub-datasets are read. The test rows are their development sets.
+Only the six in-domain sub-datasets are read. The test rows are their development sets.
 
 Source: A. Fisch et al., "MRQA 2019 Shared Task", https://github.com/mrqa/MRQA-Shared-Task-2019.
 """

@@ -1,7 +1,7 @@
 """20 Newsgroups, split by date: posts of 20 groups, 11,314 train and 7,532 test.
 
-Headers, signatures and quotes are stripped, as scikit-learn does. Some posts are empty afterwards;
-they are kept.
+Headers, signatures and quotes are stripped, as in scikit-learn. Posts that are empty afterwards are
+kept.
 
 Source: K. Lang, collected by J. Rennie, http://qwone.com/~jason/20Newsgroups/.
 """

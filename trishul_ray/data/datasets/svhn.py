@@ -18,8 +18,8 @@ SVHN = register_dataset(
             config="cropped_digits",
             revision="f9e1717d73324ebbc1ece84267ccd80d0aca0690",
             file_patterns=("cropped_digits/{split}-*.parquet",),
-            # Do not fetch the configuration's third split, `extra`: it is five times as large as
-            # the other two together.
+            # Do not fetch the configuration's third split, `extra`, which is five times as large as
+            # the other two combined.
             fetch="cropped_digits/{split}-*.parquet",
         ),
         rows=ImageRows(label="label", classes=10, image="image"),

@@ -1,6 +1,6 @@
-"""Generated stand-ins for public datasets: the same columns, classes and groups, 600 / 150 rows.
+"""Generated versions of public datasets, with the same columns, classes and groups, 600 / 150 rows.
 
-They show that a run works. A text has random words, one of which depends on the class.
+They only show that a run works. A text consists of random words, one of which depends on the class.
 """
 
 import json
@@ -20,18 +20,18 @@ from trishul_ray.data.images import pixel_statistics
 from trishul_ray.data.public import PublicDataset, TextRows
 from trishul_ray.runtime.random_streams import numpy_rng
 
-#: Rows of each split.
+#: Number of rows per split.
 SIZES = MappingProxyType({"train": 600, "test": 150})
 
 _NAMES = ("ann", "bob", "cleo", "dan", "eve", "finn", "gus", "hal")
 _THINGS = ("boat", "cup", "drum", "fan", "hat", "lamp", "pen", "rope", "bell", "coat")
-#: A word for each class.
+#: One word per class.
 _SIGNS = (
     *("blue", "gray", "green", "pink", "red", "white", "gold", "teal", "dark", "pale"),
     *("bern", "cork", "lima", "oslo", "rome", "kiel", "turin", "york", "bonn", "nice"),
 )
 
-#: Answers to instructions, by group.
+#: Answers to instructions, keyed by group.
 _TASKS: dict[str, Callable[[Sequence[str]], str]] = {
     "copy": " ".join,
     "reverse": lambda words: " ".join(reversed(words)),
@@ -48,12 +48,13 @@ _Draw = Callable[[np.random.Generator, int, str], Columns]
 
 @dataclass(frozen=True)
 class SyntheticDataset:
-    """A dataset of rows drawn at random by a fixed rule.
+    """A dataset whose rows are sampled by a fixed rule.
 
     Attributes:
-        info: The description; an image dataset's statistics are computed from its rows.
-        stands_for: The real dataset.
-        draw: Returns the columns [N, ...] of a split from a generator, N and the split's name.
+        info: The description. Statistics of images are computed from the rows.
+        stands_for: Name of the real dataset.
+        draw: Returns the columns [N, ...] of a split, given a generator, N and the name of the
+            split.
     """
 
     info: DatasetInfo
@@ -64,21 +65,20 @@ class SyntheticDataset:
 
     @property
     def name(self) -> str:
-        """Name in the registry."""
         return self.info.name
 
     @property
     def description(self) -> str:
-        """One line for the list of datasets."""
+        """One line for ``trishul list datasets``."""
         train, test = SIZES.values()
         return f"synthetic stand-in for {self.stands_for}, {train} / {test}"
 
     def key(self, hub: Path | None) -> str:
-        """Return a constant. Raise its number when a rule changes, so that rows are drawn again."""
+        """Return a constant. Increment its number when a rule changes: rows are generated again."""
         return f"{self.name} 2"
 
     def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
-        """Return the description, and the columns [N, ...] of every split."""
+        """Generate the description, and the columns [N, ...] of every split."""
         columns = {s: self.draw(numpy_rng(0, self.name, s), n, s) for s, n in SIZES.items()}
         progress(self.name, 1.0)
         info = replace(self.info, origin=Origin("generated", self.name))
@@ -142,7 +142,7 @@ def _texts(
 
 
 def _like(dataset: PublicDataset) -> SyntheticDataset:
-    """Return a stand-in with the fields, classes and groups of a task of GLUE."""
+    """Build a dataset with the fields, classes and groups of a GLUE task."""
     rows, task = dataset.rows, dataset.name.removeprefix("glue/")
     assert isinstance(rows, TextRows)
     return _texts(task, dataset.name, rows.fields, rows.classes, *dataset.groups)
@@ -156,7 +156,7 @@ _SHAPES = DatasetInfo(
     "synthetic/shapes", "image", tuple(map(str, range(10))), image_shape=(1, 8, 8)
 )
 
-#: The stand-ins, in the order in which they are listed.
+#: The synthetic datasets, in the order of the listing.
 SYNTHETIC = (
     _texts("topics", "20newsgroups", ("text",), tuple("bcdfghjklmnpqrstvwxz")),
     SyntheticDataset(_QUESTIONS, "mrqa", _draw_questions),

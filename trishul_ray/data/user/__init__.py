@@ -1,1 +1,1 @@
-"""User data: tables, folders of images and rows from Python."""
+"""User data: tables, folders of images, and rows from Python."""

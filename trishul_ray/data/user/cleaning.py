@@ -1,4 +1,4 @@
-"""Find the columns of user tables, spell names in one way, and reject or skip incomplete rows.
+"""Find the columns of user tables, normalize names, and reject or skip incomplete rows.
 
 Legend of shapes: N rows.
 """
@@ -14,7 +14,7 @@ from trishul_ray.data.dataset import Kind
 from trishul_ray.errors import CorruptFileError, InputError, did_you_mean, join_limited
 from trishul_ray.runtime.lazy import pc
 
-#: The platform's column names: the keys of ``data.columns``.
+#: Canonical column names, which are the keys of ``data.columns``.
 COLUMN_NAMES = (
     *("text", "text_pair", "label", "image"),
     *("question", "context", "answers"),
@@ -29,8 +29,8 @@ SCORED = ("references", "choices", "choice")
 #: Columns of a system message and of earlier turns.
 _CONTEXT = ("system", "history")
 
-#: Columns that rows of each kind must have, and columns that they may have. The first kind whose
-#: columns exist is selected.
+#: Required and optional columns of each kind of rows. The first kind whose required columns exist
+#: is selected.
 _COLUMNS: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
     ("image", ("image", "label"), ()),
     ("qa", ("question", "context", "answers"), ()),
@@ -42,33 +42,33 @@ _COLUMNS: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
 #: Columns that assign rows of any kind to clients and groups.
 _ASSIGN = ("client", "group")
 
-#: Columns that only some splits may have.
+#: Columns that may be missing in some splits.
 _OPTIONAL = (*_ASSIGN, *SCORED)
 
-#: Columns of names: a class, a sub-dataset, a client.
+#: Columns of names: a class, a client, a sub-dataset.
 _NAMES = ("label", *_ASSIGN)
 
-#: Columns without which a row is incomplete; if there are two, one of them may be blank.
+#: Columns without which a row is incomplete. Of two columns, one may be blank.
 _CONTENTS = (
     *(("text", "text_pair"), ("question",), ("context",), ("answers",), ("image",)),
     *(("instruction", "input"), ("output",), ("messages",)),
 )
 
-#: Rows to name in a message for each fault.
+#: Maximum number of rows to name in a message per fault.
 _MAX_ROWS = 5
 
 
 def find_columns(
     configured: Mapping[str, str], existing: Sequence[str]
 ) -> tuple[Kind, dict[str, str]]:
-    """Return the kind of the rows, and the data's columns by the platform's names.
+    """Determine the kind of the rows, and the data's columns keyed by canonical name.
 
     Args:
         configured: ``data.columns``.
         existing: Columns of the data.
 
     Raises:
-        InputError: A key or a column is unknown, or the columns make no dataset.
+        InputError: A key or a column is unknown, or the columns match no kind of dataset.
     """
     names = ", ".join(existing)
     for name, column in configured.items():
@@ -97,10 +97,10 @@ def find_columns(
 
 
 def absent_columns(table: pa.Table) -> set[tuple[str, str]]:
-    """Return pairs of split and optional column, for columns that are null in the whole split."""
+    """Find optional columns that are null in a whole split, as pairs of split and column."""
     absent = set()
     names = [name for name in _OPTIONAL if name in table.column_names]
-    optional = table.select(["split", *names])  # images would be copied, too
+    optional = table.select(["split", *names])  # selected before filtering, which would copy images
     for split in pc.unique(optional["split"]).to_pylist():
         part = optional.filter(pc.equal(optional["split"], split))
         absent |= {(split, name) for name in names if part[name].null_count == len(part)}
@@ -117,14 +117,14 @@ def clean(
     skip_broken: bool,
     missing: frozenset[str],
 ) -> tuple[pa.Table, tuple[str, ...], tuple[str, ...]]:
-    """Return the complete rows, with classes, groups and clients spelled in one way.
+    """Select the complete rows, and normalize the names of classes, groups and clients.
 
     Args:
-        table: Rows with the platform's column names, ``split``, and ``name`` for messages.
-        names: The data's columns by the platform's names, for messages.
-        classes: Class names by which labels are numbered; -1 is not a label then.
+        table: Rows with canonical column names, ``split``, and ``name`` for messages.
+        names: The data's columns keyed by canonical name, for messages.
+        classes: Class names that number the labels; then -1 marks a missing label.
         absent: The :func:`absent_columns`, whose nulls are not missing values.
-        where: Where the rows come from, for messages.
+        where: Source of the rows, for messages.
         skip_broken: Whether to skip incomplete rows instead of rejecting them.
         missing: Words that mark a missing name, such as ``NA`` in CSV files.
 
@@ -195,10 +195,10 @@ def _is_blank(values: pa.ChunkedArray) -> np.ndarray:
 def _spell(
     values: pa.ChunkedArray, where: str, missing: frozenset[str]
 ) -> tuple[pa.ChunkedArray, int]:
-    """Return names as int64 or as stripped texts in NFC, and the number of changed texts.
+    """Convert names to int64 or to stripped texts in NFC, and count the changed texts.
 
-    Blank texts and the words in ``missing`` become null. Numbers become int64 if all are whole, and
-    otherwise texts, so that a class has one name.
+    Blank texts and the words in ``missing`` become null. Numbers become int64 if all are whole,
+    otherwise texts, so that each class has a single name.
     """
     kind = values.type
     if is_text(kind) or pa.types.is_null(kind):
@@ -209,7 +209,7 @@ def _spell(
         names = [None if name in gaps else name for name in names]
         return pa.chunked_array([pa.array(names, pa.large_string())]), changed
     if pa.types.is_floating(kind):
-        values = values.cast(pa.float64())  # float16 has no functions
+        values = values.cast(pa.float64())  # float16 lacks these functions
         values = pc.if_else(pc.is_nan(values), None, values)
         if pc.all(pc.equal(values, pc.floor(values))).as_py() is False:
             words = [v if v is None else repr(v).removesuffix(".0") for v in values.to_pylist()]
@@ -232,15 +232,16 @@ def is_unlabelled(tables: Sequence[pa.Table], columns: Mapping[str, str]) -> boo
     )
 
 
-#: Fewer classes give no doubt: a toy table may have one row per class.
+#: Fewer classes are not doubted: a toy table may have one row per class.
 _FEW_CLASSES = 20
 
 
 def doubt_labels(classes: Sequence[str], labels: np.ndarray) -> str:
-    """Return why labels cannot be classes, or an empty text.
+    """Explain why labels cannot be classes, or return an empty string.
 
-    They cannot if there are many and most rows are the only row of their class, as in regression
-    or question answering. In LFW, 31% of the photos show a person that no other photo shows.
+    Labels are doubted if there are many and most rows are the only row of their class, as in
+    regression or question answering. In LFW, 31% of the photos show a person who appears in no
+    other photo.
     """
     single = int((np.bincount(labels, minlength=len(classes)) == 1).sum())
     if len(classes) <= _FEW_CLASSES or 2 * single <= len(labels):

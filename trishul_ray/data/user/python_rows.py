@@ -1,4 +1,4 @@
-"""Rows passed from Python: as Arrow tables, and as files of the cache that workers read."""
+"""Convert rows from Python to Arrow tables, and store them in the cache for workers."""
 
 import hashlib
 import io
@@ -21,21 +21,21 @@ from trishul_ray.errors import InputError, first_line
 from trishul_ray.runtime.lazy import pq
 from trishul_ray.storage.integrity import make_once
 
-#: Name of the dataset of rows passed from Python, and of their folder in the cache.
+#: Name of the dataset of rows from Python, and of their folder in the cache.
 ROWS = "rows"
 
-#: Modes of Pillow that a PNG file keeps.
+#: Pillow modes that PNG files preserve.
 _PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
 
-#: Splits of passed rows.
+#: Allowed splits of rows from Python.
 _SPLITS = frozenset({"train", "validation", "test"})
 
 
 def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
-    """Write rows (see :func:`to_splits`) into the cache, unless they are there; return the folder.
+    """Write rows (see :func:`to_splits`) to the cache unless it contains them; return the folder.
 
-    ``columns`` are ``data.columns``. The files are Parquet, which a later command can also read.
-    The folder's name is a hash of the values: the same rows in any form are the same dataset.
+    ``columns`` is ``data.columns``. The files are Parquet, so later commands can also read them.
+    The folder is named after a hash of the values: the same rows in any form are the same dataset.
     """
     image = columns.get("image", "image")
     tables = {split: _plain(table, image) for split, table in to_splits(rows).items()}
@@ -48,7 +48,7 @@ def store_rows(rows: Any, cache: Path, columns: Mapping[str, str]) -> Path:
 
 
 def _hash_of(tables: Mapping[str, pa.Table]) -> str:
-    """Return a hash of the splits' Arrow streams and class names."""
+    """Hash the splits' Arrow streams and class names."""
     hashed = hashlib.sha256()
     for split, table in sorted(tables.items()):
         names = [(name, class_names(table, name)) for name in table.column_names]
@@ -62,9 +62,9 @@ def _hash_of(tables: Mapping[str, pa.Table]) -> str:
 
 
 def to_splits(rows: Any) -> dict[str, pa.Table]:
-    """Return the table of each split, or raise an InputError.
+    """Convert rows to a table per split, or raise an InputError.
 
-    Rows are a table (see :func:`to_table`), or a dictionary of splits with a table each.
+    Rows are a table (see :func:`to_table`), or a dictionary from splits to tables.
     """
     of_hub = hasattr(rows, "column_names")  # a DatasetDict, whose keys are splits
     if not (isinstance(rows, Mapping) and rows and (of_hub or set(rows) <= _SPLITS)):
@@ -78,9 +78,9 @@ def to_splits(rows: Any) -> dict[str, pa.Table]:
 
 
 def to_table(rows: Any) -> pa.Table:
-    """Return rows as one Arrow table, or raise an InputError; images become encoded bytes.
+    """Convert rows to an Arrow table, with images as encoded bytes, or raise an InputError.
 
-    Rows are a Hugging Face ``Dataset``, a table of pandas or Arrow, a list of dictionaries, or a
+    Rows are a Hugging Face ``Dataset``, a pandas or Arrow table, a list of dictionaries, or a
     dictionary of columns. Images are encoded bytes, paths, arrays uint8 [H, W] or [H, W, 3], or
     Pillow images.
     """
@@ -99,7 +99,7 @@ def _to_table(rows: Any) -> pa.Table:
         raise ValueError("a streaming dataset has no rows: load it without streaming=True")
     if "datasets" in sys.modules and hasattr(rows, "with_format") and hasattr(rows, "features"):
         return table_of(rows)
-    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of pandas
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a pandas table
         check_unique([str(name) for name in rows.columns], "the rows")
         rows = {name: list(rows[name]) for name in rows.columns}
     elif isinstance(rows, Sequence) and rows and isinstance(rows[0], Mapping):
@@ -119,19 +119,20 @@ def _to_table(rows: Any) -> pa.Table:
 def _plain_value(value: Any) -> Any:
     if is_image(value):
         return encode_image(value)
-    scalar = getattr(value, "ndim", None) == 0  # of NumPy or torch
+    scalar = getattr(value, "ndim", None) == 0  # a scalar of NumPy or torch
     return value.item() if scalar else value
 
 
 def is_image(value: Any) -> bool:
-    """Return whether this is a Pillow image or an array of pixels."""
+    """Return whether a value is a Pillow image or an array of pixels."""
     return isinstance(value, Image.Image) or (isinstance(value, np.ndarray) and value.ndim >= 2)
 
 
 def encode_image(value: Any) -> bytes:
-    """Return a Pillow image, or pixels uint8 [H, W] or [H, W, 3], as a PNG file.
+    """Encode a Pillow image, or pixels uint8 [H, W] or [H, W, 3], as PNG.
 
-    An array of another shape or type is an InputError, as is an image of 32-bit numbers.
+    Raises:
+        InputError: An array has another shape or dtype, or an image has 32-bit values.
     """
     if isinstance(value, np.ndarray):
         gray = value.ndim == 2 or value.shape[-1] == 1
@@ -143,8 +144,8 @@ def encode_image(value: Any) -> bytes:
         value = Image.fromarray(value.reshape(value.shape[:2]) if gray else value)
     check_mode(value, "an image")
     try:
-        value = turn_upright(value)  # a PNG file would lose the orientation
-        if value.mode.startswith("I;16"):  # Pillow writes 16 bits in this machine's byte order
+        value = turn_upright(value)  # PNG would lose the orientation
+        if value.mode.startswith("I;16"):  # otherwise Pillow would use this machine's byte order
             value = Image.fromarray(np.asarray(value).astype(np.uint16))
         elif value.mode not in _PNG_MODES:
             value = value.convert("RGBA" if value.has_transparency_data else "RGB")
@@ -156,7 +157,7 @@ def encode_image(value: Any) -> bytes:
 
 
 def _plain(table: pa.Table, image: str) -> pa.Table:
-    """Return a table in one chunk, with one type of text and bytes, and with image files read."""
+    """Normalize a table to one chunk and one type of text and bytes, and read its image files."""
     for name in table.column_names:
         number, values = table.column_names.index(name), table.column(name)
         if is_text(values.type) and name == image:
@@ -166,7 +167,7 @@ def _plain(table: pa.Table, image: str) -> pa.Table:
         elif pa.types.is_binary(values.type):
             values = values.cast(pa.large_binary())
         table = table.set_column(number, name, values)
-    # Equal values must have equal buffers: copy them, so that none has an offset.
+    # Equal values must have equal buffers: copy them, so that no buffer has an offset.
     return table.take(np.arange(len(table))).combine_chunks()
 
 

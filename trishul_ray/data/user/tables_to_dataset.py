@@ -1,4 +1,4 @@
-"""Convert the tables of user data into a dataset: columns, class names, images and splits."""
+"""Convert the tables of user data to a dataset: columns, class names, images and splits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -46,7 +46,7 @@ from trishul_ray.data.tables import concatenate, missing_words
 from trishul_ray.data.user.cleaning import absent_columns, clean, doubt_labels, find_columns
 from trishul_ray.errors import CorruptFileError, InputError, first_line, join_limited
 
-#: Columns of texts that rows may have, in reading order.
+#: Optional text columns, in reading order.
 _TEXT_FIELDS: dict[Kind, tuple[str, ...]] = {
     "image": (),
     "text": ("text", "text_pair"),
@@ -54,7 +54,7 @@ _TEXT_FIELDS: dict[Kind, tuple[str, ...]] = {
     "instruction": ("instruction", "input", "messages"),
 }
 
-#: Skipped rows to name in ``result.json``, and names to list in a note.
+#: Maximum number of skipped rows in ``result.json``, and of names in a note.
 _MAX_SKIPPED, _MAX_NAMED = 100, 10
 
 
@@ -69,17 +69,17 @@ def to_dataset(
     skip_broken: bool,
     folder: Path | None,
 ) -> tuple[DatasetInfo, Splits]:
-    """Return the description of the rows, and the columns [N, ...] of ``train`` and ``test``.
+    """Build the description of the rows, and the columns [N, ...] of ``train`` and ``test``.
 
     Args:
         name: Name of the dataset.
-        origin: Where the rows come from.
-        tables: Tables of ``train`` and, if there is one, ``test``.
-        progress: Called with the fraction of the images that are decoded.
+        origin: Source of the rows.
+        tables: Tables of ``train`` and, optionally, ``test``.
+        progress: Called with the fraction of decoded images.
         columns: ``data.columns``.
-        test_share: Fraction of the rows for the test without a test split.
+        test_share: Fraction of the rows that become test rows without a test split.
         skip_broken: Whether to skip incomplete rows instead of rejecting them.
-        folder: Folder of images whose paths the tables contain; None if they contain none.
+        folder: Folder that image paths in the tables are relative to, or None without paths.
 
     Raises:
         InputError: The columns do not make a dataset, or a split or a second class is missing.
@@ -143,9 +143,10 @@ def to_dataset(
 
 
 def _check_splits(kind: Kind, splits: Splits, fields: dict[str, Any], where: str) -> list[str]:
-    """Add what depends on the training rows to ``fields``, and return notes.
+    """Check the splits, add fields that depend on the training rows, and return notes.
 
-    A split without rows is an InputError, as are rows of a single class.
+    Raises:
+        InputError: A split has no rows, or all rows have the same class.
     """
     for split, columns in splits.items():
         if not length(columns):
@@ -165,7 +166,7 @@ def _check_splits(kind: Kind, splits: Splits, fields: dict[str, Any], where: str
     if kind == "image":
         pixels: Any = train["pixels"]
         mean, std = pixel_statistics(pixels)
-        # Pixels are divided by std, which is zero if a channel is constant.
+        # Pixels are divided by std, which is zero for a constant channel.
         std = tuple(value or 1.0 for value in std)
         fields |= {"image_shape": pixels.shape[1:], "mean": mean, "std": std}
     elif kind != "qa":
@@ -174,10 +175,10 @@ def _check_splits(kind: Kind, splits: Splits, fields: dict[str, Any], where: str
 
 
 def _with_conversations(table: pa.Table, where: str) -> tuple[pa.Table, list[str]]:
-    """Return rows of instructions whose conversations are JSON texts, null without an answer.
+    """Convert conversations of instruction rows to JSON texts, null without an answer.
 
-    A prompt and a completion that are lists of messages are one conversation (TRL). If any row has
-    a system message or a history (Alpaca), all rows are conversations. Also return notes.
+    A prompt and a completion that are lists of messages form a conversation (TRL). If any row has a
+    system message or a history (Alpaca), all rows become conversations. Also return notes.
     """
     present = [n for n in ("messages", "instruction", "output") if n in table.column_names]
     context = [n for n in ("system", "history") if n in table.column_names]
@@ -200,7 +201,7 @@ def _with_conversations(table: pa.Table, where: str) -> tuple[pa.Table, list[str
 def _read_columns(
     kind: Kind, table: pa.Table, where: str, classes: tuple[str, ...] | None
 ) -> tuple[Columns, dict[str, Any]]:
-    """Return all columns except the images, and the names of classes, groups and clients."""
+    """Read all columns except images, and the names of classes, groups and clients."""
     fields: dict[str, Any] = {}
     texts = _TEXT_FIELDS[kind] + ("output",) * (kind == "instruction")
     columns: Columns = {
@@ -230,7 +231,7 @@ def _read_columns(
 
 
 def _list_images(table: pa.Table, where: str, folder: Path | None) -> list[NamedImage]:
-    """Return the images, encoded or as paths of their files."""
+    """List the images, encoded or as paths."""
     values = table.column("image")
     if is_text(values.type) and folder is not None:
         return [(folder / path, str(folder / path)) for path in values.to_pylist()]

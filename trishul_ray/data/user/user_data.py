@@ -1,6 +1,6 @@
-"""User data: a folder of images, a table file, any dataset of the hub, or rows from Python.
+"""User data: folders of images, table files, datasets of the hub, or rows from Python.
 
-Without test rows, ``data.test_share`` of the rows becomes the test split.
+Without test rows, a fraction ``data.test_share`` of the rows becomes the test split.
 """
 
 import hashlib
@@ -29,16 +29,16 @@ from trishul_ray.storage.integrity import digest
 #: Splits of user data that are read.
 _SPLITS = ("train", "test", "validation")
 
-#: Suffixes of the files that are read as images in a class folder.
+#: Suffixes of files that are read as images in a class folder.
 _IMAGES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
-#: Folders of test rows next to ``train``; the first that exists is read.
+#: Folders of test rows next to ``train``; the first existing one is read.
 _TEST_FOLDERS = ("test", "val", "valid", "validation")
 
 
 @dataclass(frozen=True)
 class UserData(ABC):
-    """Base of the kinds of user data, with the settings of the section ``data``."""
+    """Base class of the kinds of user data, with the settings of the section ``data``."""
 
     path: str | None
     columns: Mapping[str, str]
@@ -49,9 +49,10 @@ class UserData(ABC):
     official = None
 
     def content(self) -> str | None:
-        """Return a hash of everything that determines the rows, wherever they are stored.
+        """Hash everything that determines the rows, wherever they are stored.
 
-        None if it is unknown before the rows are read, as on the hub.
+        Returns:
+            The hash, or None if it is unknown before the rows are read, as on the hub.
         """
         return None
 
@@ -68,11 +69,11 @@ class UserData(ABC):
 
     @property
     def _origin(self) -> Origin:
-        """The user's files by the last part of their path, since cards of shared models show it."""
+        """The user's files, named by the last part of their path, which model cards show."""
         return Origin("file", Path(str(self.path)).expanduser().resolve().name)
 
     def key(self, hub: Path | None) -> str:
-        """Return a text that changes if the rows or the settings may change."""
+        """Return a text that changes whenever the rows or the settings may change."""
         settings = self.path, sorted(self.columns.items()), self.test_share, self.skip_broken
         return f"{self._source_key(hub)}\n{settings!r}\nimages {PREPARATION_VERSION}"
 
@@ -81,14 +82,14 @@ class UserData(ABC):
 
     @abstractmethod
     def _read_tables(self, hub: Path | None) -> tuple[Origin, Mapping[str, Sequence[pa.Table]]]:
-        """Return where the rows come from, and the tables of each of :data:`_SPLITS`."""
+        """Read the tables of each of :data:`_SPLITS`, and return their origin."""
 
     def _image_folder(self) -> Path | None:
-        """Return the folder of images whose paths are in the tables."""
+        """Return the folder that image paths in the tables are relative to, or None."""
         return None
 
     def read(self, hub: Path | None, progress: ProgressCallback) -> tuple[DatasetInfo, Splits]:
-        """Return the description, and the columns [N, ...] of ``train`` and ``test``.
+        """Read the description, and the columns [N, ...] of ``train`` and ``test``.
 
         The test rows are the first of the splits ``test`` and ``validation`` that has labels.
 
@@ -111,26 +112,26 @@ class UserData(ABC):
 
 
 class ImageFolder(UserData):
-    """A folder with one folder of images per class.
+    """A folder with one subfolder of images per class.
 
     The images are ``data.path/<class>/<image>``, or ``data.path/train/<class>/<image>`` and
-    ``data.path/test/<class>/<image>``. Without ``test``, the test rows are in ``val``, ``valid`` or
-    ``validation``. The classes are the folders' names, sorted. Images in folders below a class
-    folder belong to its class.
+    ``data.path/test/<class>/<image>``. If ``test`` does not exist, the test rows are in ``val``,
+    ``valid`` or ``validation``. The classes are the sorted names of the folders. Images in
+    subfolders of a class folder belong to its class.
     """
 
     name = "images"
     description = "your images: data.path, a folder of class folders"
 
     def content(self) -> str | None:
-        """Return a hash of splits, classes and images, in order."""
+        """Hash splits, classes and images, in order."""
         return _hash_of([self._hashes(), PREPARATION_VERSION])
 
     def _read_tables(self, hub: Path | None) -> tuple[Origin, Mapping[str, Sequence[pa.Table]]]:
         found = self._find_files()
         names = sorted({nfc(name) for files in found.values() for _, name in files})
         numbers = {name: number for number, name in enumerate(names)}
-        # Labels are numbers, as on the hub, because any name of a folder is a class, also "null".
+        # Labels are numbers, as on the hub, because any folder name is a class, even "null".
         features = {"label": {"names": names, "_type": "ClassLabel"}}
         metadata = {"huggingface": json.dumps({"info": {"features": features}})}
         tables = {}
@@ -144,7 +145,7 @@ class ImageFolder(UserData):
         return Path()
 
     def _hashes(self) -> list[tuple[str, str, str]]:
-        # A link without a target has no hash, and is named when it is read.
+        # A broken link has no hash, and reading it reports the error.
         return [
             (split, label, digest(file) if file.exists() else "missing")
             for split, files in self._find_files().items()
@@ -152,7 +153,7 @@ class ImageFolder(UserData):
         ]
 
     def _find_files(self) -> dict[str, list[tuple[Path, str]]]:
-        """Return pairs of image and class, by split."""
+        """Find pairs of image and class, keyed by split."""
         root = self._existing_path("a folder that holds one folder of images per class")
         if self.columns:
             raise InputError("data.columns: a folder of images has no columns; use dataset table")
@@ -172,7 +173,7 @@ class ImageFolder(UserData):
 
 
 def _class_files(root: Path) -> list[tuple[Path, str]]:
-    """Return pairs of image and class of the class folders in ``root``, sorted."""
+    """Find pairs of image and class in the class folders of ``root``, sorted."""
     pairs = []
     for folder in _subfolders(root):
         files = [
@@ -205,14 +206,14 @@ class TableFiles(UserData):
     """A CSV, TSV, JSON or Parquet file, or a folder with ``train.*`` and, optionally, test rows.
 
     The test rows are in ``test.*`` or, if it is missing or has no labels, in ``validation.*``. The
-    dataset is prepared again when a file changes, or an image whose path a file holds.
+    dataset is prepared again when a file changes, or an image whose path a file contains.
     """
 
     name = "table"
     description = "your CSV, TSV, JSONL or Parquet: data.path, data.columns"
 
     def content(self) -> str | None:
-        """Return a hash of splits, formats, files and images."""
+        """Hash splits, formats, files and images."""
         files = self._find_files()
         tables = [(s, file.suffix.lower(), digest(file)) for s in files for file in files[s]]
         column, folder = self.columns.get("image", "image"), files["train"][0].parent
@@ -230,7 +231,7 @@ class TableFiles(UserData):
         return self._find_files()["train"][0].parent
 
     def _find_files(self) -> dict[str, list[Path]]:
-        """Return the files of ``train`` and, if there are any, of the other splits."""
+        """Find the files of ``train`` and of the other existing splits."""
         suffixes = ", ".join(SUFFIXES)
         path = self._existing_path(f"a file ({suffixes}), or a folder with train.* and test.*")
         if path.is_file():
@@ -255,20 +256,20 @@ class TableFiles(UserData):
 
 
 def _listed_images(file: Path, column: str, folder: Path) -> list[Path]:
-    """Return the image files whose paths are in a column of a table, as far as they exist."""
+    """List the existing image files whose paths are in a column of a table."""
     values = read_table(file).column(column)
     paths = values.to_pylist() if is_text(values.type) else []
     return [folder / path for path in paths if path and (folder / path).is_file()]
 
 
 class PythonRows(TableFiles):
-    """Rows passed from Python: a folder of the cache, named by the hash of their values."""
+    """Rows from Python, in a folder of the cache that is named after the hash of their values."""
 
     name = ROWS
     description = "rows passed from Python: trishul_ray.run(rows)"
 
     def content(self) -> str | None:
-        """Return the hash that the folder is named by."""
+        """Return the hash in the name of the folder."""
         return f"sha256:{self._existing_path('passed from Python').name}"
 
     def _read_tables(self, hub: Path | None) -> tuple[Origin, Mapping[str, Sequence[pa.Table]]]:
@@ -276,11 +277,11 @@ class PythonRows(TableFiles):
 
 
 class HubData(UserData):
-    """Any dataset of the hub or a mirror: ``owner/name``, ``owner/name/config``, ``...@commit``.
+    """A dataset of the hub or a mirror: ``owner/name``, ``owner/name/config``, or with ``@commit``.
 
-    The test rows are its ``test`` split. If that is missing or has no labels, as in benchmarks
-    that do not publish them, the ``validation`` split is used; without one, a part of ``train``.
-    Without ``@commit`` the newest version is read once and then kept in the cache.
+    The test rows are its ``test`` split. If that is missing or has no labels, as in benchmarks that
+    do not publish them, the ``validation`` split is used, and without one, a part of ``train``.
+    Without ``@commit``, the newest version is read once and then kept in the cache.
     """
 
     name = "hub"
@@ -295,7 +296,9 @@ class HubData(UserData):
     def _repo(self, hub: Path | None) -> HubRepo:
         """Return the repository that ``data.path`` names.
 
-        A mirror with several configurations, of which the path names none, is an InputError.
+        Raises:
+            InputError: The path is malformed, or it names no configuration of a mirror with
+                several.
         """
         expected = "owner/name of a hub dataset, owner/name/config, or either with @commit"
         path, _, revision = self._required_path(expected).partition("@")
@@ -321,7 +324,7 @@ def _hash_of(parts: Any) -> str:
     return f"sha256:{hashlib.sha256(json.dumps(parts).encode()).hexdigest()}"
 
 
-#: The classes of user data, by dataset name.
+#: The classes of user data, keyed by dataset name.
 USER_DATA: dict[str, type[ImageFolder | TableFiles | HubData]] = {
     source.name: source for source in (ImageFolder, TableFiles, HubData, PythonRows)
 }
