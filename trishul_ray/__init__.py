@@ -1,6 +1,6 @@
 """Federated parameter-efficient fine-tuning with spectral multi-head adapters, on Ray.
 
-Run an experiment, or load one that has run::
+Run an experiment or a sweep, or load a finished run::
 
     import trishul_ray
 
@@ -10,8 +10,7 @@ Run an experiment, or load one that has run::
     trishul_ray.sweep(axes={"method": ["fedit", "trishul"], "seed": range(3)}, rounds=10)
     trishul_ray.list_runs()
 
-Importing the package loads nothing else: torch, transformers and Ray are imported with the first
-of these functions.
+Importing the package does not import torch, transformers or Ray: the first call of a function does.
 """
 
 import os
@@ -28,10 +27,11 @@ if TYPE_CHECKING:
     from trishul_ray.report.summary import list_runs
     from trishul_ray.result import Result
 
-set_environment()  # before torch is imported
-# How long the hub's clients wait for an answer before they read their caches: 10 s by default.
+set_environment()  # must precede the import of torch
+# Seconds that the hub's clients wait before they read their caches; the default is 10.
 os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "5")
-# Ray reads this when it is imported. Without it, it sends no token to a cluster with an address.
+# Ray reads this variable when it is imported. Otherwise it sends no token to a cluster with an
+# address.
 if os.environ.get("RAY_ADDRESS") and (
     os.environ.get("RAY_AUTH_TOKEN")
     or os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -39,7 +39,7 @@ if os.environ.get("RAY_ADDRESS") and (
 ):
     os.environ.setdefault("RAY_AUTH_MODE", "token")
 if os.path.expanduser("~") == "~":
-    # A user without a home, as in a container: MLflow fails where it asks for one.
+    # MLflow fails for a user without a home directory, as in some containers.
     os.environ["HOME"] = os.path.abspath(os.environ.get("TRISHUL_CACHE") or os.devnull)
 
 __all__ = [
@@ -56,7 +56,7 @@ __all__ = [
     "sweep",
 ]
 
-#: Modules of the names that are imported at their first use.
+#: Modules of the names that are imported on first use.
 _LAZY = {
     "Result": "result",
     "load": "api",

@@ -1,7 +1,7 @@
-"""The Python interface: :func:`run` an experiment or a :func:`sweep`, :func:`load` a finished run.
+"""The Python interface: :func:`run` an experiment, run a :func:`sweep`, or :func:`load` a run.
 
 Runs have the same ids, files and recovery as with the commands ``trishul run`` and ``trishul
-sweep``: either continues, or reads, what the other began.
+sweep``. Either interface resumes or reads the runs of the other.
 
 Every error is an :class:`~trishul_ray.errors.InputError` or a
 :class:`~trishul_ray.errors.RunError`, except errors of your callback. A process runs one experiment
@@ -37,11 +37,12 @@ from trishul_ray.sweeps.run import reproduce
 from trishul_ray.tracking.progress import RunProgress, SweepProgress
 from trishul_ray.tracking.terminal import PlainConsole
 
-#: Display of a run's progress: none, lines, or a live bar on a terminal or in a notebook (elsewhere
-#: lines); always on standard error.
+#: Progress display on standard error: none, lines, or a live bar on a terminal or in a notebook
+#: (otherwise lines).
 Progress = Literal["off", "plain", "rich"]
 
-#: Held while this process runs an experiment or a sweep: Ray and the settings of torch are shared.
+#: Locked while this process runs an experiment or a sweep, since Ray and torch's settings are
+#: shared.
 _running = threading.Lock()
 
 
@@ -57,35 +58,42 @@ def run(
     on_round: Callable[[dict[str, float]], object] | None = None,
     **fields: Any,
 ) -> Result:
-    """Run an experiment, or continue it where it stopped; a finished one is read.
+    """Run an experiment, resume it from its last round, or read the result of a finished one.
 
     Args:
         dataset: The name of a dataset (default ``digits``), or rows: a Hugging Face ``Dataset`` or
-            ``DatasetDict``, a table of pandas or Arrow, a list of dictionaries, a dictionary of
-            columns, or ``{"train": rows, "test": rows}``. Their columns are named as in the dataset
-            ``table``; ``columns={"text": "body"}`` sets other names.
+            ``DatasetDict``, a pandas or Arrow table, a list of dictionaries, a dictionary of
+            columns, or ``{"train": rows, "test": rows}``. Columns have the names of the dataset
+            ``table``, unless ``columns`` maps them, as in ``columns={"text": "body"}``.
         method: The name of a method (default ``trishul``), or its section.
-        model: The name of a backbone, its section, or any ``nn.Module``: all its linear layers but
-            a classification head named ``classifier`` are adapted, unless ``targets`` names others.
-            It takes pixel values [b, C, H, W] of the images' own size, or input ids and mask [b, n]
-            of its tokenizer, and returns logits [b, K].
-        tokenizer: The fast tokenizer of a ``model`` that reads texts.
+        model: The name of a backbone, its section, or an ``nn.Module``. All linear layers of a
+            module are adapted except a classification head named ``classifier``, unless ``targets``
+            names other layers. The module receives pixel values, float [b, C, H, W], at the images'
+            original size, or input ids and attention mask, int64 [b, n], from its tokenizer. It
+            returns logits [b, K] for K classes.
+        tokenizer: The fast tokenizer of an ``nn.Module`` that reads texts.
         config: A YAML file, or its content as a dictionary.
-        progress: How to show the progress.
-        fresh: Whether to start over: an earlier run of the same experiment is deleted.
-        on_round: Called in this process after each round that this call runs, and before the first
-            one as round 0, with the round's numbers as in :attr:`Result.history`. Its exceptions
-            end the run between two rounds; the same call continues it.
-        **fields: Fields of the experiment over those of ``config``: a section
-            (``federation={"rounds": 10}``), or the last part of a field's name where it is the only
-            one (``rounds=10``, ``lr=1e-3``, ``runs="runs"``). ``trishul run --fields`` lists them.
+        progress: The progress display: ``"rich"``, ``"plain"`` or ``"off"``.
+        fresh: Whether to delete an earlier run of the same experiment, and start over.
+        on_round: Called in this process before the first round, as round 0, and after each round
+            that this call runs, with the values of a row of :attr:`Result.history`. An exception
+            stops the run between two rounds, and the same call resumes it.
+        **fields: Fields of the experiment, which override ``config``: a section
+            (``federation={"rounds": 10}``), or the last part of an unambiguous name (``rounds=10``,
+            ``lr=1e-3``, ``runs="runs"``). ``trishul run --fields`` lists all fields.
 
     Returns:
         The finished run.
 
     Raises:
-        InputError: The input is wrong; nothing was changed.
-        RunError: The run failed; call it again with the same arguments to continue.
+        InputError: The input is invalid. Nothing was changed.
+        RunError: The run failed. Call it again with the same arguments to resume.
+
+    Example:
+        >>> import trishul_ray
+        >>> result = trishul_ray.run("digits", method="fedit", rounds=10)  # doctest: +SKIP
+        >>> result.final["accuracy"] > result.untouched["accuracy"]  # doctest: +SKIP
+        True
     """
     if on_round is not None and not callable(on_round):
         raise InputError(f"on_round of type {type(on_round).__name__}: it must be a function")
@@ -111,7 +119,7 @@ def run(
                     except StopIteration as end:
                         finished = end.value
                         break
-                # A continued run reports its earlier rounds at first.
+                # A resumed run first reports its earlier rounds.
                 if on_round is not None and (started or not report.round):
                     for record in report.records:
                         on_round(record.row())
@@ -126,7 +134,7 @@ def _arguments(
     tokenizer: PreTrainedTokenizerBase | None,
     fields: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the fields that the arguments of :func:`run` set; rows and modules are stored."""
+    """Build the fields that the arguments of :func:`run` set; rows and modules are stored."""
     arguments = dict(fields)
     if method is not None:
         arguments["method"] = method
@@ -152,25 +160,33 @@ def sweep(
     progress: Progress = "rich",
     **fields: Any,
 ) -> pd.DataFrame:
-    """Run the missing runs of a grid or a search, as ``trishul sweep`` does.
+    """Run the missing runs of a grid or a search, like ``trishul sweep``.
 
     Args:
         file: A sweep file, or its content as a dictionary.
-        axes: In place of a file, the values of each field that varies, such as
-            ``{"lam": [0, 0.01], "seed": range(3)}``.
-        retries: How often a failed cell is tried again, from its last round.
-        stall_minutes: Minutes without a finished round after which a cell is tried again.
-        concurrency: Cells at a time; default: as many as the cluster holds.
-        progress: How to show the progress.
+        axes: Instead of a file, the values of each varying field, such as ``{"lam": [0, 0.01],
+            "seed": range(3)}``.
+        retries: Number of retries of a failed cell, each resuming from its last round.
+        stall_minutes: Minutes without a finished round after which a cell is retried.
+        concurrency: Number of concurrent cells. The default is as many as the cluster has resources
+            for.
+        progress: The progress display: ``"rich"``, ``"plain"`` or ``"off"``.
         **fields: Fields of every run, as in :func:`run`.
 
     Returns:
         One row per cell: its label on each axis, the ``id`` of its run, its ``status``
-        (``finished``, or why it has no result), the metrics after the last round, and ``reason``.
+        (``finished``, or why it has no result), the metrics after the last round, and ``reason``,
+        which explains a missing result.
 
     Raises:
-        InputError: The input is wrong; nothing was run.
-        RunError: Ray or Ray Tune failed; call it again with the same arguments to continue.
+        InputError: The input is invalid. Nothing was run.
+        RunError: Ray or Ray Tune failed. Call it again with the same arguments to resume.
+
+    Example:
+        >>> import trishul_ray
+        >>> axes = {"method": ["fedit", "trishul"], "seed": range(3)}
+        >>> table = trishul_ray.sweep(axes=axes, rounds=10)  # doctest: +SKIP
+        >>> table.groupby("method")["accuracy"].mean()  # doctest: +SKIP
     """
     read = _read_sweep(file, axes, fields)
     with (
@@ -202,16 +218,23 @@ def load(
     """Load a finished run.
 
     Args:
-        run: Its id, or the beginning of it, or its folder.
+        run: The id of the run, a prefix of the id, or the run's folder.
         runs: The folder or URI where runs are stored.
-        model: The ``nn.Module`` of a run on one, which is not stored with the run; only
-            :meth:`~trishul_ray.result.Result.model` and ``predict`` need it.
-        tokenizer: Its tokenizer, if it has one.
+        model: The ``nn.Module`` that the run was called with, which is not stored with the run.
+            Only :meth:`~trishul_ray.result.Result.model` and ``predict`` need it.
+        tokenizer: The tokenizer that the run was called with, if any.
+
+    Returns:
+        The finished run.
 
     Raises:
-        InputError: There is no such run, several begin so, or it has not finished.
-        CorruptFileError: One of its files is damaged; running it again restores the file from its
-            last checkpoint.
+        InputError: No run or several runs match, or the run has not finished.
+        CorruptFileError: A file is corrupt. Repeat the run to restore it from the last checkpoint.
+
+    Example:
+        >>> import trishul_ray
+        >>> result = trishul_ray.load("1f0c2f", runs="s3://bucket/runs")  # doctest: +SKIP
+        >>> result.final["accuracy"]  # doctest: +SKIP
     """
     if model is not None:
         _pass_module(model, tokenizer)
@@ -231,7 +254,7 @@ def load(
 
 
 def _dataset_fields(dataset: Any, fields: Mapping[str, Any]) -> RawFields:
-    """Return the fields that name a dataset, or the rows that were passed in its place."""
+    """Build the fields that select a dataset, and store rows that were passed instead of a name."""
     if isinstance(dataset, str):
         return {"data.name": dataset}
     section = fields.get("data", {})
@@ -243,7 +266,7 @@ def _dataset_fields(dataset: Any, fields: Mapping[str, Any]) -> RawFields:
 
 
 def _pass_module(module: Any, tokenizer: PreTrainedTokenizerBase | None) -> RawFields:
-    """Return the section ``model`` of a module, which becomes known to this process."""
+    """Register a module in this process, and return its section ``model``."""
     if not isinstance(module, nn.Module):
         raise InputError(
             f"model of type {type(module).__name__}: it must be a name, a section, or an nn.Module"
@@ -254,7 +277,7 @@ def _pass_module(module: Any, tokenizer: PreTrainedTokenizerBase | None) -> RawF
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Reject a second experiment or sweep of this process while one runs."""
+    """Reject a second experiment or sweep while this process is running one."""
     if not _running.acquire(blocking=False):
         raise InputError(
             "this process is running an experiment already: wait for it, use another process, or "
@@ -278,7 +301,7 @@ def _read_sweep(
     axes: Mapping[str, Iterable[Any]] | None,
     fields: Mapping[str, Any],
 ) -> Sweep:
-    """Return the sweep that the arguments of :func:`sweep` describe."""
+    """Load the sweep that the arguments of :func:`sweep` describe."""
     if (file is None) == (axes is None):
         raise InputError("sweep: give either a file, or its content, or axes={field: values}")
     known = list(dict.fromkeys(name for m in method_names() for name in field_names(m)))
@@ -287,7 +310,7 @@ def _read_sweep(
         raise InputError("model: a sweep takes the name of a model, which its trials can load")
     if "dataset" in values:
         values |= _dataset_fields(values.pop("dataset"), fields)
-    # JSON is YAML, in which overrides are written.
+    # Overrides are YAML, which includes JSON.
     overrides = [f"{full_name(k, known)}={json.dumps(_plain(k, v))}" for k, v in values.items()]
     if isinstance(file, str | Path):
         return load_sweep(Path(file), overrides)
@@ -300,18 +323,18 @@ def _read_sweep(
         if isinstance(labels, str) or not isinstance(labels, Iterable):
             kind = type(labels).__name__
             raise InputError(f"axes: {name!r} is of type {kind}: it must be a list of values")
-        by_label = isinstance(labels, Mapping)  # fields by label
+        by_label = isinstance(labels, Mapping)  # fields keyed by label
         content[name if by_label else full_name(name, known)] = labels if by_label else [*labels]
     return load_sweep({"axes": _plain("axes", content)}, overrides)
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return a value as plain numbers, texts, lists and dictionaries."""
+    """Convert a value to plain numbers, strings, lists and dictionaries."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, Path):
             return str(value)
-        if hasattr(value, "item"):  # a number of NumPy
+        if hasattr(value, "item"):  # a NumPy scalar
             return value.item()
         if isinstance(value, range | tuple | Mapping):
             return dict(value) if isinstance(value, Mapping) else list(value)

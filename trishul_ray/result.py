@@ -1,4 +1,4 @@
-"""The result of a run, for Python: its history, its scores, its adapter, its model."""
+"""The result of a run in Python: its scores, history, adapter and model."""
 
 from functools import cached_property
 from html import escape
@@ -23,22 +23,34 @@ from trishul_ray.tracking.progress import format_bytes
 class Result:
     """A finished run.
 
+    :func:`trishul_ray.run` and :func:`trishul_ray.load` return it. Metrics are fractions in [0, 1],
+    except losses.
+
     Attributes:
-        id: Its id.
-        path: The folder of the run, or its address on another filesystem.
-        repeated: Whether it had finished before, so that nothing was run.
-        summary: The content of its ``result.json``.
-        config: Every field of the experiment, by section.
-        final: The metrics after the last round, and its number.
-        best: The metrics of the round with the best headline metric, and its number. ``chosen_on``
-            names the rows whose headline metric is the best: ``validation``, or ``test`` if the run
-            has no validation rows (``data.validation_share``); then it is not a fair score.
-        untouched: The metrics of the backbone before the first round.
-        recall: The recall of every class after the last round; None for one without test rows.
-        per_client: The global model's headline metric of every client after the last round. Empty
+        id: Id of the run.
+        path: Folder of the run, or its URI on another filesystem.
+        repeated: Whether the run had already finished, so that nothing was run.
+        summary: Content of ``result.json``.
+        config: All fields of the experiment, by section.
+        final: Metrics after the last round, and its number as ``round``.
+        best: Metrics of the round with the best headline metric, and its number. ``chosen_on`` is
+            the split that selects the round: ``validation``, or ``test`` if the run has no
+            validation rows (``data.validation_share``), which biases the score.
+        untouched: Metrics of the untuned model.
+        recall: Recall of every class after the last round, or None for a class without test rows.
+        per_client: Headline metric of the global model for every client after the last round; empty
             without ``evaluation.per_client``.
-        personal: The same of every client's own model; empty for a method whose clients have none.
-        participation: In how many rounds each client has counted; without those held out.
+        personal: Headline metric of every client's personalized model; empty unless the method
+            personalizes models.
+        participation: Number of rounds to which each client has contributed; excludes held-out
+            clients.
+
+    Example:
+        >>> import trishul_ray
+        >>> result = trishul_ray.run("digits", rounds=10)  # doctest: +SKIP
+        >>> result.history["accuracy"].plot()  # doctest: +SKIP
+        >>> result.predict(images)  # doctest: +SKIP
+        ['3', '7', '1']
     """
 
     def __init__(
@@ -62,7 +74,7 @@ class Result:
         )
 
     def _repr_html_(self) -> str:
-        """Return the table that a notebook shows."""
+        """Return an HTML table for notebooks."""
         config, final, headline = self.config, self.final, self.summary["headline"]
         federation = config["federation"]
         cells = {
@@ -90,30 +102,45 @@ class Result:
 
     @cached_property
     def history(self) -> pd.DataFrame:
-        """One row per round: metrics, traffic, seconds; a missing measurement is NaN.
+        """Metrics, traffic and seconds as one row per round; missing measurements are NaN.
 
-        Round 0 is the backbone before the first round.
+        The index is the round. Round 0 is the untuned model.
         """
         table = pd.DataFrame(read_metrics(self._home)).astype({"round": int})
         return table.set_index("round")
 
     @cached_property
     def row_scores(self) -> "pd.Series[float]":
-        """The score of every test row after the last round, by its index in the test split.
+        """The score of every test row after the last round, indexed by position in the test split.
 
-        A class is right (1) or wrong (0), an answer has its F1; their mean is the headline metric.
+        The score of a class is 1 if it is right, otherwise 0. The score of an answer is its F1. The
+        mean is the headline metric.
 
         Raises:
-            InputError: The task scores no single rows, or an older version ran it.
+            InputError: The task does not score single rows, or the run is from an older version.
         """
         arrays = read_test_rows(self._home)
         return pd.Series(arrays["score"], index=pd.Index(arrays["row"], name="row"), name="score")
 
     def compare(self, other: "Result") -> ScoreComparison:
-        """Compare this run with another on the test rows that both scored: on the same rows.
+        """Compare this run with another on the same test rows.
+
+        Args:
+            other: A run that scored the same test rows.
+
+        Returns:
+            The difference of the mean scores, its 95% interval over test rows and its p-value. The
+            interval does not include the variance across seeds.
 
         Raises:
-            InputError: They scored other rows, or one has no scores of rows.
+            InputError: The runs scored different rows, or one has no scores of rows.
+
+        Example:
+            >>> import trishul_ray
+            >>> first = trishul_ray.run(method="trishul")  # doctest: +SKIP
+            >>> second = trishul_ray.run(method="fedit")  # doctest: +SKIP
+            >>> first.compare(second).p_value < 0.05  # doctest: +SKIP
+            True
         """
         first, second = self.row_scores, other.row_scores
         data = [run.summary.get("sources", {}).get("rows") for run in (self, other)]
@@ -126,12 +153,12 @@ class Result:
 
     @property
     def adapter_path(self) -> str | None:
-        """The folder of the PEFT adapter; None for full fine-tuning, which has a model instead."""
+        """The folder of the PEFT adapter, or None for full fine-tuning."""
         return self._home.place("adapter") if self._home.exists("adapter") else None
 
     @property
     def model_path(self) -> str | None:
-        """The folder of the whole model, where the method has no adapter; otherwise None."""
+        """The folder of the whole model if the method has no adapter, otherwise None."""
         return self._home.place("model") if self._home.exists("model") else None
 
     @cached_property
@@ -139,7 +166,7 @@ class Result:
         return load_trained(self._experiment)
 
     def _trained_by(self, client: int | str | None) -> TrainedRun:
-        """Return the global model, or a client's own: the last that was asked for is kept."""
+        """Return the global model, or a client's personalized model; the last one is cached."""
         if client is None:
             return self._trained
         if self._own is None or self._own.client != str(client):
@@ -148,23 +175,31 @@ class Result:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes, in the order of the columns of probabilities."""
+        """The class names, in the order of the columns of :meth:`predict_probabilities`."""
         return self._trained.context.info.classes
 
     @own_errors()
     def model(self, client: int | str | None = None) -> nn.Module:
-        """Return the trained model, with the update in its weights, in evaluation mode.
+        """Return the trained model in evaluation mode, with the update merged into its weights.
 
-        It is a plain model of transformers, or of the class that was passed, on the CPU or the
-        run's device; every call returns a new one.
+        The model is a plain transformers model, or an instance of the class that was passed to
+        :func:`trishul_ray.run`, on the run's device or the CPU. Every call returns a new model.
 
         Args:
-            client: Client whose own model to return, by its number or its name as in
-                :attr:`personal`; None is the global model.
+            client: The number or name, as in :attr:`personal`, of the client whose personalized
+                model to return. None returns the global model.
+
+        Returns:
+            The model.
 
         Raises:
-            InputError: The client has not taken part, or the method's clients have no own models.
+            InputError: The client has not taken part, or the method has no personalized models.
             RunError: The last checkpoint is missing, or the backbone has changed.
+
+        Example:
+            >>> import trishul_ray
+            >>> model = trishul_ray.load("1f0c2f").model()  # doctest: +SKIP
+            >>> model.save_pretrained("my-model")  # doctest: +SKIP
         """
         run = self._trained_by(client)
         configure_answers(run.context)
@@ -174,19 +209,30 @@ class Result:
     def predict(
         self, rows: Any, *, batch_size: int = 64, client: int | str | None = None
     ) -> list[str]:
-        """Return the class of every row, by name, or the answer to a question.
+        """Predict the class name of every row, or generate its answer.
 
         Args:
-            rows: Only texts, or only images (paths, Pillow images, arrays uint8 [H, W] or
-                [H, W, 3]; or a batch of them, an array or tensor uint8 [N, H, W] or
-                [N, H, W, C]), or rows with the columns of the run's dataset, in any form that
-                :func:`trishul_ray.run` takes.
-            batch_size: Rows computed at once.
-            client: Client whose own model predicts; None is the global one. See :meth:`model`.
+            rows: Only texts; only images (paths, Pillow images, arrays uint8 [H, W] or [H, W, 3],
+                or a batch of images as an array or tensor uint8 [N, H, W] or [N, H, W, C]); or rows
+                with the columns of the run's dataset, in any form that :func:`trishul_ray.run`
+                accepts.
+            batch_size: Number of rows per forward pass.
+            client: The client whose personalized model predicts; see :meth:`model`. None uses the
+                global model.
+
+        Returns:
+            One class name or answer per row.
 
         Raises:
-            InputError: The rows do not fit the run's dataset, or the client has no own model.
+            InputError: The rows do not fit the run's dataset, or the client has no personalized
+                model.
             RunError: The last checkpoint is missing, or the backbone has changed.
+
+        Example:
+            >>> import trishul_ray
+            >>> result = trishul_ray.load("1f0c2f")  # doctest: +SKIP
+            >>> result.predict(["three.png", "seven.png"])  # doctest: +SKIP
+            ['3', '7']
         """
         return prediction.predict(self._trained_by(client), rows, batch_size=batch_size)
 
@@ -194,9 +240,27 @@ class Result:
     def predict_probabilities(
         self, rows: Any, *, batch_size: int = 64, client: int | str | None = None
     ) -> np.ndarray:
-        """Return the probability of every class, float32 [N, K], in the order of :attr:`classes`.
+        """Predict the probability of every class for every row.
 
-        See :meth:`predict`; a task that writes texts has no probabilities.
+        Args:
+            rows: Rows as in :meth:`predict`.
+            batch_size: Number of rows per forward pass.
+            client: The client whose personalized model predicts; see :meth:`model`. None uses the
+                global model.
+
+        Returns:
+            Probabilities, float32 [N, K], with columns in the order of :attr:`classes`.
+
+        Raises:
+            InputError: The rows do not fit the run's dataset, the client has no personalized model,
+                or the task generates text.
+            RunError: The last checkpoint is missing, or the backbone has changed.
+
+        Example:
+            >>> import trishul_ray
+            >>> result = trishul_ray.load("1f0c2f")  # doctest: +SKIP
+            >>> result.predict_probabilities(images).argmax(axis=1)  # doctest: +SKIP
+            array([3, 7, 1])
         """
         return prediction.predict_probabilities(
             self._trained_by(client), rows, batch_size=batch_size

@@ -1,11 +1,12 @@
-"""The version of the package, and of the numbers it computes."""
+"""The version of the package, and the version of its numerics."""
 
 from functools import cache
 
 __version__ = "0.2.0"
 
-#: Increase this with every code change that can change a bit of a result, and with every change of
-#: a default. It is part of every experiment's id, so results of different numerics share no id.
+#: Increment on every code change that can change a bit of a result, and on every change of a
+#: default. It is part of every experiment's id, so results with different numerics never share an
+#: id.
 NUMERICS = 6
 
 _PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlflow", "peft")
@@ -13,9 +14,9 @@ _PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "ml
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of the software that a run's numbers depend on."""
+    """Return the versions of the packages that affect a run's results."""
     import platform
-    from importlib import metadata  # takes 20 ms, in every command
+    from importlib import metadata  # imported here because it takes 20 ms in every command
 
     return {
         "trishul_ray": __version__,
