@@ -297,7 +297,7 @@ def run(place: Place) -> None:
 
 
 def go(place: Place, way: str, experiment: Experiment, prepared: Prepared, source: str) -> None:
-    """Measure the first rounds of a run."""
+    """Measure the first rounds of a run, and extrapolate to the whole run."""
     fed, began = experiment.federation, time.perf_counter()
     driver = InlineDriver(experiment, prepared, "benchmark")
     spent = {name: timed(driver.executor, name) for name in ("train", "evaluate")}
@@ -315,7 +315,7 @@ def go(place: Place, way: str, experiment: Experiment, prepared: Prepared, sourc
         rounds = [record.seconds or 0.0 for record in records]
         trained = [fed.clients_per_round * (r.client_seconds or 0.0) for r in records]
         of_clients = sum(spent["train"]) / len(rounds)
-        scored = sum(spent["evaluate"]) / (len(seconds) - 1)  # one more than there are rounds
+        scored = sum(spent["evaluate"]) / (len(seconds) - 1)  # also before round 1
         steps, whole = statistics.mean(trained), statistics.mean(rounds)
         shown = [
             ["start", f"{seconds[0]:.1f}"],

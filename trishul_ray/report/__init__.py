@@ -1,1 +1,1 @@
-"""Results of finished runs: result.json, tables with tests, figures, and the page of them."""
+"""Report the results of finished runs: summaries, tables with tests, figures, and a page."""

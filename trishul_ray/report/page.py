@@ -82,7 +82,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class SweepPart:
-    """A sweep on the page."""
+    """A section of the page, with a sweep and its tables and figures."""
 
     sweep: SweepOutcome
     slug: str
@@ -176,7 +176,6 @@ class Page:
 
     @property
     def judged(self) -> bool:
-        """Whether any table compares its rows."""
         return any(table.judged for part in self.parts for _, table in part.tables)
 
     @cached_property
@@ -191,7 +190,6 @@ class Page:
 
     @cached_property
     def summaries(self) -> list[RunSummary]:
-        """Results of all finished runs."""
         return [run.result for run in self.runs if run.status == "finished"]
 
     @cached_property

@@ -97,12 +97,10 @@ def references() -> list[Reference]:
 
 
 def table_keys() -> tuple[str, ...]:
-    """Return the table keys of all references."""
     return tuple(key for reference in references() for key in reference.tables())
 
 
 def figure_keys() -> tuple[str, ...]:
-    """Return the figure keys of all references."""
     return tuple(key for reference in references() for key in reference.figures())
 
 

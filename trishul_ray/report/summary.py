@@ -192,7 +192,7 @@ class RunSummary:
 
     @property
     def client_metrics(self) -> dict[str, float]:
-        """Statistics over the clients' scores; empty if clients were not scored."""
+        """Statistics over the clients' scores, or an empty dictionary without such scores."""
         if not self.per_client:
             return {}
         return client_metrics(self.per_client, self.personal, self.participation)
@@ -225,7 +225,7 @@ class RunSummary:
                 content = home.read(name)
             except FileNotFoundError:
                 damaged[name] = "missing"
-            except (StorageRefusedError, CorruptFileError):  # a folder, link or pipe in its place
+            except (StorageRefusedError, CorruptFileError):  # it is a folder, link or pipe
                 damaged[name] = "unreadable"
             else:
                 if hashlib.sha256(content).hexdigest() != expected:

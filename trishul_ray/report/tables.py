@@ -206,7 +206,6 @@ class SweepTable:
 
     @property
     def judged(self) -> bool:
-        """Whether rows are compared."""
         return self.pairs is not None
 
     @property
@@ -220,7 +219,7 @@ class SweepTable:
 
     @property
     def caption(self) -> str:
-        """Title, unit, profile and note in one line."""
+        """One line with the title, unit, statistics, profile and note."""
         text = f"{self.layout.title}: {self.unit}, {self.spread}. Profile {self.sweep.profile}"
         return f"{text}; {self.note}." if self.note else f"{text}."
 
@@ -269,7 +268,6 @@ class SweepTable:
 
     @property
     def rows(self) -> list[Row]:
-        """Rows of all groups."""
         return [row for group in self.groups for row in group.rows]
 
     def header(self) -> list[list[tuple[str, int]]]:
@@ -305,7 +303,7 @@ def build_table(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
     compared = sweep.is_comparable(cells)
 
     def with_paper(number: Number, labels: tuple[str, ...]) -> Number:
-        paper = printed(labels) if number.unit == "%" else None  # the paper prints no loss
+        paper = printed(labels) if number.unit == "%" else None  # the paper has no losses
         return replace(number, paper=paper, compared=compared)
 
     means = _numbers(runs, axes, sweep.repetitions(axes))

@@ -50,7 +50,6 @@ class Stack:
 
 
 def stack_of(device: "torch.device") -> Stack:
-    """Return the stack of this process on a device."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:

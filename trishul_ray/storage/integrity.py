@@ -180,7 +180,7 @@ def remove_unused(cache: Path) -> list[Path]:
     for seal in (seal for part in _REMOVABLE for seal in cache.glob(f"{part}/{SEAL}")):
         folder = seal.parent
         lock = FileLock(f"{folder}.lock", timeout=0, fallback_to_soft=False)
-        with suppress(OSError, Timeout), lock:  # another process uses or removes it
+        with suppress(OSError, Timeout), lock:  # another process is using or removing it
             if re.search("[0-9a-f]{12}$", folder.name) and folder.stat().st_mtime < oldest:
                 shutil.rmtree(folder)
                 removed.append(folder)

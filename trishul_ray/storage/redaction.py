@@ -34,7 +34,7 @@ def is_secret_name(key: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """Mask credentials in URIs, secret query values and well-known tokens in a text."""
+    """Mask credentials in URIs, secret query values and well-known tokens."""
     text = _USERINFO.sub(f"://{MASK}@", text)
     text = _QUERY.sub(rf"\1{MASK}", text)
     return _KNOWN_TOKENS.sub(MASK, text)

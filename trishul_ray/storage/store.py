@@ -105,7 +105,6 @@ class Store:
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
         return self.root.rpartition("/")[2]
 
     def child(self, name: str) -> "Store":

@@ -1,1 +1,1 @@
-"""Sweeps: grids and searches of runs, on Ray Tune."""
+"""Run sweeps, grids and searches of experiments, on Ray Tune."""

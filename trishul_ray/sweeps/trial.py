@@ -69,7 +69,7 @@ class CellTrial(tune.Trainable):
     ) -> None:
         """Open the first run. ``find`` returns the run of a Tune configuration."""
         environment.apply()
-        os.environ.pop("MLFLOW_RUN_ID", None)  # would replace the parent of the runs logged here
+        os.environ.pop("MLFLOW_RUN_ID", None)  # it would override the parent run
         self._find, self._stall_seconds = find, stall_seconds
         self._workers = Workers()
         self._open(config)

@@ -241,7 +241,7 @@ def _optuna(search: Search) -> Searcher:
 
     class Suggestions(OptunaSearch):
         def on_trial_result(self, trial_id: str, result: TuneResult) -> None:
-            if self.metric in result:  # otherwise no round has been scored yet
+            if self.metric in result:  # missing until a round has been scored
                 super().on_trial_result(trial_id, result)
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

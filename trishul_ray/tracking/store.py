@@ -92,7 +92,6 @@ def sqlite_file(uri: str) -> Path | None:
 
 
 def is_server(uri: str) -> bool:
-    """Return whether a store is an MLflow server."""
     return uri.startswith(("http://", "https://"))
 
 

@@ -1,1 +1,1 @@
-"""Figures of a sweep: its runs and rounds as DataFrames, drawn by a function per kind of figure."""
+"""Draw the figures of a sweep from DataFrames of its runs and rounds."""
