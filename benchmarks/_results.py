@@ -66,11 +66,9 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        """Whether the number does not exceed the bound."""
         return self.measured <= self.bound
 
     def line(self) -> str:
-        """Describe the goal and whether it is met in one line."""
         verdict = "met" if self.met else "NOT MET"
         return f"{self.what}: {self.measured:.4g}, goal at most {self.bound:g}: {verdict}"
 
@@ -87,7 +85,6 @@ class Section:
     data: dict[str, Any] = field(default_factory=dict)  # raw numbers, for the JSON file
 
     def print(self, console: "Console") -> None:
-        """Print the section to the terminal."""
         from rich.table import Table
 
         table = Table(title=self.title, title_justify="left")
@@ -100,7 +97,6 @@ class Section:
             console.print(f"  {text}", highlight=False, soft_wrap=True, markup=False)
 
     def markdown(self) -> str:
-        """Format the section as part of a Markdown page."""
         rows = [self.columns, ["---"] * len(self.columns), *self.rows]
         lines = [f"## {self.title}", "", *("| " + " | ".join(row) + " |" for row in rows), ""]
         lines += [f"- {text}" for text in self.notes]
@@ -181,7 +177,6 @@ class Report:
 
     @property
     def stem(self) -> str:
-        """File name without extension."""
         return f"{self.what}_{hardware_slug()}_{self.began.date().isoformat()}"
 
     def add(self, section: Section) -> None:

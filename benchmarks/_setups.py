@@ -89,7 +89,6 @@ def small_on_noise(
 
 
 def dealt(experiment: Experiment, dataset: PreparedDataset) -> Prepared:
-    """Partition the rows of a dataset among the clients."""
     clients, labels = experiment.federation.clients, dataset.train.labels
     return Prepared(dataset, partition(labels, experiment.partition, clients, experiment.seed))
 

@@ -21,7 +21,6 @@ class Stepped:
         environment: Mapping[str, str] = os.environ,
         python: str = sys.executable,
     ) -> None:
-        """Start a Python script with arguments."""
         self._process = subprocess.Popen(
             [python, *command],
             stdin=subprocess.PIPE,

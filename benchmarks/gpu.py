@@ -84,7 +84,6 @@ class Place:
 
 
 def experiment_at(place: Place, *overrides: str) -> Experiment:
-    """Build an experiment on the device, without tracking, in the scratch folder."""
     places = (f"storage.runs={place.scratch}/runs", f"storage.cache={place.scratch}/cache")
     device = f"resources.device={place.device.type}"
     common = (device, "resources.backend=inline", "tracking.mlflow=false", *places)
@@ -148,7 +147,6 @@ def captured(place: Place, call: Callable[[], object]) -> Callable[[], object]:
 
 
 def milliseconds(seconds: Sequence[float]) -> str:
-    """Format as ``median (min-max)`` in milliseconds."""
     low, middle, high = (1e3 * f(seconds) for f in (min, statistics.median, max))
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
@@ -257,7 +255,6 @@ def measured_steps(place: Place, experiment: Experiment, prepared: Prepared) -> 
 
 
 def count_unequal(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> int:
-    """Count the arrays that are not bitwise identical."""
     return sum(a.tobytes() != b.tobytes() for a, b in zip(some, others, strict=True))
 
 
@@ -368,7 +365,6 @@ PARTS: dict[str, Callable[[Place], None]] = {"steps": steps, "run": run, "prox":
 
 
 def main() -> None:
-    """Measure the parts sequentially, and write one page."""
     parser = told_by(__doc__, [*PARTS])
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny shapes")
     parser.add_argument("--hub", help="a mirror with CIFAR-100; default TRISHUL_HUB")

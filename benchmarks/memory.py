@@ -165,7 +165,6 @@ def _worst(own: list[tuple[float, float]], column: int) -> float:
 
 
 def main() -> None:
-    """Measure shared and separate weights, and write the results."""
     options = _arguments()
     report = Report("memory", options)
     with tempfile.TemporaryDirectory() as folder, ray_session():

@@ -30,7 +30,6 @@ ALL = ("backend", "small", "large")
 
 
 def main() -> None:
-    """Measure the selected parts, and write the results."""
     options = _arguments()
     for name, value in (("TRISHUL_HUB", options.hub), ("TRISHUL_CACHE", options.cache)):
         if value:

@@ -51,7 +51,6 @@ class Actor:
     """Actor that imports the modules of a client."""
 
     def ready(self) -> int:
-        """Import the modules, and return the process id."""
         for name in PRELOADED:
             importlib.import_module(name)
         return os.getpid()
@@ -120,7 +119,6 @@ def measure(what: str, way: str, count: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure all ways alternately, and write the results."""
     parser = told_by(__doc__)
     parser.add_argument("--actors", type=int, default=12, help="as many as fit without forks")
     parser.add_argument("--forks", type=int, default=100, help="actors of a last turn of forks")

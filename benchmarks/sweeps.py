@@ -46,25 +46,21 @@ class Timed(SweepProgress):
     def round(
         self, id: str, round_: int, metrics: Mapping[str, float], headline: str = "accuracy"
     ) -> None:
-        """Record the time of a round."""
         super().round(id, round_, metrics, headline)
         self.rounds.setdefault(id, []).append(time.perf_counter())
 
     def end(self, id: str, *, failure: str | None = None) -> None:
-        """Record the time at which a cell ends."""
         super().end(id, failure=failure)
         assert failure is None, failure
         self.ends.append(time.perf_counter())
 
 
 def make_sweep(folder: Path, cells: int, *overrides: str) -> Sweep:
-    """Create a sweep over seeds in a separate folder."""
     fixed = ["model.init=random", f"storage.runs={folder}", "evaluation.limit=64"]
     return sweep_from_axes([f"seed=0..{cells - 1}"], [*fixed, *overrides])
 
 
 def run_sweep(sweep: Sweep, concurrency: int) -> Timed:
-    """Run a sweep on a Ray cluster with two CPUs."""
     progress = Timed()
     with ray_session(2):
         reproduce([sweep], TuneOptions(retries=0, concurrency=concurrency), progress)
@@ -153,7 +149,6 @@ def measure_concurrent(options: argparse.Namespace, scratch: Path) -> Section:
 
 
 def main() -> None:
-    """Measure the selected parts, and write the results."""
     options = _arguments()
     report = Report("sweeps", options, "parts")
     measures = {"trials": measure_trials, "concurrent": measure_concurrent}

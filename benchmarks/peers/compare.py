@@ -121,7 +121,6 @@ def section(work: Work, seconds: dict[str, list[float]]) -> Section:
 
 
 def main() -> None:
-    """Install missing environments, measure, and write the results."""
     parser = told_by(__doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=10, help="measured rounds; one before them warms up")

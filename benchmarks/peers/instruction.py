@@ -97,7 +97,6 @@ def ours(words: dict[str, Any]) -> None:
 
 
 def peak() -> float:
-    """Return the peak resident set size of this process, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -145,7 +144,6 @@ def compare(words: dict[str, Any], python: str) -> Section:
 
 
 def main() -> None:
-    """Install TRL if it is missing, measure, and write the results."""
     parser = told_by(__doc__)
     add = parser.add_argument
     add("--model", required=True, help="folder of a decoder with a chat template")

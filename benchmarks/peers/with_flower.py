@@ -55,7 +55,6 @@ if __name__ == "__main__":
 
     @clients.train()
     def train_one(message: Message, context: Context) -> Message:
-        """Train one client from the global state."""
         import torch
 
         torch.set_num_threads(work.threads)

@@ -29,7 +29,6 @@ class Scored(nn.Module):
         self.steps = 0
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Compute the training loss of a batch."""
         self.train()
         self.steps += 1
         return self.model(pixel_values=images, labels=labels).loss
@@ -49,7 +48,6 @@ class RoundByRound(TrainingProcessCallback):
         self.model, self.turns = model, turns
 
     def on_train_begin(self, *, model: Any) -> Metrics:
-        """Wait for the first round."""
         self.turns.wait()
         return Metrics()
 

@@ -41,7 +41,6 @@ class Answer(TrainerCallback):
         self.trainer = trainer
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Reply with seconds, loss and peak memory."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         loss = float(self.trainer.loss)
         seconds = time.perf_counter() - self.trainer.began

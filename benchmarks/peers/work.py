@@ -84,13 +84,11 @@ def adapted(work: Work) -> nn.Module:
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the trained parameters."""
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()
 def load(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load the trained parameters."""
     for name, p in model.named_parameters():
         if p.requires_grad:
             p.copy_(state[name])
@@ -106,7 +104,6 @@ def shard(work: Work, client: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, work: Work, client: int) -> int:
-    """Train one client in place, and return its number of steps."""
     images, labels = shard(work, client)
     model.train()
     optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=work.lr)

@@ -56,7 +56,6 @@ class DrawEvidence:
 
     @property
     def sentences(self) -> list[str]:
-        """Summary in sentences, for the report."""
         each = f"{self.seeds} seeds in each" if self.seeds > 1 else "one seed in each"
         out = f"; incomplete draws left out: {self.left_out}" if self.left_out else ""
         found = [f"{self.draws} draws, {each}, {len(self.rows)} rows{out}."]

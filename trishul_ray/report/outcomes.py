@@ -182,7 +182,6 @@ class SweepOutcome(SweepHead):
         return (*[overridden] * bool(self.overrides), *parts)
 
     def is_comparable(self, cells: Iterable[CellOutcome]) -> bool:
-        """Return whether the numbers of cells may be compared with the paper's."""
         return self.profile == "paper" and not self.departures(cells)
 
 

@@ -156,7 +156,6 @@ class Page:
 
     @property
     def title(self) -> str:
-        """Title of the sweep, or a general title for several sweeps."""
         return self.parts[0].sweep.title if len(self.parts) == 1 else "Tables and figures"
 
     @cached_property
@@ -201,7 +200,6 @@ class Page:
 
     @property
     def machines(self) -> list[tuple[str, int]]:
-        """Machines with their number of runs."""
         return sorted(Counter(_machine(run.hardware) for run in self.summaries).items())
 
     @property
@@ -214,7 +212,6 @@ class Page:
 
     @property
     def seconds(self) -> float:
-        """Total duration of the rounds of all finished runs, in seconds."""
         return sum(run.seconds for run in self.summaries)
 
 

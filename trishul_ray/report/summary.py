@@ -204,7 +204,6 @@ class RunSummary:
 
     @property
     def seconds(self) -> float:
-        """Total duration of the rounds."""
         return sum(self.round_seconds)
 
     def damaged_files(self, home: Store, among: Collection[str] | None = None) -> dict[str, str]:
@@ -343,7 +342,6 @@ def list_runs(store: str | Path = "runs") -> "DataFrame":
 
 
 def _row_of(summary: RunSummary) -> Json:
-    """Build the row of a finished run for :func:`list_runs`."""
     fields, headline = flatten(summary.config), summary.headline
     return {
         "id": summary.id,

@@ -72,7 +72,6 @@ class Number:
 
     @cached_property
     def count(self) -> int:
-        """Number of repetitions with a value."""
         return int(self.values.count())
 
     @cached_property
@@ -108,7 +107,6 @@ class Number:
 
     @property
     def axis(self) -> str:
-        """Name of the axis of repetitions."""
         return str(self.values.index.name or SEED)
 
     @property
@@ -152,7 +150,6 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """Label and p-value in one line."""
         return f"{self.label}: {self.p_value}" if self.p_value else self.label
 
 
@@ -285,7 +282,6 @@ def make_slug(*names: str) -> str:
 
 
 def build_tables(sweeps: Sequence[SweepOutcome]) -> tuple[SweepTable, ...]:
-    """Build all tables of the sweeps."""
     return tuple(build_table(sweep, layout) for sweep in sweeps for layout in sweep.tables)
 
 
@@ -472,7 +468,6 @@ def _mark_best(rows: Sequence[Row]) -> None:
 
 
 def _add_verdicts(rows: Sequence[Row], best: int, compared: dict[int, Comparison]) -> None:
-    """Set the verdict of each row."""
     unit = next(number for number in rows[best].numbers if number is not None)
     rows[best].verdict = Verdict("best", "best mean")
     for place, each in compared.items():

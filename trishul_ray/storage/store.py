@@ -227,7 +227,6 @@ class Store:
         }
 
     def remove(self, name: str) -> None:
-        """Delete a file if it exists."""
         path = self._path(name)
         with suppress(FileNotFoundError):
             self._retry("delete", name, lambda: self.filesystem.delete_file(path))

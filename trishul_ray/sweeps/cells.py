@@ -80,7 +80,6 @@ class Sweep(SweepHead):
         return " ".join(["trishul sweep", *axes])
 
     def displayed_labels(self, cell: Cell) -> dict[str, str]:
-        """Return the displayed labels of a cell, keyed by axis."""
         return {axis: self.shown_label(axis, label) for axis, label in cell.labels.items()}
 
     def cell_name(self, cell: Cell) -> str:
@@ -197,7 +196,6 @@ def _fields_of(file: SweepFile, labels: Mapping[str, str]) -> Fields:
 
 
 def is_selected(labels: Mapping[str, str], selection: Labels) -> bool:
-    """Return whether a cell has one of the selected labels on each axis."""
     return all(labels[axis] in some for axis, some in selection.items())
 
 

@@ -34,7 +34,6 @@ class Monitor(tune.Callback):
     def on_trial_start(
         self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
     ) -> None:
-        """Display that a cell is running."""
         self.progress.start(self._run(trial).experiment.id)
 
     def on_trial_result(

@@ -39,7 +39,6 @@ class Space(Section):
         return self.choice or self.uniform or self.log or self.integer or ()
 
     def domain(self) -> Any:
-        """Convert to a Ray Tune search space."""
         if self.choice:
             return ray.tune.choice([*self.choice])
         if self.integer is not None:
@@ -67,5 +66,4 @@ class Search(Section):
         return score_name(self.metric or HEADLINE, self.rows)
 
     def domains(self) -> dict[str, Any]:
-        """Convert to Ray Tune search spaces, keyed by field."""
         return {name: space.domain() for name, space in self.space.items()}

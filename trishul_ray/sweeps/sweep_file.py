@@ -51,7 +51,6 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 @cache
 def _known_fields() -> tuple[str, ...]:
-    """List the dotted names of the fields of all methods."""
     return tuple(dict.fromkeys(name for m in method_names() for name in field_names(m)))
 
 
@@ -199,7 +198,6 @@ class SweepFile(Section):
                     self.fail(f"axis {axis!r} has no label {label!r}; {near}", *path, axis)
 
     def check_axis(self, axis: str, *path: str | int) -> None:
-        """Raise InputError if an axis does not exist."""
         if axis not in self.labels:
             self.fail(f"unknown axis {axis!r}; {hint(axis, self.labels)}", *path)
 

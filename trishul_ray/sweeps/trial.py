@@ -81,7 +81,6 @@ class CellTrial(tune.Trainable):
         return True
 
     def cleanup(self) -> None:
-        """Stop the actors."""
         self._close_run()
         self._workers.close()
 

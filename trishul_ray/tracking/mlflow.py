@@ -201,7 +201,6 @@ def dataset_input(
 
 
 def points_of(metrics: Mapping[str, float], step: int) -> "list[Metric]":
-    """Convert the metrics of a step to MLflow metrics."""
     now = int(time.time() * 1000)
     return [mlflow.entities.Metric(key, float(value), now, step) for key, value in metrics.items()]
 

@@ -188,7 +188,6 @@ class SweepProgress(RunProgress):
         self._show()
 
     def start(self, id: str) -> None:
-        """Display that a cell is running."""
         cell = self._cells[id]
         cell.began, cell.round, cell.ended = cell.began or time.monotonic(), 0, ""
         self._show()
@@ -196,14 +195,12 @@ class SweepProgress(RunProgress):
     def round(
         self, id: str, round_: int, metrics: Mapping[str, float], headline: str = "accuracy"
     ) -> None:
-        """Display a finished round of a cell."""
         cell = self._cells[id]
         cell.round = round_
         cell.metrics |= {k: float(metrics[k]) for k in (headline, "loss") if k in metrics}
         self._show()
 
     def retry(self, id: str, why: str, attempt: int, attempts: int) -> None:
-        """Print that a cell failed and will be retried."""
         self._print(f"{self._cells[id].name}: {why}; attempt {attempt} of {attempts} follows")
 
     def move(self, id: str, why: str) -> None:
