@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 from newcomers import unloaded_after
 
+from trishul_ray.adapters.base import LayerAdapter
+from trishul_ray.adapters.lora import LoRA
+from trishul_ray.contract.checks import require_hooks
 from trishul_ray.contract.plugin_checks import check_plugin, run_check, subjects_of
 from trishul_ray.errors import InputError
 from trishul_ray.plugins.loading import load_plugin
@@ -87,8 +90,6 @@ class Lossy(Codec):
     def bound(self, values, sizes):
         return np.zeros(len(values))
 """
-
-
 TASK = """
 from trishul_ray.tasks.base import register
 from trishul_ray.tasks.sequence_classification import SequenceClassification
@@ -138,6 +139,10 @@ def outcomes(text, file, only=()):
             return list(check_plugin(plugin))
         found = [(subject, c) for subject, checks in subjects_of(plugin) for c in checks]
         return [run_check(subject, check) for subject, check in found if check.name in only]
+
+
+def test_a_hook_with_keyword_arguments_passes():
+    require_hooks(LoRA, LayerAdapter)
 
 
 @pytest.fixture(autouse=True)

@@ -42,13 +42,17 @@ def require_hooks(cls: type, base: type) -> None:
     """Raise a BrokenPromiseError if a hook is misspelled, or does not take its arguments."""
     inherited = {name for each in cls.__bases__ for name in dir(each)}
     for name, value in vars(cls).items():
+        if name.startswith("__"):
+            continue
         if name[0] != "_" and name not in inherited:
             for near in difflib.get_close_matches(name, dir(base), 1, cutoff=0.8):
                 require(False, f"{cls.__name__}.{name} is not a hook; did you mean {near}?")
         elif inspect.isfunction(value) and inspect.isfunction(hook := getattr(base, name, None)):
             arguments = inspect.signature(hook).parameters
+            keywords = {n for n, a in arguments.items() if a.kind is a.KEYWORD_ONLY}
+            positional = [name for name in arguments if name not in keywords]
             try:
-                inspect.signature(value).bind(*arguments)
+                inspect.signature(value).bind(*positional, **dict.fromkeys(keywords))
             except TypeError:
                 require(False, f"the hook {cls.__name__}.{name} gets {', '.join(arguments)}")
 
