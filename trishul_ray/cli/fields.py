@@ -34,6 +34,16 @@ _LIMITS = {
 }
 
 
+class FieldDescription(NamedTuple):
+    """A field of an experiment as texts: its value, what it allows and means."""
+
+    name: str
+    value: str
+    allowed: str
+    meaning: str
+    in_id: bool
+
+
 class _Field(NamedTuple):
     name: str
     schema: dict[str, Any]
@@ -51,23 +61,31 @@ def field_list(experiment: "Experiment", sections: Collection[str] = (), width: 
     The section ``method`` has the fields of the experiment's method. A nonempty ``sections`` limits
     the list to these sections.
     """
+    blocks = []
+    for field in describe_fields(experiment):
+        if sections and field.name.partition(".")[0] not in sections:
+            continue
+        note = "" if field.in_id else "; not in the id"
+        blocks.append(f"{field.name}={field.value}  ({field.allowed}{note})")
+        if field.meaning:
+            blocks.append(textwrap.indent(textwrap.fill(field.meaning, max(40, width - 4)), "    "))
+    return "\n".join(blocks)
+
+
+def describe_fields(experiment: "Experiment") -> Iterator[FieldDescription]:
+    """Yield the fields of an experiment, section by section, those of stages last."""
     registered = {"method.name": method_names(), "task.kind": task_kinds()}
     fields = [each for each in _fields(experiment) if each.name != "stages"]
     for name, stage in STAGES.all().items():
         registered |= {f"{name}.{f}": each.choices() for f, each in stage.registries.items()}
         fields += _fields(experiment.stages.get(name) or stage.Config(), f"{name}.")
-    blocks = []
     for name, schema, value in fields:
-        if sections and name.partition(".")[0] not in sections:
-            continue
         allows = " | ".join(registered[name]) if name in registered else allowed(schema)
-        note = "" if schema.get("identity", True) else "; not in the id"
         text = yaml.safe_dump(value, default_flow_style=True, width=1000, allow_unicode=True)
         # YAML ends a document that is a plain scalar with dots.
-        blocks.append(f"{name}={text.strip().removesuffix('...').strip()}  ({allows}{note})")
-        if meaning := schema.get("description"):
-            blocks.append(textwrap.indent(textwrap.fill(meaning, max(40, width - 4)), "    "))
-    return "\n".join(blocks)
+        text = text.strip().removesuffix("...").strip()
+        in_id = schema.get("identity", True)
+        yield FieldDescription(name, text, allows, schema.get("description", ""), in_id)
 
 
 def _fields(section: BaseModel, prefix: str = "") -> Iterator[_Field]:

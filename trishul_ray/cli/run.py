@@ -64,6 +64,9 @@ def run(
             "mean.",
         ),
     ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of CONFIG.yaml, for editors.")
+    ] = False,
     plugin: Plugins = None,
 ) -> None:
     """Run a federated experiment, or resume it from its last round.
@@ -82,6 +85,13 @@ def run(
     from trishul_ray.experiment.identity import check_found
     from trishul_ray.experiment.rows import check_rows
 
+    if schema:
+        import json
+
+        from trishul_ray.experiment.json_schema import experiment_schema
+
+        print(json.dumps(experiment_schema(), indent=1))
+        return
     if fields:
         sections = [word for word in arguments or () if word in section_names()]
         experiment = load_arguments([word for word in arguments or () if word not in sections])
