@@ -4,6 +4,7 @@
 #   make test-slow     those that start clusters, kill processes, or take long
 #   make test-core     those of the core, in a copy without the extensions, on other kernels
 #   make test-kernels  those of extensions and of all methods, on other kernels
+#   make docs    build the documentation site in site/
 #   make chaos MINUTES=N    runs whose processes are killed at drawn moments
 # Set-up is done once; it is repeated only when pyproject.toml or constraints.txt changes.
 
@@ -25,7 +26,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-core test-kernels chaos check format clean
+.PHONY: help setup demo test test-slow test-core test-kernels chaos check docs format clean
 
 # Compiled modules are stored even where the environment says not to: hundreds of processes of the
 # tests import the same ones.
@@ -39,6 +40,7 @@ help:
 	@echo "make test-kernels  the tests of extensions and of all methods, with those kernels"
 	@echo "make chaos MINUTES=30  kill processes of drawn runs; SEED=17 replays one"
 	@echo "make check   set up, then lint, format and types"
+	@echo "make docs    set up, then build the documentation site in site/"
 	@echo "make format  rewrite the code in the house format"
 	@echo "make setup   only the environment, in $(VENV)        (PYTHON=..., TORCH_INDEX=...)"
 	@echo "make clean   remove the environment and all caches; runs/ is kept"
@@ -104,10 +106,16 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The builder is installed with its first use: only this target needs it.
+docs: setup
+	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(PIP) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "Built: site/index.html"
+
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -42,8 +42,8 @@ TINY = {
 }
 #: The pages that go on where the README stops.
 PAGES = (
-    *("configuration.md", "instruction-tuning.md", "output.md"),
-    *("public-data.md", "python.md", "your-data.md"),
+    *("configuration.md", "instruction-tuning.md", "object-store.md", "output.md"),
+    *("public-data.md", "python.md", "slurm.md", "your-data.md"),
 )
 #: Enough for the largest number of clients and of classes.
 ROWS = {"train": 400, "test": 100}

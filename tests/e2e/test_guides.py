@@ -25,6 +25,9 @@ PAGES = [*GUIDES, ROOT / "docs" / "plugins.md"]
 FILE = re.compile(
     r"`(trishul_ray/[\w/.-]+|\w+\.py)`[^`]*:\n\n```(?:python|yaml)\n(.*?)```", re.DOTALL
 )
+TUTORIAL = ROOT / "docs" / "getting-started.md"
+#: A file of the tutorial, named before its content.
+TUTORIAL_FILE = re.compile(r"`(\w+\.(?:py|yaml))`[^`]*:\n\n```(?:python|yaml)\n(.*?)```", re.DOTALL)
 #: The guides whose runs are on images; those of the others are on texts.
 IMAGES = ("adding-a-method", "adding-an-adapter", "adding-a-codec", "plugins")
 #: Makes a documented run one of seconds.
@@ -143,3 +146,27 @@ def test_guide_tests_find_the_addition(copy):
     least = {"[feddyn": 7, "[vera]": 3, "[sms-spam]": 3, "ordinal-text-": 3, "[signs]": 3}
     for name, count in least.items():
         assert sum(name in line for line in said.splitlines() if "PASSED" in line) >= count, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_commands_of_the_tutorial_work(tmp_path):
+    text = TUTORIAL.read_text(encoding="utf-8")
+    files = dict(TUTORIAL_FILE.findall(text))
+    assert [*files] == ["make_photos.py", "bold.py", "compare.yaml"]
+    for name, content in files.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    lines = []
+    for words in documented(text):
+        if words[0] == "python":
+            call(words[1:], tmp_path)
+        elif words[0] == "trishul" and words[1] != "doctor":
+            sweep = [each for each in SMALL if not each.startswith("resources")]
+            lines.append([*words[1:], *{"run": SMALL, "sweep": sweep}.get(words[1], [])])
+    assert [line[0] for line in lines] == [
+        *("run", "run", "run", "list", "run", "check", "run", "sweep", "sweep")
+    ]
+    said = call(["-c", CALLS], tmp_path, input="".join(json.dumps(line) + "\n" for line in lines))
+    assert "ok       method=bold  moves, and the loss falls" in said
+    assert all(name in said for name in ("federated bold", "photos", "report/compare/report.html"))
+    assert (tmp_path / "report" / "compare" / "report.html").exists()

@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_the_python_of_the_readme_runs_and_predicts(cache, tmp_path):
-    interface, again, objects, adapter = (
+    short, interface, objects, adapter = (
         block
         for page in ("README.md", "docs/python.md", "docs/output.md")
         for block in re.findall(
             r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL
         )
     )
-    assert again == interface
+    assert {*short.splitlines()} <= {*interface.splitlines()}
     images, labels = load_digits(return_X_y=True)
     seven = int(np.flatnonzero(labels == 7)[0])
     pixels = np.rint(images[seven] * (255 / 16)).astype(np.uint8).reshape(8, 8)
