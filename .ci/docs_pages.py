@@ -27,6 +27,7 @@ OUTSIDE = {
     "README.md": "index.md",
     "cluster/README.md": "cluster.md",
     "benchmarks/README.md": "benchmarks.md",
+    "examples/README.md": "examples.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
@@ -42,7 +43,14 @@ CONTRACT = {
     "Tools": ("config.section", "runtime.random_streams", "spectral"),
 }
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".sh": "bash"}
+LANGUAGES = {
+    ".py": "python",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+    ".json": "json",
+    ".ipynb": "json",
+    ".sh": "bash",
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -70,6 +78,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 copy = posixpath.join(posixpath.dirname(page), image)
                 files.append(File.generated(config, copy, abs_src_path=str(path.parent / image)))
     return files
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Remove the roles of Sphinx in front of names in docstrings."""
+    return re.sub(r":(?:attr|class|data|exc|func|meth|mod):(?=<code>)", "", html)
 
 
 def _add(files: Files, config: MkDocsConfig, page: str, text: str) -> None:
@@ -133,7 +146,8 @@ def _command_line() -> str:
         command = group.get_command(None, name)
         if command.hidden:
             continue
-        lines += [f"## trishul {name}", "", _dedent(command.help), "", "| | |", "|---|---|"]
+        lines += [f"## trishul {name}", "", _dedent(command.help), ""]
+        lines += ["| argument | meaning |", "|---|---|"]
         for parameter in command.params:
             if text := getattr(parameter, "help", None):
                 lines.append(f"| {_names(parameter)} | {_cell(text)}{_default(parameter)} |")
@@ -147,7 +161,7 @@ def _dedent(text: str) -> str:
 
 def _names(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
-        return f"`{_cell(parameter.metavar or parameter.name.upper())}`"
+        return f"`{parameter.metavar or parameter.name.upper()}`"
     names = ", ".join(f"`{each}`" for each in (*parameter.opts, *parameter.secondary_opts))
     metavar = "" if parameter.is_flag else parameter.metavar or parameter.name.upper()
     variable = f"<br>`{parameter.envvar}`" if parameter.envvar else ""
@@ -160,7 +174,9 @@ def _default(parameter: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    for plain, entity in (("|", "\\|"), ("<", "&lt;"), ("{", "&#123;")):
+        text = text.replace(plain, entity)
+    return " ".join(text.split())
 
 
 def _fields() -> str:
@@ -203,7 +219,7 @@ def _fields() -> str:
 
 def _field_row(field: Any) -> str:
     mark = "" if field.in_id else " ○"
-    value = f"`{_cell(field.value)}`".replace("``", "")
+    value = f"`{field.value}`" if field.value else ""
     return f"| `{field.name}`{mark} | {value} | {_cell(field.allowed)} | {_cell(field.meaning)} |"
 
 
@@ -221,12 +237,12 @@ def _method_fields() -> Iterator[str]:
 
 
 def _api() -> str:
-    names = ("run", "sweep", "load", "list_runs", "load_plugin", "Result")
     modules = {"list_runs": "report.summary", "load_plugin": "plugins.loading", "Result": "result"}
+    errors = ("InputError", "RunError", "CorruptFileError", "StorageError")
     lines = ["# Python API", "", "[From Python](../python.md) is the introduction.", ""]
-    for name in names:
+    for name in ("run", "sweep", "load", "list_runs", "load_plugin", "Result"):
         lines += [f"::: trishul_ray.{modules.get(name, 'api')}.{name}", ""]
-    return "\n".join([*lines, "::: trishul_ray.errors", "    options: {show_root_heading: false}"])
+    return "\n".join([*lines, *(f"::: trishul_ray.errors.{name}\n" for name in errors)])
 
 
 def _contract() -> str:

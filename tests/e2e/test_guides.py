@@ -154,6 +154,7 @@ def test_the_commands_of_the_tutorial_work(tmp_path):
     text = TUTORIAL.read_text(encoding="utf-8")
     files = dict(TUTORIAL_FILE.findall(text))
     assert [*files] == ["make_photos.py", "bold.py", "compare.yaml"]
+    (tmp_path / "hub").mkdir()
     for name, content in files.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
     lines = []
