@@ -18,8 +18,8 @@ from trishul_ray.report.tables import build_tables
 
 
 def simulate(rng, rows, draws, seeds, parts, means=0.0):
-    """Values [rows, draws, seeds] whose draw, draw × row and seed have these deviations."""
-    shapes = (1, draws, 1), (rows, draws, 1), (rows, draws, seeds)
+    """Values [rows, draws, seeds]; parts are deviations of draw, seed, and each of them × row."""
+    shapes = (1, draws, 1), (1, draws, seeds), (rows, draws, 1), (rows, draws, seeds)
     spread = sum(p * rng.normal(size=shape) for p, shape in zip(parts, shapes, strict=True))
     return np.reshape(means, (-1, 1, 1)) + spread
 
@@ -30,7 +30,9 @@ def frame(y):
     return pd.DataFrame(y.reshape(rows, -1), index=[f"r{n}" for n in range(rows)], columns=columns)
 
 
-@pytest.mark.parametrize("parts", [(1.0, 0.5, 0.2), (0.0, 1.0, 1.0), (1.0, 0.0, 0.0)])
+@pytest.mark.parametrize(
+    "parts", [(1.0, 0.7, 0.5, 0.2), (0.0, 1.0, 1.0, 1.0), (1.0, 0.0, 0.0, 0.0)]
+)
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_shares_of_simulated_tables_are_the_true_shares(parts, seeds):
     rng, tables = np.random.default_rng(11), 500
@@ -38,9 +40,9 @@ def test_shares_of_simulated_tables_are_the_true_shares(parts, seeds):
     variances = np.square(parts)
     true = variances / variances.sum()
     if seeds == 1:
-        assert np.isnan(found[:, 2]).all()
-        true = np.array([true[0], true[1] + true[2]])
-        found = found[:, :2]
+        assert np.isnan(found[:, [1, 3]]).all()
+        true = np.array([true[0] + true[1], true[2] + true[3]])
+        found = found[:, [0, 2]]
     # Estimates that are negative become 0, and a share is a ratio: both are biased by less than
     # a draw's weight.
     error = found.std(axis=0) / math.sqrt(tables)
@@ -80,7 +82,7 @@ def test_needed_draws_are_published_sample_sizes(effect, expected):
 
 
 def test_incomplete_draws_are_left_out_and_counted():
-    y = simulate(np.random.default_rng(2), 3, 5, 2, (1.0, 1.0, 1.0))
+    y = simulate(np.random.default_rng(2), 3, 5, 2, (1.0, 1.0, 1.0, 1.0))
     values = frame(y)
     values.iloc[1, 4] = math.nan
     found, whole = draw_evidence(values), draw_evidence(frame(np.delete(y, 2, axis=1)))
@@ -90,7 +92,7 @@ def test_incomplete_draws_are_left_out_and_counted():
 
 
 def test_one_draw_or_row_estimates_nothing():
-    y = simulate(np.random.default_rng(2), 3, 5, 2, (1.0, 1.0, 1.0))
+    y = simulate(np.random.default_rng(2), 3, 5, 2, (1.0, 1.0, 1.0, 1.0))
     assert draw_evidence(frame(y[:1])) is None
     assert draw_evidence(frame(y[:, :1])) is None
 

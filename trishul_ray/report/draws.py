@@ -1,6 +1,8 @@
 """Variance between draws of partitions and cohorts, and its effect on the ranking of methods.
 
-A value is modeled as y = μ + row + draw + row × draw + seed (a two-way layout with repetitions).
+A value is modeled as y = μ + row + draw + seed + draw × row + seed × row, with seeds nested in
+draws (a split-plot layout). The effects of draw and seed are the same in all rows and cancel in
+paired comparisons. Their interactions with rows do not.
 """
 
 import itertools
@@ -36,9 +38,9 @@ class DrawEvidence:
         draws: Number of complete draws, in which all rows have all values.
         left_out: Number of incomplete draws.
         seeds: Number of seeds per draw.
-        shares: Fractions of the variance within rows due to draw, draw × row, and seed. With one
-            seed per draw, the second includes the third, which is NaN. All are NaN if the variance
-            is zero.
+        shares: Fractions of the variance within rows due to draw, seed, draw × row, and seed × row.
+            With one seed per draw, the fractions of draws include those of seeds, which are NaN.
+            All are NaN if the variance is zero.
         flips: Probability that n draws select a different best row than all draws, keyed by n.
         best: The two rows with the best means.
         needed: Number of draws for a two-sided paired t-test of these two rows with power
@@ -49,7 +51,7 @@ class DrawEvidence:
     draws: int
     left_out: int
     seeds: int
-    shares: tuple[float, float, float]
+    shares: tuple[float, float, float, float]
     flips: dict[int, float]
     best: tuple[str, str]
     needed: int | None
@@ -59,18 +61,18 @@ class DrawEvidence:
         each = f"{self.seeds} seeds in each" if self.seeds > 1 else "one seed in each"
         out = f"; incomplete draws left out: {self.left_out}" if self.left_out else ""
         found = [f"{self.draws} draws, {each}, {len(self.rows)} rows{out}."]
-        draw, interaction, seed = (f"{share:.0%}" for share in self.shares)
+        draw, seed, by_draw, by_seed = (f"{share:.0%}" for share in self.shares)
         if math.isnan(self.shares[0]):
             found.append("All draws and seeds of a row have equal values.")
         elif self.seeds > 1:
             found.append(
-                f"Shares of the variance within rows: draw {draw}, draw × row {interaction}, "
-                f"seed {seed}."
+                f"Shares of the variance within rows: draw {draw}, seed {seed}, "
+                f"draw × row {by_draw}, seed × row {by_seed}."
             )
         else:
             found.append(
-                f"Shares of the variance within rows: draw {draw}, draw × row and seed "
-                f"{interaction}, which one seed cannot separate."
+                f"Shares of the variance within rows: draw and seed {draw}, their interactions "
+                f"with rows {by_draw}. One seed per draw cannot separate draw and seed."
             )
         if self.flips:
             rates = (f"{rate:.2f} with {n}" for n, rate in self.flips.items())
@@ -120,22 +122,40 @@ def _subset_sizes(draws: int) -> list[int]:
     return [n for n in sorted({1, 3, 5, draws - 1}) if n < draws]
 
 
-def variance_shares(y: np.ndarray) -> tuple[float, float, float]:
-    """Compute the variance fractions of draw, draw × row and seed from [rows, draws, seeds]."""
+def variance_shares(y: np.ndarray) -> tuple[float, float, float, float]:
+    """Compute the variance fractions of draw, seed, draw × row and seed × row.
+
+    Args:
+        y: Values [rows, draws, seeds].
+    """
     rows, draws, seeds = y.shape
-    cells = y.mean(axis=2)
-    by_draw = cells.mean(axis=0)
-    inner = cells - cells.mean(axis=1, keepdims=True) - by_draw + cells.mean()
-    of_draw = rows * seeds * by_draw.var(ddof=1)
-    of_both = seeds * (inner**2).sum() / ((rows - 1) * (draws - 1))
-    residual = y.var(axis=2, ddof=1).mean() if seeds > 1 else 0.0
-    parts = [(of_draw - of_both) / (rows * seeds), (of_both - residual) / seeds, residual]
+    centered = y - y.mean(axis=(1, 2), keepdims=True)
+    repeated = centered.mean(axis=0)  # [draws, seeds], effects that all rows share
+    by_draw = repeated.mean(axis=1)
+    own = centered - repeated
+    own_by_draw = own.mean(axis=2)
+    # Mean squares; see the expected mean squares of a split-plot layout.
+    draw = rows * seeds * by_draw.var(ddof=1)
+    draw_row = seeds * (own_by_draw**2).sum() / ((rows - 1) * (draws - 1))
+    seed = seed_row = 0.0
+    if seeds > 1:
+        freedom = draws * (seeds - 1)
+        seed = rows * ((repeated - by_draw[:, None]) ** 2).sum() / freedom
+        seed_row = ((own - own_by_draw[:, :, None]) ** 2).sum() / ((rows - 1) * freedom)
+    parts = [
+        (draw - draw_row - seed + seed_row) / (rows * seeds),
+        (seed - seed_row) / rows,
+        (draw_row - seed_row) / seeds,
+        seed_row,
+    ]
     clipped = np.maximum(parts, 0.0)
     total = clipped.sum()
     if total <= 10.0 ** (-2 * _DECIMALS):
-        return math.nan, math.nan, math.nan
-    draw, both, seed = (clipped / total).tolist()
-    return draw, both, seed if seeds > 1 else math.nan
+        return math.nan, math.nan, math.nan, math.nan
+    of_draw, of_seed, of_draw_row, of_seed_row = (clipped / total).tolist()
+    if seeds == 1:
+        of_seed = of_seed_row = math.nan
+    return of_draw, of_seed, of_draw_row, of_seed_row
 
 
 def flip_probability(means: np.ndarray, n: int) -> float:
