@@ -1,6 +1,6 @@
-"""Base class of stages, and their registry.
+"""Base class and registry of stages.
 
-Legend: W entries of the shared part.
+Legend: W entries of the shared part, U units of aggregation.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _S = TypeVar("_S", bound="type[Stage]")
 
 
 class StageSettings(Settings, Protocol):
-    """The part of an experiment that a stage may read."""
+    """Settings of an experiment that stages can read."""
 
     @property
     def seed(self) -> int:
-        """The seed of the run."""
+        """Seed of the run."""
 
     @property
     def draw_seed(self) -> int:
-        """The seed of which rows clients have, which clients take part, and how fast they are."""
+        """Seed of the partition, of the client sampling and of the clients' speeds."""
 
     @property
     def method(self) -> MethodConfig:
@@ -53,46 +53,68 @@ class StageSettings(Settings, Protocol):
 
     @property
     def stages(self) -> Mapping[str, Section]:
-        """The sections of stages that are set, by name."""
+        """The sections of the enabled stages, keyed by name."""
 
     @property
     def surveys(self) -> int:
-        """Number of surveys before round 1: one or none."""
+        """Number of surveys before round 1: 0 or 1."""
 
     @property
     def method_as_set(self) -> str:
-        """The method as messages name it, with the fields that differ from their defaults."""
+        """The method as displayed in messages, with its non-default fields."""
 
     def section(self, kind: type[_Config]) -> _Config:
-        """Return the section of a stage by its class, at its defaults if it is not set."""
+        """Return the section of a stage, with default values if it is not set.
+
+        Args:
+            kind: Class of the section.
+
+        Returns:
+            The section of this class.
+        """
 
 
 class Stage:
-    """Base class of stages: set ``Config``, override hooks.
+    """Base class of stages.
 
-    There is one object in each process of a run: on the server, and in every worker. Making one
-    must be cheap, since an experiment is checked by its stages whenever it is read.
+    Subclasses set ``Config`` and override the hooks that they need; every hook has a default
+    without an effect. Each process of a run, the server and every worker, creates its own instance.
+    The constructor must be cheap, because every validation of an experiment creates its stages.
 
     Attributes:
-        Config: The section's class. All its fields have defaults, at which the stage is off.
-        name: The section's name; :func:`register_stage` sets it.
-        example: Fields, with values other than the defaults, with which ``trishul check`` runs it.
-        wire: The place in the row of stages; larger is nearer to the wire.
+        Config: Class of the section. All its fields have defaults, and the defaults disable the
+            stage.
+        name: Name of the section, set by :func:`register_stage`.
+        example: Non-default fields with which ``trishul check`` tests the stage.
+        wire: Position in the pipeline; stages with larger values are closer to the network.
         moves_beyond_mean: Whether the next state differs from the mean of the clients' models.
-        hides_clients: Whether clients must be indistinguishable: a client without a finite loss
-            sends zeros instead of ending the run, and no quorum is counted.
-        reads_changes: Whether :meth:`aggregate` needs the change of each client; the server then
-            keeps all uploads of a round.
-        summed: Metrics of changes of which a round's record has the sum over clients; of others it
-            has the mean.
-        numbers: Names in a round's record, in addition to names that begin with the section's
-            name, that MLflow shows in the section's group.
-        registries: Fields that name a registered object, and its registry. The plug-ins of these
-            objects are stored with the run.
-        plan: Facts of the run, only on the server.
-        memory: Values that the stage keeps between rounds, only on the server; hooks change them.
+        hides_clients: Whether clients must be indistinguishable. If so, a client without a finite
+            loss sends zeros instead of ending the run, and the quorum is not checked.
+        reads_changes: Whether :meth:`aggregate` needs the change of each client. If so, the server
+            stores all uploads of a round.
+        summed: Metrics of :class:`Change` that the round's record sums over clients; it averages
+            all others.
+        numbers: Names in the round's record that MLflow shows in the section's group, in addition
+            to names that start with the section's name.
+        registries: Fields that name a registered object, and the registry of each. The plug-ins
+            that define these objects are stored with the run.
+        plan: Facts of the run; available only on the server.
+        memory: Values that the stage keeps between rounds; available only on the server. Hooks
+            modify it in place, and checkpoints include it.
         config: The section.
-        settings: The part of the experiment that a stage may read.
+        settings: Settings of the experiment that stages can read.
+
+    Args:
+        config: The section.
+        settings: Settings of the experiment that stages can read.
+
+    Example:
+        >>> class HalfConfig(Section):
+        ...     factor: float = 1.0
+        >>> class Half(Stage):
+        ...     Config = HalfConfig
+        ...     def mean(self, number, mean):
+        ...         return mean.with_shared(self.config.factor * mean.state.shared)
     """
 
     Config: ClassVar[type[Section]] = Section
@@ -113,158 +135,270 @@ class Stage:
 
     @classmethod
     def parts(cls, config: Section, settings: StageSettings) -> Sequence[Stage]:
-        """Return the stages of a section that is set (default: one of this class).
+        """Create the stages of a section that is set.
 
-        A section may have several stages, at different places in the row.
+        Override it if a section has several stages at different positions in the pipeline.
+
+        Args:
+            config: The section.
+            settings: Settings of the experiment that stages can read.
+
+        Returns:
+            The stages; by default, one instance of this class.
         """
         return [cls(config, settings)]
 
     @property
     def acts_on_changes(self) -> bool:
-        """Whether it needs a method whose next state follows from the mean change."""
+        """Whether the stage requires a method whose next state follows from the mean change."""
         return True
 
     def check(self, method: Method) -> None:
-        """Refuse an experiment that the stage cannot be a part of (default: none).
+        """Validate the experiment; by default, accept it.
+
+        Args:
+            method: The method of the experiment.
 
         Raises:
-            ValueError: Names the fields, their values, and what is allowed.
+            ValueError: The stage does not support the experiment. The message names the fields,
+                their values and the allowed values.
         """
 
     @property
     def remembered(self) -> tuple[str, ...]:
-        """The fields, as ``field=value``, that add to a change what earlier rounds left."""
+        """Fields, as ``field=value``, whose effect on a change depends on earlier rounds."""
         return ()
 
     @property
     def files(self) -> dict[str, str]:
-        """The files that fields of the section name, by field.
+        """Paths of the files that the section refers to, keyed by field.
 
-        The content of each is noted in the field ``<field>_content``, and replaces the path in ids.
+        The hash of each file is stored in the field ``<field>_content``. It replaces the path in
+        run ids.
         """
         return {}
 
     @property
     def reads_rounds(self) -> bool:
-        """Whether what happens in a round depends on the number of rounds of the run."""
+        """Whether the effect of the stage in a round depends on the total number of rounds."""
         return False
 
     def rounds(self, rounds: int) -> int:
-        """Return how many rounds the run makes, given how many it is asked for."""
+        """Return the number of rounds of the run.
+
+        Args:
+            rounds: The requested number of rounds.
+
+        Returns:
+            The number of rounds that the run makes; by default, all requested rounds.
+        """
         return rounds
 
     def prepare(self) -> Sequence[str]:
-        """Return remarks for the reader of a run that is about to begin, a line each.
+        """Check the prerequisites of a run before it starts.
+
+        Returns:
+            Notices for the user, one line each.
 
         Raises:
-            InputError: Something that the stage needs is missing; nothing has been written yet.
+            InputError: A prerequisite is missing; no file has been written yet.
         """
         return ()
 
     @property
     def needs(self) -> frozenset[str]:
-        """Facts of :class:`RunPlan` that a worker measures for it: ``flops``, ``shard_sizes``."""
+        """Fields of :class:`RunPlan` that a worker must measure: ``flops``, ``shard_sizes``."""
         return frozenset()
 
     @property
     def quorum(self) -> dict[str, int]:
-        """How many valid uploads a round needs, by the field that says so (default: none)."""
+        """Number of valid uploads that a round requires, keyed by the field that sets it."""
         return {}
 
     def begin(self) -> Sequence[str]:
-        """Prepare for the rounds of a run, on the server; return lines for its reader.
+        """Prepare the server for the rounds of a run.
 
-        It is called again if the clients' answers to a survey change the adapters.
+        The server calls it again if the clients' responses to a survey change the adapters.
+
+        Returns:
+            Notices for the user, one line each.
         """
         return ()
 
     def broadcast(self, number: int, sent: Sent) -> Sent:
-        """Return the broadcast of a round (from 1), as clients read it."""
+        """Transform the broadcast of a round on the server.
+
+        Args:
+            number: The round, from 1.
+            sent: The broadcast after the stages so far.
+
+        Returns:
+            The broadcast as clients read it.
+        """
         return sent
 
     def cohort(self, number: int, cohort: Cohort) -> Cohort:
-        """Return the clients of a round (0: of the survey); drawn uniformly, given no stage."""
+        """Select the clients of a round on the server.
+
+        Args:
+            number: The round, from 1; 0 is the survey.
+            cohort: The clients selected so far; initially a uniform sample.
+
+        Returns:
+            The clients of the round.
+        """
         return cohort
 
     def instruct(self, number: int) -> dict[str, float]:
-        """Return numbers for the clients of a round (0: of the survey), by name."""
+        """Return numbers to send to the clients of a round, keyed by name.
+
+        Args:
+            number: The round, from 1; 0 is the survey.
+
+        Returns:
+            The numbers; clients receive them as :attr:`Sender.instructions`.
+        """
         return {}
 
     def send(self, change: Change, sender: Sender) -> Change:
-        """Return what goes on of a client's change, on its worker.
+        """Transform a client's change on its worker.
 
-        A pure function: do not write to the given arrays, and draw from ``sender.rng`` alone.
+        It must be a pure function: do not write to the given arrays, and draw random numbers only
+        from ``sender.rng``.
+
+        Args:
+            change: The change after the stages so far.
+            sender: The client and the round.
+
+        Returns:
+            The change to pass on.
         """
         return change
 
     def answer(
         self, answers: dict[str, np.ndarray], instructions: Mapping[str, float]
     ) -> dict[str, np.ndarray]:
-        """Return what goes on of a client's answers to a survey, by name, on its worker."""
+        """Transform a client's responses to a survey on its worker.
+
+        Args:
+            answers: The responses after the stages so far, keyed by name.
+            instructions: Numbers from :meth:`instruct` for round 0, keyed by name.
+
+        Returns:
+            The responses to pass on, keyed by name.
+        """
         return answers
 
     def survey(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
-        """Return the mean answers, given their sums; None: the sums over the clients (default)."""
+        """Compute the mean responses to a survey on the server.
+
+        Args:
+            sums: The sums of the responses over the clients, keyed by name.
+
+        Returns:
+            The mean responses, keyed by name; None (the default) to use the sums.
+        """
         return None
 
     def average(self, number: int, total: Partial) -> MeanChange | None:
-        """Return the mean change of a round (from 1); None: the weighted mean (default).
+        """Compute the mean change of a round on the server.
 
         Args:
-            number: The round.
+            number: The round, from 1.
             total: The sum of the valid uploads.
+
+        Returns:
+            The mean change; None (the default) to use the weighted mean.
         """
         return None
 
     def aggregate(
         self, number: int, mean: MeanChange, changes: Mapping[int, np.ndarray]
     ) -> MeanChange:
-        """Return what takes the place of the mean change of a round (from 1).
+        """Replace the mean change of a round by an aggregate of the single changes.
 
-        It is called only with :attr:`reads_changes`.
+        The server calls it only if :attr:`reads_changes` is set.
 
         Args:
-            number: The round.
-            mean: The mean.
-            changes: The valid changes of the shared part, [W] each, by ascending client.
+            number: The round, from 1.
+            mean: The mean change.
+            changes: The valid changes of the shared part, each [W] float32, in ascending order of
+                clients.
+
+        Returns:
+            The aggregate.
         """
         return mean
 
     def mean(self, number: int, mean: MeanChange) -> MeanChange:
-        """Return the mean change of a round (from 1) that goes on."""
+        """Transform the mean change of a round on the server.
+
+        Args:
+            number: The round, from 1.
+            mean: The mean change after the stages so far.
+
+        Returns:
+            The mean change to pass on.
+        """
         return mean
 
     def end(
         self, number: int, state: ArrayState, clients: Sequence[ClientRound]
     ) -> dict[str, float]:
-        """Return numbers for the record of a round (from 1), given the state after it, by name."""
+        """Return numbers for the record of a round, keyed by name.
+
+        Args:
+            number: The round, from 1.
+            state: The state of the server after the round.
+            clients: The clients that took part.
+
+        Returns:
+            The numbers; by default none.
+        """
         return {}
 
     def report(self, last: Mapping[str, float]) -> Json | None:
-        """Return what the summary of a run says of it; None for nothing (default).
+        """Return the stage's entry in the summary of a run.
 
-        The command line and MLflow show the text ``sentence``, if there is one.
-        ``memory`` is that of the end of the run, and ``plan`` is not set.
+        The command line and MLflow display the value of ``sentence``, if present. During the call,
+        ``memory`` has its value at the end of the run, and ``plan`` is not set.
 
         Args:
-            last: Numbers of stages in the last record, by name.
+            last: Numbers of stages in the last record, keyed by name.
+
+        Returns:
+            The entry; None (the default) to omit it.
         """
         return None
 
     @classmethod
     def remark(cls, reports: Sequence[Json]) -> str:
-        """Return what a reader of tables must know of runs with these reports (default: none)."""
+        """Return a remark that tables show for runs with this stage.
+
+        Args:
+            reports: The entries in the summaries of the runs, from :meth:`report`.
+
+        Returns:
+            The remark, or an empty string (the default).
+        """
         return ""
 
 
 STAGES = Registry[type[Stage]]("stage", "section")
 
-#: The names of the sections of all stages.
+#: Names of the sections of all stages.
 stage_names = STAGES.names
 
 
 def register_stage(name: str) -> Callable[[_S], _S]:
-    """Return a class decorator that makes a stage available as the section ``name``."""
+    """Register a stage as the section ``name``.
+
+    Args:
+        name: Name of the section.
+
+    Returns:
+        A class decorator. It also sets the class attribute ``name``.
+    """
 
     def add(cls: _S) -> _S:
         STAGES.add(name, cls)

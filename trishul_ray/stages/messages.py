@@ -1,4 +1,4 @@
-"""Messages between clients, stages and server: changes, broadcasts, cohorts, sums, means.
+"""Messages between clients, stages and the server: changes, broadcasts, cohorts, sums and means.
 
 Legend: W entries of the shared part, U units of aggregation, N clients.
 """
@@ -16,9 +16,9 @@ from trishul_ray.adapters.layout import Unit
 from trishul_ray.methods.base.messages import State
 from trishul_ray.runtime.random_streams import numpy_rng
 
-#: A state in messages and files.
+#: State in messages and files.
 ArrayState: TypeAlias = State[np.ndarray]
-#: What a stage keeps between rounds, a part of the checkpoint: arrays, and values of JSON, by name.
+#: State of a stage between rounds, part of the checkpoint: arrays and JSON values, keyed by name.
 Memory: TypeAlias = dict[str, Any]
 
 
@@ -27,12 +27,12 @@ class Change:
     """A client's upload after the stages so far.
 
     Attributes:
-        shared: [W], the trained minus the broadcast value of the shared part, float32; zero in
-            units that the client did not train.
-        extra: Tensors that the method adds, by name.
-        uploaded_bytes: Bytes of the encoding; None while they are four for each number.
-        kept: What stages leave with the client for its next round, by name.
-        metrics: Numbers for the round's record, by name; see :attr:`Stage.summed`.
+        shared: [W] float32, the trained minus the broadcast value of the shared part; zero in units
+            that the client did not train.
+        extra: Additional tensors of the method, keyed by name.
+        uploaded_bytes: Size of the encoding in bytes; None means 4 bytes per number.
+        kept: State that stages keep on the client for its next round, keyed by name.
+        metrics: Numbers for the round's record, keyed by name; see :attr:`Stage.summed`.
     """
 
     shared: np.ndarray
@@ -47,11 +47,14 @@ class Sender:
     """The client and the round of a change.
 
     Attributes:
-        weight: Its weight by ``federation.weighting``.
-        units: The units of the shared part, in the order of the wire.
-        active: [U] bool, the units that it trained; None means all.
-        kept: What stages left with it in its last round; empty before its first.
-        instructions: Numbers that stages sent with the broadcast, by name.
+        seed: Seed of the run.
+        round: The round, from 1.
+        client: The client.
+        weight: Weight of the client according to ``federation.weighting``.
+        units: Units of the shared part, in the order of the upload.
+        active: [U] bool, the units that the client trained; None means all.
+        kept: State that stages kept on the client in its last round; empty in its first round.
+        instructions: Numbers that stages sent with the broadcast, keyed by name.
     """
 
     seed: int
@@ -64,7 +67,7 @@ class Sender:
     instructions: Mapping[str, float] = field(default_factory=dict)
 
     def rng(self, purpose: str) -> np.random.Generator:
-        """Return the random stream of this client and round for a purpose."""
+        """Create the random stream of this client and round for a purpose."""
         return numpy_rng(self.seed, purpose, self.round, self.client)
 
 
@@ -73,9 +76,9 @@ class Sent:
     """The broadcast of a round.
 
     Attributes:
-        state: The state of the server, which is scored.
-        read: The state that clients read and train from.
-        size: Bytes of its encoding; None: four for each number.
+        state: State of the server, which evaluation scores.
+        read: State that clients read and train from.
+        size: Size of the encoding in bytes; None means 4 bytes per number.
     """
 
     state: ArrayState
@@ -89,18 +92,18 @@ class Sent:
 
 
 class StepFlops(NamedTuple):
-    """FLOPs of one local step: of the frozen model, and of all trained parameters."""
+    """FLOPs of one local step, for the frozen model and for all trained parameters."""
 
     backbone: float
     adapter: float
 
 
 class Traffic(NamedTuple):
-    """Bytes that k clients of a round are expected to transfer."""
+    """Expected traffic of k clients in a round, in bytes."""
 
-    down: np.ndarray  # float64 [k], of the broadcast
-    first: np.ndarray  # float64 [k], further ones if it is the client's first round, otherwise 0
-    up: float  # of an upload
+    down: np.ndarray  # float64 [k], size of the broadcast
+    first: np.ndarray  # float64 [k], one-time download in a client's first round; otherwise 0
+    up: float  # size of one upload
 
 
 def _no_traffic(clients: Sequence[int]) -> Traffic:
@@ -112,12 +115,13 @@ class Cohort:
     """The clients of a round.
 
     Attributes:
-        clients: The clients that train, ascending.
-        missing: Why a client that was asked does not train, by client, ascending.
-        wasted: Clients that receive a broadcast without training, each as often as it does.
-        repeated: Clients that have received the one-time download in a failed attempt.
-        fixed: Whether no other stage may choose: a guarantee rests on how these were drawn.
-        traffic: Return the traffic that is expected of the given clients.
+        clients: Clients that train, ascending.
+        missing: Reasons why selected clients do not train, keyed by client, ascending.
+        wasted: Clients that receive the broadcast without training, once per transfer.
+        repeated: Clients that received the one-time download in a failed attempt.
+        fixed: Whether other stages must not change the selection, because a guarantee depends on
+            how the clients were sampled.
+        traffic: Function that returns the expected traffic of the given clients.
     """
 
     clients: list[int]
@@ -129,11 +133,11 @@ class Cohort:
 
 
 class ClientRound(NamedTuple):
-    """A client's part in a round."""
+    """Transfers and training loss of a client in a round."""
 
     client: int
-    down_bytes: float  # received in it
-    up_bytes: float
+    down_bytes: float  # received in the round
+    up_bytes: float  # sent in the round
     loss: float  # mean over the local steps
 
 
@@ -142,12 +146,12 @@ class Partial:
     """The sum of a group of uploads.
 
     Attributes:
-        sums: float64; None without a valid upload.
+        sums: Weighted sums in float64; None without a valid upload.
         weight: Sum of w_c.
         unit_weight: [U] float64, sum of w_c m_cu.
         unit_clients: [U] int64, sum of m_cu.
-        clients: The clients whose uploads are in it.
-        refused: Reason why an upload was rejected, by client.
+        clients: Clients whose uploads are included.
+        refused: Reasons for rejected uploads, keyed by client.
     """
 
     sums: ArrayState | None
@@ -163,10 +167,10 @@ class MeanChange:
     """The mean of a round's changes after the stages so far.
 
     Attributes:
-        state: The mean; ``shared`` [W] is a change, and zero where ``trained`` is not.
-        trained: [U] bool, the units that move.
-        clients: How many clients are in it.
-        metrics: Numbers of stages for the round's record, by name.
+        state: The mean. ``shared`` [W] is a change, and zero in units that are not ``trained``.
+        trained: [U] bool, the units that change.
+        clients: Number of clients in the mean.
+        metrics: Numbers of stages for the round's record, keyed by name.
     """
 
     state: ArrayState
@@ -175,24 +179,34 @@ class MeanChange:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def with_shared(self, shared: np.ndarray) -> MeanChange:
-        """Return the mean with another change of the shared part, [W]."""
+        """Replace the change of the shared part.
+
+        Args:
+            shared: [W] float32, the new change.
+
+        Returns:
+            A copy of the mean with this change.
+        """
         return replace(self, state=replace(self.state, shared=shared))
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Facts of a run that stages may read, on the server.
+    """Facts of a run that stages can read on the server.
 
     Attributes:
-        units: The units of the shared part, in the order of the wire.
-        lengths: Numbers in each array that a client sends, by name: ``shared``, and the method's.
-        participants: Clients that may take part, ascending int64.
-        capacities: [N] float64, share of the budget that each client trains.
-        quorum: Valid uploads that a round needs at least.
-        unit_shares: Return the share of the clients that train a unit, on average, [U] float64.
-        sent_units: Return the units that clients send in a round, [U] bool; None means all.
+        units: Units of the shared part, in the order of the upload.
+        lengths: Number of entries of each uploaded array, keyed by name: ``shared``, and the
+            method's arrays.
+        participants: int64, clients that may take part, ascending.
+        capacities: [N] float64, fraction of the budget that each client trains.
+        quorum: Minimum number of valid uploads per round.
+        unit_shares: Function that returns the average fraction of clients that train each unit, [U]
+            float64.
+        sent_units: Function that returns the units that clients send in a round, [U] bool; None
+            means all.
         flops: FLOPs of a local step; None unless a stage needs them.
-        shard_sizes: int64 [N], training rows of the clients; None unless a stage needs them.
+        shard_sizes: int64 [N], number of training rows per client; None unless a stage needs them.
     """
 
     units: tuple[Unit, ...]
@@ -207,5 +221,5 @@ class RunPlan:
 
 
 def norm_of(arrays: Iterable[np.ndarray]) -> float:
-    """Return the L2 norm of all entries together, summed in float64 in a fixed order."""
+    """Compute the L2 norm over all entries of the arrays, summed in float64 in a fixed order."""
     return math.sqrt(math.fsum(float(np.square(a, dtype=np.float64).sum()) for a in arrays))

@@ -1,4 +1,4 @@
-"""All stages of a run, called in the order of their places.
+"""The pipeline of stages of a run, called in the order of their positions.
 
 Legend: W entries of the shared part.
 """
@@ -27,10 +27,10 @@ from trishul_ray.storage.durable import Json
 
 
 class Stages:
-    """The stages of a run, in the order of their places.
+    """The stages of a run, in ascending order of ``wire``.
 
     Args:
-        stages: The stages.
+        stages: The stages, in any order.
     """
 
     def __init__(self, stages: Sequence[Stage] = ()) -> None:
@@ -38,7 +38,7 @@ class Stages:
 
     @classmethod
     def of(cls, settings: StageSettings) -> Stages:
-        """Return the stages of an experiment."""
+        """Create the stages of an experiment."""
         sections = settings.stages.items()
         return cls([s for name, config in sections for s in STAGES[name].parts(config, settings)])
 
@@ -47,7 +47,7 @@ class Stages:
 
     @property
     def act_on_changes(self) -> bool:
-        """Whether clients send the change since the broadcast in place of the value."""
+        """Whether clients send the change since the broadcast instead of the value."""
         return any(stage.acts_on_changes for stage in self)
 
     @property
@@ -62,52 +62,55 @@ class Stages:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Facts of :class:`RunPlan` that a worker measures."""
+        """Fields of :class:`RunPlan` that a worker must measure."""
         return frozenset().union(*(stage.needs for stage in self))
 
     @property
     def quorum(self) -> dict[str, int]:
-        """How many valid uploads a round needs, by the field that says so."""
+        """Number of valid uploads that a round requires, keyed by the field that sets it."""
         return {name: least for stage in self for name, least in stage.quorum.items()}
 
     def begin(self, plan: RunPlan, memories: dict[str, Memory]) -> list[str]:
-        """Prepare for the rounds of a run, on the server; return lines for its reader.
+        """Prepare the server for the rounds of a run.
 
         Args:
             plan: Facts of the run.
-            memories: What each stage keeps, by name; the stages change it in place.
+            memories: State of each stage, keyed by stage name; stages modify it in place.
+
+        Returns:
+            Notices for the user, one line each.
         """
         for stage in self:
             stage.plan, stage.memory = plan, memories.setdefault(stage.name, {})
         return [line for stage in self for line in stage.begin()]
 
     def broadcast(self, number: int, state: ArrayState) -> Sent:
-        """Return the broadcast of a round, given that of the method."""
+        """Pass the method's broadcast through the stages."""
         sent = Sent(state, state)
         for stage in self:
             sent = stage.broadcast(number, sent)
         return sent
 
     def cohort(self, number: int, cohort: Cohort) -> Cohort:
-        """Return the clients of a round, given the uniformly sampled clients."""
+        """Let the stages select the clients of a round from the uniformly sampled clients."""
         for stage in reversed(self._stages):
             cohort = stage.cohort(number, cohort)
         return cohort
 
     def instruct(self, number: int) -> dict[str, float]:
-        """Return numbers for the clients of a round, by name."""
+        """Collect the numbers to send to the clients of a round, keyed by name."""
         return {k: v for stage in self for k, v in stage.instruct(number).items()}
 
     def answer(
         self, answers: dict[str, np.ndarray], instructions: Mapping[str, float]
     ) -> dict[str, np.ndarray]:
-        """Pass a client's answers to a survey through the stages, on its worker."""
+        """Pass a client's responses to a survey through the stages, on its worker."""
         for stage in self:
             answers = stage.answer(answers, instructions)
         return answers
 
     def survey(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
-        """Return the mean answers to a survey by the first stage that has its own."""
+        """Compute the mean responses with the first stage that overrides them, or return None."""
         found = (stage.survey(sums) for stage in reversed(self._stages))
         return next((each for each in found if each is not None), None)
 
@@ -118,14 +121,14 @@ class Stages:
         return change
 
     def average(self, number: int, total: Partial) -> MeanChange | None:
-        """Return the mean change of a round by the first stage that has its own."""
+        """Compute the mean change with the first stage that overrides it, or return None."""
         found = (stage.average(number, total) for stage in reversed(self._stages))
         return next((each for each in found if each is not None), None)
 
     def aggregate(
         self, number: int, mean: MeanChange, changes: Mapping[int, np.ndarray]
     ) -> MeanChange:
-        """Pass the mean change of a round, and each client's, through the stages that read them."""
+        """Pass the mean change and the clients' changes through the stages that read them."""
         for stage in reversed(self._stages):
             if stage.reads_changes:
                 mean = stage.aggregate(number, mean, changes)
@@ -140,16 +143,16 @@ class Stages:
     def end(
         self, number: int, state: ArrayState, clients: Sequence[ClientRound]
     ) -> dict[str, float]:
-        """Return numbers for the record of a round, by name."""
+        """Collect the stages' numbers for the record of a round, keyed by name."""
         each = [stage.end(number, state, clients) for stage in reversed(self._stages)]
         return {name: value for found in each for name, value in found.items()}
 
     def reports(self, memories: Mapping[str, Memory], last: Mapping[str, float]) -> dict[str, Json]:
-        """Return the entries of stages in the summary of a run, by the stage's name.
+        """Collect the stages' entries in the summary of a run, keyed by stage name.
 
         Args:
-            memories: What each stage keeps at the end of the run, by name.
-            last: Numbers of stages in the last record, by name.
+            memories: State of each stage at the end of the run, keyed by stage name.
+            last: Numbers of stages in the last record, keyed by name.
         """
         for stage in self:
             stage.memory = memories.get(stage.name, {})
@@ -158,7 +161,7 @@ class Stages:
 
 
 def noted_hashes(stage: Stage) -> dict[str, str]:
-    """Return the noted hashes of a stage's files, by field; a note on another path is none."""
+    """Return the stored hashes of a stage's files, keyed by field; ignore hashes of other paths."""
     found = {}
     for name, path in stage.files.items():
         if found_hash := stored_hash(getattr(stage.config, f"{name}_content"), path):
