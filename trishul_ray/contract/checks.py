@@ -1,4 +1,4 @@
-"""The type of a check, which raises if its promise is broken, and helpers to write one."""
+"""The type of a contract check, which raises if it fails, and helpers to write checks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class BrokenPromiseError(AssertionError):
-    """A promise of the contract that is not kept; the message says how, in one line."""
+    """A failed contract check; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A promise of the contract.
+    """A contract check.
 
     Attributes:
-        name: Name of the promise.
-        run: Raises if it is not kept; gets an empty folder.
-        skipped: Why it does not apply; empty if it does.
+        name: Name of the check.
+        run: Function that raises if the check fails; it receives an empty folder.
+        skipped: Reason why the check does not apply, or an empty string.
     """
 
     name: str
@@ -33,13 +33,13 @@ class Check:
 
 
 def require(kept: bool, reason: str) -> None:
-    """Raise a BrokenPromiseError with the reason unless a promise is kept."""
+    """Raise a :class:`BrokenPromiseError` with the reason unless ``kept`` is true."""
     if not kept:
         raise BrokenPromiseError(reason)
 
 
 def require_hooks(cls: type, base: type) -> None:
-    """Raise a BrokenPromiseError if a hook is misspelled, or does not take its arguments."""
+    """Raise a :class:`BrokenPromiseError` if a hook is misspelled or has a wrong signature."""
     inherited = {name for each in cls.__bases__ for name in dir(each)}
     for name, value in vars(cls).items():
         if name.startswith("__"):
@@ -61,5 +61,6 @@ def require_close(found: Tensor, expected: Tensor, what: str, *, atol: float, rt
     """Raise a BrokenPromiseError unless ``|found - expected| <= atol + rtol |expected|``."""
     require(found.shape == expected.shape, f"{what}: {found.shape} in place of {expected.shape}")
     away = (found.double() - expected.double()).abs()
-    kept = bool((away <= atol + rtol * expected.double().abs()).all())  # nor is NaN
+    # The comparison is false for NaN.
+    kept = bool((away <= atol + rtol * expected.double().abs()).all())
     require(kept, f"{what} differ by up to {float(away.max()) if away.numel() else 0.0:.2g}")

@@ -1,4 +1,4 @@
-"""Checks of a dataset: its rows are read from ``TRISHUL_HUB``, the cache or the hub."""
+"""Contract checks of a dataset, whose rows come from ``TRISHUL_HUB``, the cache or the hub."""
 
 from pathlib import Path
 
@@ -10,7 +10,6 @@ from trishul_ray.data.prepare import official_rows, prepare
 
 
 def checks_of(name: str) -> list[Check]:
-    """Return the checks of a dataset."""
     return [
         Check("has no more rows than sizes says", lambda folder: rows_are_official(name)),
         Check("has rows of every class", lambda folder: classes_have_rows(name)),
@@ -19,13 +18,13 @@ def checks_of(name: str) -> list[Check]:
 
 
 def _prepared(name: str, cache: Path | None = None) -> PreparedDataset:
-    """Return the dataset that a run would use; with ``cache``, read anew into that folder."""
+    """Load the dataset as a run does; with ``cache``, read it again into that folder."""
     places = Places.at()
     return prepare(DataConfig(name=name), cache=cache or places.cache, hub=places.hub)
 
 
 def rows_are_official(name: str) -> None:
-    """There are training and test rows, no more than ``sizes`` says: a mirror may hold a part."""
+    """Check that both splits have rows, and at most as many as ``sizes`` declares."""
     found = _prepared(name)
     for split, rows in (official_rows(name) or {}).items():
         held = len(found.split(split))
@@ -33,7 +32,7 @@ def rows_are_official(name: str) -> None:
 
 
 def classes_have_rows(name: str) -> None:
-    """Every class has a training row; rows without classes pass."""
+    """Check that every class has a training row; pass for rows without classes."""
     found = _prepared(name)
     if "label" not in found.train.columns:
         return
@@ -43,6 +42,6 @@ def classes_have_rows(name: str) -> None:
 
 
 def fingerprint_is_stable(name: str, folder: Path) -> None:
-    """Read again, into another folder, the rows have the same bytes."""
+    """Check that the rows are identical when they are read again into another folder."""
     same = _prepared(name).fingerprint == _prepared(name, folder).fingerprint
     require(same, "its rows differ when they are read again: read them in a fixed order")

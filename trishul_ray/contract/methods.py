@@ -1,4 +1,4 @@
-"""Checks of a method, on small runs in one process: digits, a ViT with random weights."""
+"""Contract checks of a method, on small single-process runs of digits and a random ViT."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +40,7 @@ from trishul_ray.models.find_model import quiet_transformers
 from trishul_ray.stages import ArrayState
 from trishul_ray.storage.store import Store
 
-#: A run of seconds, whose backbone needs no pretraining.
+#: A run that takes seconds and needs no pretraining of the backbone.
 SMALL = (
     "dataset=digits", "model=vit-digits", "model.init=random", "federation.clients=4",
     "federation.clients_per_round=3", "federation.rounds=2", "federation.local_steps=4",
@@ -48,23 +48,23 @@ SMALL = (
     "optimizer.lr=0.01", "tracking.mlflow=false", "resources.backend=inline",
 )  # fmt: skip
 
-#: ``executor("method=mine", ...)`` returns an executor of the small run with these overrides.
+#: ``executor("method=mine", ...)`` creates an executor of the small run with these overrides.
 Executors: TypeAlias = Callable[..., InlineExecutor]
 
 
 def small_executor(*overrides: str) -> InlineExecutor:
-    """Return an executor of the small run."""
+    """Create an executor of the small run with these overrides."""
     experiment = load_experiment(None, [*SMALL, *overrides])
     return InlineExecutor(experiment, prepare_run(experiment))
 
 
 def checks_of(name: str) -> list[Check]:
-    """Return the checks of a method."""
     method = method_class(name)
     beyond = "it moves_beyond_mean" if method.moves_beyond_mean else ""
     single = "" if method.mean_is_enough else "its mean_is_enough is False"
 
-    executor = cache(small_executor)  # only of this content of a plug-in
+    # The cache lives as long as the checks: another content of a plug-in needs a new one.
+    executor = cache(small_executor)
 
     def on(check: Callable[..., None]) -> Callable[[Path], None]:
         return partial(check, name=name, executor=executor)
@@ -86,7 +86,7 @@ def checks_of(name: str) -> list[Check]:
 
 
 def describes_itself(name: str) -> None:
-    """The lines of ``trishul list methods`` are there."""
+    """Check that the class has the texts that ``trishul list methods`` displays."""
     method = method_class(name)
     require(method.Config(name=name).name == name, f"its Config is not that of {name!r}")
     require_hooks(method, Method)
@@ -96,7 +96,7 @@ def describes_itself(name: str) -> None:
 
 
 def starts_pretrained(folder: Path, name: str, executor: Executors) -> None:
-    """The model of the first broadcast is the pretrained one."""
+    """Check that the model of the first broadcast equals the pretrained model."""
     inline = executor(f"method={name}")
     trained = global_model(inline.context, server_of(inline, folder).broadcast(), 0)
     found, plain = logits(inline.context, trained), logits(inline.context)
@@ -106,7 +106,7 @@ def starts_pretrained(folder: Path, name: str, executor: Executors) -> None:
 
 
 def uploads_as_declared(folder: Path, name: str, executor: Executors) -> None:
-    """Uploads have the declared tensors, all finite; parts that are not trained are unchanged."""
+    """Check that uploads have the declared tensors, all finite, and keep untrained units."""
     inline = executor(f"method={name}")
     server = server_of(inline, folder)
     broadcast, expected = server.broadcast(), server.spec.expected
@@ -134,7 +134,7 @@ def uploads_as_declared(folder: Path, name: str, executor: Executors) -> None:
 
 
 def loss_falls(folder: Path, name: str, executor: Executors) -> None:
-    """The training loss ends below that of the untouched backbone."""
+    """Check that the final training loss is below the loss of the untuned backbone."""
     inline = executor(f"method={name}", "federation.local_steps=25", "optimizer.lr=0.003")
     records = driven(inline, folder).checkpoint.records
     start, last = records[0].scores["loss"], records[-1].train_loss
@@ -142,12 +142,12 @@ def loss_falls(folder: Path, name: str, executor: Executors) -> None:
 
 
 def call_repeats(folder: Path, name: str, executor: Executors) -> None:
-    """The same job gives the same bytes, whatever ran in between."""
+    """Check that a repeated job gives bitwise-identical results, whatever ran in between."""
     inline = executor(f"method={name}")
     broadcast, job = server_of(inline, folder).broadcast(), TrainJob(3, 1)
     first, kept = train_client(inline.context, broadcast, job)
     train_client(inline.context, broadcast, TrainJob(3, 2))  # another client in between
-    torch.rand(5)  # and a draw from the global stream
+    torch.rand(5)  # advance torch's global random stream
     second, again = train_client(inline.context, broadcast, job)
     same = state_digest(first.arrays) == state_digest(second.arrays)
     require(same, "the upload of a repeated job differs: an instance must hold no state")
@@ -158,7 +158,7 @@ def call_repeats(folder: Path, name: str, executor: Executors) -> None:
 
 
 def order_is_free(folder: Path, name: str, executor: Executors) -> None:
-    """The order of the clients, and torch's global stream, change no byte."""
+    """Check that client order and torch's global random stream do not change the result."""
     inline = executor(f"method={name}")
     plain = driven(inline, folder / "plain").checkpoint
     for seed in (2, 3):
@@ -173,7 +173,7 @@ def order_is_free(folder: Path, name: str, executor: Executors) -> None:
 
 
 def resumes(folder: Path, name: str, executor: Executors) -> None:
-    """A run that is stopped after a round and continued has the bytes of a whole one."""
+    """Check that a resumed run gives the same bytes as an uninterrupted run."""
     schedule = ["optimizer.schedule=cosine", "optimizer.warmup=0.2", "optimizer.clip_norm=0.5"]
     inline = executor(f"method={name}", *schedule)
     whole = driven(inline, folder / "whole").checkpoint
@@ -184,7 +184,7 @@ def resumes(folder: Path, name: str, executor: Executors) -> None:
 
 
 def mean_decides(folder: Path, name: str, executor: Executors) -> None:
-    """Uploads of another spread and the same mean give the same next state, up to rounding."""
+    """Check that the next state depends only on the mean of the uploads, up to rounding."""
     inline = executor(f"method={name}")
     server = server_of(inline, folder)
     method, state, layout = server.method, server.checkpoint.state, server.spec.layout
@@ -221,7 +221,7 @@ def mean_decides(folder: Path, name: str, executor: Executors) -> None:
 
 
 def stacks(folder: Path, name: str, executor: Executors) -> None:
-    """Clients that train in one forward have the results of separate training, up to rounding."""
+    """Check that training clients in one forward matches separate training, up to rounding."""
     options = [f"method={name}", "federation.rounds=1", "optimizer.name=sgd"]
     alone, together = (
         driven(executor(*options, f"federation.stacked={k}"), folder / str(k)).checkpoint.state
@@ -232,7 +232,7 @@ def stacks(folder: Path, name: str, executor: Executors) -> None:
 
 
 def is_central(folder: Path, name: str, executor: Executors, options: Sequence[str] = ()) -> None:
-    """With one client that takes part in every round, the global model is the client's."""
+    """Check that the global model equals the client's model if one client trains in every round."""
     one = ["federation.clients=1", "federation.clients_per_round=1"]
     inline = executor(f"method={name}", *one, *options)
     context, server = inline.context, server_of(inline, folder)
@@ -254,7 +254,7 @@ def is_central(folder: Path, name: str, executor: Executors, options: Sequence[s
 
 
 def adapters_agree(folder: Path, name: str, executor: Executors) -> None:
-    """Forward, merged weight and update of each kind of adapter say the same thing."""
+    """Check that forward, merged weight and update of each kind of adapter are consistent."""
     model = executor(f"method={name}").context.model
     kinds = {(type(model.adapters[s.name]), s.d_out, s.d_in): s for s in model.specs}
     for spec in kinds.values():
@@ -266,7 +266,7 @@ def adapters_agree(folder: Path, name: str, executor: Executors) -> None:
 
 
 def exports(folder: Path, name: str, executor: Executors) -> None:
-    """The merged model, and the PEFT adapter on the backbone, have the run's logits."""
+    """Check that the merged model, and the backbone with the PEFT adapter, reproduce the logits."""
     from peft import PeftModel
 
     inline = executor(f"method={name}", "federation.local_steps=10")
@@ -277,7 +277,8 @@ def exports(folder: Path, name: str, executor: Executors) -> None:
     require(moved, "training does not move the global model")
     batch = context.task.inputs(_batch(context))
     with quiet_transformers(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of PEFT's use of transformers
+        # PEFT uses a deprecated function of transformers.
+        warnings.simplefilter("ignore", FutureWarning)
         export_merged(context.model, trained, folder / "merged")
         base: Any = context.model.merge(Trained(context.initial))
         models = {"merged model": type(base).from_pretrained(folder / "merged").eval()}
@@ -292,13 +293,13 @@ def exports(folder: Path, name: str, executor: Executors) -> None:
 
 
 def server_of(inline: InlineExecutor, folder: Path) -> Server:
-    """Return a server with the checkpoints in a folder, by default with none."""
+    """Create a server that stores its checkpoints in a folder and continues from them."""
     store, id = Store.open(str(folder)), inline.experiment.id
     return Server(inline.experiment, inline, CheckpointStore(store, id), "attempt")
 
 
 def driven(inline: InlineExecutor, folder: Path) -> Server:
-    """Return a server that has finished its run, with the checkpoints in a folder."""
+    """Create a server as in :func:`server_of`, and run it to the end."""
     server = server_of(inline, folder)
     while not server.finished:
         server.step()
@@ -306,7 +307,7 @@ def driven(inline: InlineExecutor, folder: Path) -> Server:
 
 
 def logits(context: WorkerContext, trained: Trained | None = None) -> Tensor:
-    """Return the logits of the first test rows; without ``trained``, of the backbone."""
+    """Compute the logits of the first test rows, of the backbone if ``trained`` is None."""
     batch = _batch(context)
     with torch.inference_mode():
         if trained is not None:
@@ -325,19 +326,19 @@ def _batch(context: WorkerContext) -> dict[str, Tensor]:
 
 
 def model_of(context: WorkerContext, trained: Trained) -> dict[str, Tensor]:
-    """Return the update of every weight, and the classification head, in float64."""
+    """Return the update of every weight, and the classification head, both in float64."""
     weights = context.model.deltas(trained)
     head = {k: v.double() for k, v in context.model.direct_parameters(trained.vector).items()}
     return weights | head
 
 
 def untimed(records: Iterable[RoundRecord]) -> list[dict[str, Any]]:
-    """Return the fields of each record, without what a clock says."""
+    """Return the fields of each record without durations."""
     return [{k: v for k, v in vars(r).items() if not k.endswith("seconds")} for r in records]
 
 
 class Shuffled(InlineExecutor):
-    """Run the jobs of an executor in a random order."""
+    """Executor that runs the jobs of another executor in a random order."""
 
     def __init__(self, inner: InlineExecutor, seed: int) -> None:
         self.__dict__.update(vars(inner))
@@ -350,7 +351,7 @@ class Shuffled(InlineExecutor):
         reducer: Reducer | None = None,
         trained: Callable[[Sequence[Any]], None] | None = None,
     ) -> Outcome:
-        """Run each job separately; return what the executor would."""
+        """Run each job separately, and return the outcome in the original order."""
         order = np.random.default_rng(self.seed).permutation(len(jobs))
         done = {int(i): self.inner.run(broadcast, [jobs[i]]) for i in order}
         each = [done[i] for i in range(len(jobs))]

@@ -1,4 +1,4 @@
-"""The checks of all that a plug-in defines, run one after the other."""
+"""Contract checks of everything that a plug-in registers, run in sequence."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +14,8 @@ from trishul_ray.plugins.loading import Plugin, fault_of
 from trishul_ray.plugins.registry import load_extensions, provided_by
 from trishul_ray.storage.durable import scratch_folder
 
-#: The checks of an item by the field of its registry. Extensions add those of their registries.
+#: Functions that create the checks of an item, keyed by the field of its registry. Extensions add
+#: the functions for their registries.
 CHECKS: dict[str, Callable[[str], list[Check]]] = {
     "method": methods.checks_of,
     "stage": stages.checks_of,
@@ -25,7 +26,14 @@ CHECKS: dict[str, Callable[[str], list[Check]]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a check: its subject, such as ``method=mine``, and the reason in one line."""
+    """Result of a check.
+
+    Attributes:
+        subject: The checked item, such as ``method=mine``.
+        name: Name of the check.
+        result: The result.
+        reason: Reason of a failed or skipped check, in one line.
+    """
 
     subject: str
     name: str
@@ -34,10 +42,13 @@ class Outcome:
 
 
 def check_plugin(plugin: Plugin) -> Iterator[Outcome]:
-    """Run the checks of all that a plug-in defines.
+    """Run the checks of everything that a plug-in registers.
+
+    Yields:
+        The outcome of each check. A reason is reported only once per item.
 
     Raises:
-        InputError: It defines nothing that can be checked.
+        InputError: The plug-in registers nothing that has checks.
     """
     found = subjects_of(plugin)
     if not found:
@@ -54,7 +65,7 @@ def check_plugin(plugin: Plugin) -> Iterator[Outcome]:
 
 
 def run_check(subject: str, check: Check) -> Outcome:
-    """Run a check in an empty folder; whatever it raises is its failure."""
+    """Run a check in an empty folder; any exception that it raises is a failure."""
     if check.skipped:
         return Outcome(subject, check.name, "skipped", check.skipped)
     threads = torch.get_num_threads()
@@ -63,7 +74,7 @@ def run_check(subject: str, check: Check) -> Outcome:
             check.run(Path(folder))
         except BrokenPromiseError as error:
             return Outcome(subject, check.name, "failed", str(error))
-        except Exception as error:  # whatever a plug-in raises
+        except Exception as error:  # A plug-in may raise anything.
             return Outcome(subject, check.name, "failed", fault_of(error))
         finally:
             torch.set_num_threads(threads)
@@ -71,11 +82,11 @@ def run_check(subject: str, check: Check) -> Outcome:
 
 
 def subjects_of(plugin: Plugin) -> list[tuple[str, list[Check]]]:
-    """Return what a plug-in defines, such as ``method=mine``, and the checks of each."""
+    """Return the items that a plug-in registers, such as ``method=mine``, with their checks."""
     load_extensions("check")
     found = []
     for registry, name in provided_by(plugin):
-        # The name of a task also has the rows that it reads.
+        # The registered name of a task includes the kind of rows that it reads.
         name = name.partition(":")[0] if registry.field == "task.kind" else name
         if registry.field in CHECKS:
             found.append((f"{registry.field}={name}", CHECKS[registry.field](name)))

@@ -1,4 +1,4 @@
-"""Checks of a stage, on small runs in one process with the section set as its ``example`` says."""
+"""Contract checks of a stage, on small single-process runs with the fields of its ``example``."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -23,12 +23,11 @@ from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.messages import TrainJob
 from trishul_ray.stages import STAGES, Stage
 
-#: A method whose next state follows from the mean change, with which every stage works.
+#: Method whose next state follows from the mean change, which every stage supports.
 METHOD = "trishul"
 
 
 def checks_of(name: str) -> list[Check]:
-    """Return the checks of the stage of a section."""
     example = STAGES[name].example
     unset = "" if example else 'set example, fields that turn it on, such as {"lr": 0.1}'
 
@@ -48,7 +47,7 @@ def checks_of(name: str) -> list[Check]:
 
 
 def words_of(name: str) -> list[str]:
-    """Return the overrides that set the section of a stage as its example says."""
+    """Return the overrides that set a stage's section to its example."""
     return _words(name, STAGES[name].example)
 
 
@@ -60,7 +59,7 @@ def _words(name: str, fields: Mapping[str, Any]) -> list[str]:
 
 
 def off_at_defaults(name: str) -> None:
-    """With its section at the defaults a run has the id of a plain one, and else another one."""
+    """Check that the defaults keep the id of a plain run, and that the example changes it."""
     require_hooks(STAGES[name], Stage)
     plain, default = load_experiment(None, SMALL).id, STAGES[name].Config()
     off = _words(name, {field: getattr(default, field) for field in STAGES[name].example})
@@ -72,7 +71,7 @@ def off_at_defaults(name: str) -> None:
 
 
 def call_repeats(folder: Path, name: str, executor: Executors) -> None:
-    """The same job sends the same bytes again, and no hook writes to what it is given."""
+    """Check that a repeated job sends the same bytes, and that no hook writes to its arguments."""
     inline = executor(f"method={name}")
     server = server_of(inline, folder)
     broadcast = server.broadcast().map(np.copy)

@@ -1,4 +1,4 @@
-"""Checks of a task on every family of backbones that it names, small and with random weights."""
+"""Contract checks of a task, on a small random model of every family that it supports."""
 
 import math
 import pickle
@@ -33,8 +33,8 @@ MODELS = {
 
 
 def checks_of(name: str) -> list[Check]:
-    """Return the checks of a task."""
-    found, context = [], cache(context_of)  # only of this content of a plug-in
+    # The cache lives as long as the checks: another content of a plug-in needs a new one.
+    found, context = [], cache(context_of)
     for (kind, reads), task in sorted(task_classes().items()):
         if kind == name:
             for family in task.families:
@@ -51,7 +51,7 @@ def _run(check: Any, context: Any, case: tuple[str, str, str], folder: Path) -> 
 
 
 def context_of(kind: str, reads: str, family: str) -> WorkerContext:
-    """Return a context of the task's sample, or of synthetic rows."""
+    """Build a worker context on the task's sample, or on synthetic rows."""
     task = task_classes()[kind, reads]  # type: ignore[index]
     require_hooks(task, Task)
     words = [*task.sample] or [f"dataset={DATA[reads]}"]
@@ -63,7 +63,7 @@ def context_of(kind: str, reads: str, family: str) -> WorkerContext:
 
 
 def outputs_of(context: WorkerContext, rows: Iterable[int]) -> tuple[Any, Any]:
-    """Return a prepared batch of test rows, and the model's outputs."""
+    """Return a prepared batch of test rows, and the outputs of the model."""
     stored = context.test.batch(np.array([*rows]))
     batch = context.task.prepare_batch(stored, context.device, context.dtype)
     with torch.inference_mode():
@@ -76,7 +76,7 @@ def _evaluated(context: WorkerContext, rows: Iterable[int]) -> Any:
 
 
 def batches_are_free(context: WorkerContext) -> None:
-    """The sums of batches give the metrics of all rows at once, in any order."""
+    """Check that metrics of several batches equal the metrics of all rows at once, in any order."""
     metrics = context.task.metrics
     sums = [_evaluated(context, part) for part in (range(0, 3), range(3, 12), range(12, 16))]
     found, whole = metrics.merge(sums), metrics.merge([_evaluated(context, range(16))])
@@ -92,7 +92,7 @@ def batches_are_free(context: WorkerContext) -> None:
 
 
 def loss_is_reported(context: WorkerContext) -> None:
-    """``loss`` and the mean of ``score``'s losses are the same number."""
+    """Check that ``loss`` equals the mean loss of ``score``."""
     batch, outputs = outputs_of(context, range(8))
     trained = float(context.task.loss(outputs, batch))
     reported = context.task.metrics.merge([context.task.evaluate(outputs, batch)])["loss"]
@@ -101,7 +101,7 @@ def loss_is_reported(context: WorkerContext) -> None:
 
 
 def padding_is_free(context: WorkerContext) -> None:
-    """A row has the same loss in a batch without others as among longer ones."""
+    """Check that the loss of a row is the same without other rows as next to longer rows."""
     batch, outputs = outputs_of(context, range(6))
     together = context.task.score(outputs, batch).loss
     each = [outputs_of(context, [row]) for row in range(6)]
@@ -110,7 +110,7 @@ def padding_is_free(context: WorkerContext) -> None:
 
 
 def headline_is_a_mean(context: WorkerContext) -> None:
-    """The headline is the mean of the rows' scores, each in [0, 1]."""
+    """Check that the primary metric is the mean of the rows' scores, each in [0, 1]."""
     batch, outputs = outputs_of(context, range(16))
     scores = context.task.score(outputs, batch).scores[context.task.headline].double()
     require(scores.shape == (16,), f"score() returns {tuple(scores.shape)} for 16 rows")
@@ -123,7 +123,7 @@ def headline_is_a_mean(context: WorkerContext) -> None:
 
 
 def rows_get_answers(context: WorkerContext) -> None:
-    """Every row gets a text."""
+    """Check that every row gets a text."""
     stored = context.test.batch(np.arange(5))
     batch = context.task.prepare_batch(stored, context.device, context.dtype)
     with torch.inference_mode():
@@ -133,7 +133,7 @@ def rows_get_answers(context: WorkerContext) -> None:
 
 
 def can_be_sent(context: WorkerContext) -> None:
-    """It can be pickled, without its tokenizer."""
+    """Check that the task can be pickled without its tokenizer."""
     stored = pickle.dumps(context.task)
     require(
         len(stored) < 4000, f"it takes {len(stored)} bytes: keep what is large out of its fields"
@@ -145,7 +145,7 @@ def can_be_sent(context: WorkerContext) -> None:
     require(keys[0] == keys[1], "its encoder changes on the way to another process")
 
 
-#: Promises of every task, by name.
+#: Checks of every task, keyed by name.
 PROMISES: dict[str, Callable[[WorkerContext], None]] = {
     "metrics do not depend on the batches": batches_are_free,
     "reports the loss that it trains": loss_is_reported,

@@ -1,11 +1,11 @@
-"""Load plug-ins: Python files of users, and modules of installed packages.
+"""Load plug-ins from Python files of users and from modules of installed packages.
 
-Loading a plug-in runs its code, which registers methods, stages, tasks, datasets or codecs. An
+Loading a plug-in executes its code, which registers methods, stages, tasks, datasets or codecs. An
 experiment stores the name and the content hash of each plug-in that it uses, and the hash is part
-of its id. The text of a file travels with the experiment to its workers, but is not stored with a
-run: loading a stored run never executes code that the run brings.
+of its id. The text of a file is sent to the workers, but is not stored with a run: loading a stored
+run never executes code from the run.
 
-An installed package names its modules as entry points of the group ``trishul_ray.plugins``.
+Installed packages list their modules as entry points in the group ``trishul_ray.plugins``.
 """
 
 import hashlib
@@ -21,21 +21,21 @@ from typing import Any
 
 from trishul_ray.errors import InputError, RunError, first_line
 
-#: Entry points of installed packages that are plug-ins.
+#: Group of the entry points of installed plug-ins.
 GROUP = "trishul_ray.plugins"
 
-#: Beginning of the names of the modules that files become.
+#: Prefix of the module names of plug-in files.
 PREFIX = "trishul_plugin_"
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plug-in as an experiment stores it.
+    """A plug-in as stored in an experiment.
 
     Attributes:
-        name: The file's name without ``.py``, or package and version.
+        name: Name of the file without ``.py``, or package and version.
         content: ``sha256:`` and the hash of the file's text, or of the package's files.
-        source: The text of a file. None for a package, and in a stored run.
+        source: Text of the file; None for a package, and in a stored run.
     """
 
     name: str
@@ -44,13 +44,14 @@ class Plugin:
 
 
 class Loaded:
-    """The plug-ins of this process.
+    """The plug-ins that this process has loaded.
 
     Attributes:
-        owners: The plug-in of a module or package, by its name.
-        newest: The module of a file's latest content, by the name of the plug-in.
-        current: The plug-in that is being loaded.
-        faults: One line per installed plug-in that could not be loaded. None before the first look.
+        owners: Plug-ins, keyed by the name of their module or package.
+        newest: Module names of the latest content of each file, keyed by plug-in name.
+        current: The plug-in that is being loaded, or None.
+        faults: One line per installed plug-in that could not be loaded; None until
+            :func:`load_installed` has run.
     """
 
     def __init__(self) -> None:
@@ -64,10 +65,26 @@ LOADED = Loaded()
 
 
 def load_plugin(path: str | Path) -> Plugin:
-    """Load a plug-in from a file, so that experiments can name what it registers.
+    """Load a plug-in file, so that experiments can use the items that it registers.
+
+    Loading the same content again has no effect. Changed content replaces the items that the file
+    registered before.
+
+    Args:
+        path: Path of the Python file; ``~`` is expanded.
+
+    Returns:
+        The plug-in: its name, content hash and text.
 
     Raises:
-        InputError: The file cannot be read, or fails. The message names the line.
+        InputError: The file cannot be read, or its code raises. The message reports the line.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "mine.py"
+        >>> _ = file.write_text("ANSWER = 42")
+        >>> load_plugin(file).name
+        'mine'
     """
     if not isinstance(path, str | Path):
         raise InputError(f"plug-in of type {type(path).__name__}: name a Python file")
@@ -82,10 +99,16 @@ def load_plugin(path: str | Path) -> Plugin:
 
 
 def find_stored(entry: Any) -> Plugin:
-    """Return the loaded plug-in that a configuration names; a text in it is not executed.
+    """Find the loaded plug-in of an entry in a configuration, without executing its text.
+
+    Args:
+        entry: A :class:`Plugin`, or a dictionary with ``name`` and ``content``.
+
+    Returns:
+        The loaded plug-in.
 
     Raises:
-        InputError: The entry is invalid, or see :func:`find_plugin`.
+        InputError: The entry is invalid, or as for :func:`find_plugin`.
     """
     if isinstance(entry, Plugin):
         return find_plugin(entry)
@@ -95,10 +118,16 @@ def find_stored(entry: Any) -> Plugin:
 
 
 def find_plugin(plugin: Plugin) -> Plugin:
-    """Load a plug-in that another process has sent, or find a stored one among the loaded ones.
+    """Load a plug-in sent by another process, or find a stored plug-in among the loaded plug-ins.
+
+    Args:
+        plugin: The plug-in; its text is executed if it has one.
+
+    Returns:
+        The loaded plug-in.
 
     Raises:
-        InputError: It is not loaded, or the loaded plug-in has another content.
+        InputError: The plug-in is not loaded, or the loaded content differs.
     """
     if plugin.source is not None:
         return _run(plugin, f"<plug-in {plugin.name}>")
@@ -118,12 +147,12 @@ def find_plugin(plugin: Plugin) -> Plugin:
 
 
 def installed() -> EntryPoints:
-    """Return the entry points of installed packages that are plug-ins."""
+    """Return the entry points of installed plug-ins."""
     return entry_points(group=GROUP)
 
 
 def load_installed() -> None:
-    """Load the plug-ins of installed packages, once; a faulty one is skipped (:func:`faults`)."""
+    """Load the plug-ins of installed packages once; :func:`faults` lists skipped plug-ins."""
     if LOADED.faults is not None:
         return
     LOADED.faults = []
@@ -144,18 +173,37 @@ def faults() -> list[str]:
 
 
 def owner_of(module: str) -> Plugin | None:
-    """Return the plug-in that a module belongs to, if any."""
+    """Return the plug-in that contains a module, or None.
+
+    Args:
+        module: Name of the module.
+    """
     return LOADED.owners.get(module) or LOADED.owners.get(module.partition(".")[0])
 
 
 def named(cls: type) -> str:
-    """Return the name of a class and, if a plug-in defines it, that of the plug-in."""
+    """Return the display name of a class, including the plug-in that defines it.
+
+    Args:
+        cls: The class.
+
+    Returns:
+        Such as ``Mine of plug-in mine``, or the class name if it is not from a plug-in.
+    """
     owner = owner_of(cls.__module__)
     return cls.__name__ if owner is None else f"{cls.__name__} of plug-in {owner.name}"
 
 
 def fault_of(error: BaseException) -> str:
-    """Return the message of an error; for other types also the type and the plug-in's line."""
+    """Format an error as one line.
+
+    Args:
+        error: Any exception.
+
+    Returns:
+        The message of an ``InputError`` or ``RunError``. For other errors, the plug-in's line in
+        the traceback (if any), the type and the message.
+    """
     if isinstance(error, InputError | RunError):
         return str(error)
     owners = LOADED.owners.items()
@@ -166,7 +214,7 @@ def fault_of(error: BaseException) -> str:
 
 
 def _run(plugin: Plugin, where: str) -> Plugin:
-    """Execute a file's text, unless it is the latest one under its name."""
+    """Execute the text of a file unless it is already the latest content under this name."""
     stem = "".join(c if c.isalnum() else "_" for c in plugin.name)
     name = f"{PREFIX}{stem}_{plugin.content[7:15]}"
     if LOADED.newest.get(plugin.name) == name:
@@ -181,7 +229,8 @@ def _run(plugin: Plugin, where: str) -> Plugin:
         exec(compile(source, where, "exec"), vars(module))  # noqa: S102
     except (Exception, SystemExit) as error:
         del sys.modules[name], LOADED.owners[name]
-        LOADED.newest.pop(plugin.name, None)  # it may have replaced what the older text registered
+        # The failed text may have replaced items that the older text registered.
+        LOADED.newest.pop(plugin.name, None)
         raise InputError(f"plug-in {where}{_line_of(error, where)}: {_reason(error)}") from error
     finally:
         LOADED.current = before

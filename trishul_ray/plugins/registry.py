@@ -1,8 +1,8 @@
-"""Methods, stages, tasks, datasets and codecs by name.
+"""Registries of methods, stages, tasks, datasets and codecs, keyed by name.
 
-At its first use, a registry imports the modules that register its items: the modules of a package,
-the modules that extensions of this package list in ``MODULES``, and the plug-ins of installed
-packages (:mod:`trishul_ray.plugins.loading`).
+On first use, a registry imports the modules that register its items: the modules of a package, the
+modules that extensions of this package list in ``MODULES``, and the plug-ins of installed packages
+(:mod:`trishul_ray.plugins.loading`).
 """
 
 import importlib
@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar, cast
 from trishul_ray.errors import did_you_mean
 from trishul_ray.plugins.loading import LOADED, Plugin, faults, load_installed, owner_of
 
-#: Packages of extensions. Each lists its modules in ``MODULES``, by the kind of what they register.
-#: Without a package, everything else works.
+#: Optional extension packages. Each lists its modules in ``MODULES``, keyed by the kind of items
+#: that they register.
 EXTENSIONS = ("trishul_ray.lab", "trishul_ray.paper")
 
 _T = TypeVar("_T")
@@ -27,7 +27,7 @@ _C = TypeVar("_C", bound=type)
 
 @cache
 def load_extensions(kind: str) -> None:
-    """Import the modules of the extensions that register items of a kind."""
+    """Import the extension modules that register items of a kind."""
     for package in EXTENSIONS:
         if find_spec(package) is not None:
             for module in importlib.import_module(package).MODULES.get(kind, ()):
@@ -41,14 +41,14 @@ def _load_package(package: str) -> None:
 
 
 class Registry(Generic[_T]):
-    """Items by name, such as the classes that ``method=<name>`` may name.
+    """Items keyed by name, such as the classes for ``method=<name>``.
 
     Args:
-        field: What names an item, such as ``method``.
+        field: Field that selects an item, such as ``method``.
         title: Word for an item in messages.
-        package: The package whose modules register items. None if the modules are already imported.
-        taken: Names that mean something else.
-        advice: Regular expressions of names that other packages use, and what to use here.
+        package: Package whose modules register items; None if they are already imported.
+        taken: Reserved names.
+        advice: Advice for names that other packages use, keyed by regular expression.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Registry(Generic[_T]):
         REGISTRIES.append(self)
 
     def reserve(self, names: Iterable[str]) -> None:
-        """Reject these names from now on: they mean something else."""
+        """Reserve names, so that no item can be registered under them."""
         self._taken |= {*names}
 
     def add(self, name: str, item: _T) -> None:
@@ -71,8 +71,12 @@ class Registry(Generic[_T]):
 
         A plug-in may replace its own items, so that a changed file can be loaded again.
 
+        Args:
+            name: Name of the item.
+            item: The item.
+
         Raises:
-            ValueError: The name is taken, or a class is defined in a script or a notebook.
+            ValueError: The name is taken, or the item is a class defined in a script or a notebook.
         """
         owner = LOADED.current
         if isinstance(item, type):
@@ -102,7 +106,7 @@ class Registry(Generic[_T]):
         return added
 
     def all(self) -> dict[str, _T]:
-        """Return all items by name, sorted."""
+        """Return all items, keyed and sorted by name."""
         if self._package is not None:
             _load_package(self._package)
         load_extensions(self.field)
@@ -110,18 +114,18 @@ class Registry(Generic[_T]):
         return dict(sorted(self.items.items()))
 
     def names(self) -> list[str]:
-        """Return all names, sorted."""
+        """Return the names of all items, sorted."""
         return [*self.all()]
 
     def choices(self) -> list[str]:
-        """Return the allowed values of the field: the names of items, and reserved names."""
+        """Return the allowed values of the field: names of items and reserved names, sorted."""
         return sorted({*self._taken, *self.names()})
 
     def __getitem__(self, name: str) -> _T:
         return self.items[name] if name in self.items else self.all()[name]
 
     def unknown(self, name: str) -> str:
-        """Return one line about a name that is not registered, with the known and similar ones."""
+        """Format the message for an unknown name, with the known names and a suggestion."""
         known = self.choices()
         advice = [f"; {a}" for e, a in self._advice.items() if re.fullmatch(e, name, re.IGNORECASE)]
         hint = "".join(advice) or did_you_mean(name, known)
@@ -129,7 +133,7 @@ class Registry(Generic[_T]):
         return f"unknown {self.title} {name!r}; known: {', '.join(known)}{hint}"
 
     def plugins_of(self, name: str) -> frozenset[Plugin]:
-        """Return the plug-ins that define an item and the classes that it extends."""
+        """Return the plug-ins that define an item and its base classes."""
         item, owner = self.items.get(name), self.owners.get(name)
         bases = item.__mro__ if isinstance(item, type) else ()
         found = (owner, *(owner_of(base.__module__) for base in bases))
@@ -141,7 +145,7 @@ REGISTRIES: list[Registry[Any]] = []
 
 
 def provided_by(plugin: Plugin) -> list[tuple[Registry[Any], str]]:
-    """Return what a plug-in registers, as registries and names."""
+    """Return the items that a plug-in registers, as pairs of registry and name."""
     return [
         (registry, name)
         for registry in REGISTRIES

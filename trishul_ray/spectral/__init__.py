@@ -1,4 +1,4 @@
 """Spectral algebra on tensors: bases, singular-value thresholding, allocation, diagnostics.
 
-This package knows nothing of models, data, methods or Ray.
+This package does not depend on models, data, methods or Ray.
 """

@@ -1,12 +1,12 @@
-"""Head allocation over layers: concave water-filling and integer rounding.
+"""Allocate heads to layers by concave water-filling and integer rounding.
 
 The continuous problem (TRISHUL, eq. waterfill_opt, with optional caps) is
 
     max sum_l a_l log(1 + h_l)   subject to   sum_l h_l = h,  0 <= h_l <= cap_l.
 
 Its solution is ``h_l = clip(a_l / mu - 1, 0, cap_l)`` (eq. waterfill_sol). The total is piecewise
-linear and increasing in ``1/mu``, so the water level is exact: bisect the sorted breakpoints for
-the right piece, then solve one linear equation.
+linear and increasing in ``1/mu``, so the water level is exact: bisect the sorted breakpoints to
+find the piece, then solve one linear equation.
 """
 
 import bisect
@@ -15,22 +15,22 @@ from collections.abc import Sequence
 
 from trishul_ray.errors import InputError
 
-#: Floor of a score relative to the largest one; below it, 1/a would overflow.
+#: Minimum score relative to the largest score; below it, 1/a would overflow.
 _SMALLEST_SHARE = 1e-200
 
-#: Residues are compared to this many decimals, so that equal layers tie on every machine.
+#: Number of decimals for comparing residues, so that equal layers tie on every machine.
 _RESIDUE_DECIMALS = 9
 
 
 def water_fill(
     scores: Sequence[float], total: float, caps: Sequence[float] | None = None
 ) -> list[float]:
-    """Return the continuous allocation of heads (TRISHUL, eq. waterfill_sol).
+    """Compute the continuous allocation of heads (TRISHUL, eq. waterfill_sol).
 
     Args:
         scores: a_l > 0, one per layer; only their ratios matter.
         total: h >= 0, number of heads to allocate.
-        caps: upper bound per layer (may be infinite); None means no bounds.
+        caps: Upper bound per layer (may be infinite); None means no bounds.
 
     Returns:
         h_l, one per layer; they sum to ``total`` up to rounding.
@@ -46,7 +46,7 @@ def water_fill(
     limits = _limits(caps, len(scores), total)
     top = max(scores)
     shares = [max(a / top, _SMALLEST_SHARE) for a in scores]
-    # 1/mu at which a layer starts to fill and at which it is full.
+    # Values of 1/mu at which a layer starts to fill and is full.
     starts = [1.0 / a for a in shares]
     fulls = [(1.0 + cap) / a for a, cap in zip(shares, limits, strict=True)]
 
@@ -54,7 +54,7 @@ def water_fill(
         return [
             cap
             if inverse_level >= full
-            else min(max(a * inverse_level - 1.0, 0.0), cap)  # the min guards against rounding
+            else min(max(a * inverse_level - 1.0, 0.0), cap)  # The minimum guards against rounding.
             for a, full, cap in zip(shares, fulls, limits, strict=True)
         ]
 
@@ -63,10 +63,10 @@ def water_fill(
     breakpoints = sorted({p for p in (*starts, *fulls) if math.isfinite(p)})
     piece = bisect.bisect_left(breakpoints, total, key=lambda p: math.fsum(heads_at(p)))
     low = breakpoints[piece - 1] if piece else 0.0
-    # On this piece, layers that have started and are not yet full fill linearly.
+    # On this piece, layers that have started but are not full fill linearly.
     filling = [i for i in range(len(shares)) if starts[i] <= low < fulls[i]]
     full = [limits[i] for i in range(len(shares)) if fulls[i] <= low]
-    if not filling:  # the caps sum to the total up to rounding
+    if not filling:  # The caps sum to the total up to rounding.
         return heads_at(low)
     inverse_level = (total - math.fsum(full) + len(filling)) / math.fsum(shares[i] for i in filling)
     return heads_at(max(inverse_level, low))
@@ -77,23 +77,26 @@ def round_to_total(
 ) -> list[int]:
     """Round an allocation to integers that sum to ``total`` (TRISHUL, eq. rounding_floor).
 
-    Take the floors, then give one head at a time to the layer below its cap with the largest
+    Start with the floors. Then add one head at a time to the layer below its cap with the largest
     remaining residue; ties go to the first layer.
 
     Args:
         continuous: h_l >= 0 with sum ``total``.
-        total: number of heads to allocate.
-        caps: upper bound per layer; None means no bounds.
+        total: Number of heads to allocate.
+        caps: Upper bound per layer; None means no bounds.
+
+    Returns:
+        Number of heads per layer.
 
     Raises:
-        InputError: The caps cannot hold ``total`` heads.
+        InputError: ``total`` exceeds the integer caps.
     """
     assert math.isfinite(total) and total >= 0, total
     assert all(math.isfinite(x) and x >= 0 for x in continuous), continuous
     assert math.isclose(math.fsum(continuous), total, rel_tol=1e-6, abs_tol=1e-6), continuous
     limits = _limits(caps, len(continuous), total)
     heads = [math.floor(min(x, cap)) for x, cap in zip(continuous, limits, strict=True)]
-    # The sum is exact only up to rounding, so the floors may exceed the total, by at most one.
+    # The sum is exact only up to rounding, so the floors may exceed the total by at most one.
     for _ in range(sum(heads) - total):
         heads[max(i for i in range(len(heads)) if heads[i] > 0)] -= 1
     for _ in range(total - sum(heads)):
@@ -106,12 +109,12 @@ def round_to_total(
 
 
 def uniform(layers: int, total: int, caps: Sequence[int] | None = None) -> list[int]:
-    """Allocate ``total`` heads evenly; the first layers get the remainder.
+    """Allocate ``total`` heads evenly; the first layers receive the remainder.
 
-    Heads that a capped layer cannot take go to the other layers.
+    Heads that exceed the cap of a layer go to the other layers.
 
     Raises:
-        InputError: The caps cannot hold ``total`` heads.
+        InputError: ``total`` exceeds the sum of the caps.
     """
     return round_to_total(water_fill([1.0] * layers, total, caps), total, caps)
 

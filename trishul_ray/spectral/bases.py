@@ -64,31 +64,31 @@ def draw_bases(
 ) -> tuple[Tensor, Tensor]:
     """Draw the frozen bases of one layer.
 
-    Where ``heads * rank`` exceeds a side's width d, its heads cannot be jointly orthonormal.
+    If ``heads * rank`` exceeds the width d of a side, its heads cannot be jointly orthonormal.
     ``overflow="error"`` raises. ``overflow="independent"`` keeps the first ``floor(d / rank)``
-    heads jointly orthonormal, gives the next head the rest of the orthogonal complement, completed
-    to ``rank`` orthonormal columns, and gives every later head an independent orthonormal basis.
-    The two sides are treated separately. A warning is logged once per shape.
+    heads jointly orthonormal. The next head gets the rest of the orthogonal complement, completed
+    to ``rank`` orthonormal columns, and every later head an independent orthonormal basis. The two
+    sides are treated separately. A warning is logged once per shape.
 
     Args:
-        init: initialization, see the module's table.
+        init: Initialization; see the table of the module.
         heads: h >= 0; 0 gives empty bases.
         rank: r, 1 <= r <= min(d_out, d_in).
-        d_out: output width of the layer.
-        d_in: input width of the layer.
-        generator: the only source of randomness; it is advanced.
-        sigma: standard deviation of the entries for ``rv_random_normal``. The default
-            ``1/sqrt(d)`` of each side gives columns of B_i and rows of A_i unit length on average.
-        overflow: what to do if ``gram_schmidt`` heads do not fit.
-        dtype: dtype of the result; None is float32.
+        d_out: Output width of the layer.
+        d_in: Input width of the layer.
+        generator: The only source of randomness; it is advanced.
+        sigma: Standard deviation of the entries for ``rv_random_normal``. The default,
+            ``1/sqrt(d)`` per side, gives columns of B_i and rows of A_i unit length on average.
+        overflow: What to do if ``gram_schmidt`` heads do not fit.
+        dtype: Dtype of the result; None means float32.
 
     Returns:
         ``(basis_B, basis_A)`` of shapes [d_out, h r] and [h r, d_in], contiguous, on the
         generator's device.
 
     Raises:
-        InputError: ``rank`` exceeds the width, ``sigma`` is not positive or given for another
-            init, or heads do not fit.
+        InputError: ``rank`` exceeds the width, ``sigma`` is not positive or is given for another
+            initialization, or the heads do not fit.
     """
     dtype = dtype or torch.float32
     _check_request(init, overflow, heads, rank, d_out, d_in, sigma)
@@ -107,7 +107,7 @@ def draw_bases(
 
 
 def _side(init: BasisInit, gaussian: Tensor, heads: int, rank: int, sigma: float | None) -> Tensor:
-    """Return one side's basis [d, h r], drawn alike for both, from a Gaussian matrix [d, h r]."""
+    """Build one side's basis [d, h r] from a Gaussian matrix [d, h r]."""
     if init == "gram_schmidt":
         return _jointly_orthonormal(gaussian, heads, rank)
     if init == "random_normal":
@@ -120,7 +120,7 @@ def _side(init: BasisInit, gaussian: Tensor, heads: int, rank: int, sigma: float
 def _mixed(
     gaussians: Sequence[Tensor], heads: int, rank: int, generator: torch.Generator
 ) -> list[Tensor]:
-    """Return both sides [d, h r], whose heads are rotations ``M R_i`` and ``R_i N`` of one pair."""
+    """Build both sides [d, h r], whose heads are rotations ``M R_i`` and ``R_i N`` of one pair."""
     m, n = (_orthonormal(g[:, :rank]) for g in gaussians)  # [d_out, r], [d_in, r]
     mixes = _orthonormal(torch.stack([_gaussian(rank, rank, generator) for _ in range(heads)]))
     # A_i = R_i N, so the columns of A_i^T are N^T R_i^T.
@@ -168,7 +168,7 @@ def _gaussian(rows: int, columns: int, generator: torch.Generator) -> Tensor:
 
 
 def _orthonormal(gaussian: Tensor) -> Tensor:
-    """Return Q of the QR of [..., d, k], k <= d, made unique by a positive diagonal of R."""
+    """Compute Q of the QR of [..., d, k], k <= d, made unique by a positive diagonal of R."""
     q: Tensor
     r: Tensor
     q, r = torch.linalg.qr(gaussian)
@@ -182,7 +182,7 @@ def _orthonormal_heads(gaussian: Tensor, heads: int, rank: int) -> Tensor:
 
 
 def _jointly_orthonormal(gaussian: Tensor, heads: int, rank: int) -> Tensor:
-    """Return [d, h r], jointly orthonormal as far as d allows and always head by head."""
+    """Build [d, h r], orthonormal within each head, and across heads as far as d allows."""
     width = gaussian.shape[0]
     joint = _orthonormal(gaussian[:, :width])  # [d, min(d, h r)]
     blocks = []
@@ -190,7 +190,7 @@ def _jointly_orthonormal(gaussian: Tensor, heads: int, rank: int) -> Tensor:
         end = start + rank
         block = joint[:, start:end]
         if end > width:
-            # QR leaves the leading columns, which are orthonormal already, unchanged.
+            # QR leaves the leading columns unchanged, because they are orthonormal.
             block = _orthonormal(torch.cat([block, gaussian[:, max(start, width) : end]], dim=1))
         blocks.append(block)
     return torch.cat(blocks, dim=1)

@@ -1,19 +1,22 @@
 """Diagnostics of one round's uploads: spectra, alignment between clients, variance.
 
-All functions take one stack of cores and compute in float64. Conventions where the paper gives
-none:
+All functions operate on one stack of cores and compute in float64. If the paper does not define a
+convention, they use these:
 
-* An all-zero core has spectral entropy 0 and effective rank 0 (no direction in use, not one).
-* A direction counts only if its singular value exceeds ``r * eps`` of the largest, with the eps of
-  float32, the dtype of uploaded cores; the rest is rounding noise. Two subspaces of different size
-  are compared by the principal angles of the smaller. A pair with a zero core is left out.
-* Entropy, rank and similarity are plain means over cores, or over pairs of clients and heads. Only
-  the aggregation variance uses the aggregation weights.
-* Unrelated k-dimensional subspaces of R^r have principal-angle similarity k/r, not 0.
+* An all-zero core has spectral entropy 0 and effective rank 0 (no direction is used, rather than
+  one).
+* A direction counts only if its singular value exceeds ``r * eps`` times the largest, with the eps
+  of float32, the dtype of uploaded cores; smaller values are rounding noise. Two subspaces of
+  different dimensions are compared by the principal angles of the smaller subspace. Pairs with a
+  zero core are excluded.
+* Entropy, rank and similarity are unweighted means over cores, or over pairs of clients and heads.
+  Only the aggregation variance uses the aggregation weights.
+* Unrelated k-dimensional subspaces of R^r have a principal-angle similarity of k/r, not 0.
 * The inconsistency index, which the paper plots but does not define, is 1 minus the principal-angle
   similarity.
-* The paper's normalized variance is ``aggregation_variance`` divided by that of RAVAN in round 1
-  of the same setting; reports do this division. ``relative_variance`` needs no other run.
+* The paper's normalized variance is ``aggregation_variance`` divided by the value of RAVAN in round
+  1 of the same setting; reports perform this division. ``relative_variance`` does not need another
+  run.
 
 Legend: m clients, n cores of a client (heads over all layers), r rank, k directions.
 """
@@ -58,9 +61,15 @@ def stack_spectra(spectra: Sequence[Tensor]) -> Tensor:
 
 
 def spectral_entropy(values: Tensor) -> Tensor:
-    """Return ``-sum_j p_j log p_j``, ``p = sigma / sum sigma`` (TRISHUL, eq. spectral_entropy).
+    """Compute the spectral entropy of singular values (TRISHUL, eq. spectral_entropy).
 
-    For singular values [..., r] in any order it is float64 [...] in [0, log r]; 0 where all are 0.
+    The entropy is ``-sum_j p_j log p_j`` with ``p = sigma / sum sigma``.
+
+    Args:
+        values: [..., r], singular values in any order.
+
+    Returns:
+        Float64 [...] in [0, log r]; 0 if all values are 0.
     """
     values = values.double()
     total = values.sum(dim=-1, keepdim=True)
@@ -70,29 +79,32 @@ def spectral_entropy(values: Tensor) -> Tensor:
 
 
 def effective_rank(values: Tensor) -> Tensor:
-    """Return ``exp(entropy)`` of singular values [..., r] as float64 [...]; 0 where all are 0."""
+    """Compute ``exp(entropy)`` of singular values [..., r] as float64 [...]; 0 if all are 0."""
     rank = spectral_entropy(values).exp()
     return torch.where((values > 0).any(dim=-1), rank, 0.0)
 
 
 def significant(values: Tensor) -> Tensor:
-    """Return which singular values [..., r] exceed float32 rounding of the largest, as bool."""
+    """Return a mask of the singular values [..., r] that exceed float32 rounding of the largest."""
     floor = values.shape[-1] * torch.finfo(torch.float32).eps
     return values > floor * values.amax(dim=-1, keepdim=True)
 
 
 def left_spectrum(cores: Tensor, pool: Executor | None = None) -> tuple[Tensor, Tensor]:
-    """Return left singular vectors and values of cores [..., n, r, r], in descending order.
+    """Compute left singular vectors and values of cores [..., n, r, r], in descending order.
 
     They come from the float64 Gram matrix ``X X^T``, at half the cost of an SVD. Values below about
-    1e-8 of the largest, which float32 cores cannot resolve anyway, are noise of that size. The
-    threads of a pool share the stack, with the same bits.
+    1e-8 of the largest, which float32 cores cannot resolve, are noise of that size.
+
+    Args:
+        cores: [..., n, r, r], finite.
+        pool: Threads that share the stack; they do not change the bits of the result.
 
     Returns:
         ``(vectors, values)``: float64 [..., n, r, r] with vectors in columns, and [..., n, r].
 
     Raises:
-        InputError: an entry is not finite.
+        InputError: An entry is not finite.
     """
     x = cores.detach().double()
     if not bool(x.isfinite().all()):
@@ -109,19 +121,19 @@ def _left_spectrum(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def principal_angle_similarity(vectors: Tensor, values: Tensor, top_k: int) -> Tensor:
-    """Return the mean squared cosine of principal angles (TRISHUL, eq. principal_similarity).
+    """Compute the mean squared cosine of principal angles (TRISHUL, eq. principal_similarity).
 
     Args:
-        vectors: [m, n, r, r] left singular vectors in columns, from :func:`left_spectrum`.
-        values: [m, n, r] their singular values, descending.
-        top_k: k >= 1, directions to compare; fewer where a core has fewer (or r is smaller).
+        vectors: [m, n, r, r], left singular vectors in columns, from :func:`left_spectrum`.
+        values: [m, n, r], their singular values, descending.
+        top_k: k >= 1, number of directions to compare; fewer if a core has fewer or r is smaller.
 
     Returns:
-        [n, m, m] float64, per head and pair of clients; NaN where either core is zero.
+        [n, m, m] float64, per head and pair of clients; NaN if either core is zero.
     """
     assert top_k >= 1, top_k
     used = significant(values)[..., :top_k]  # [m, n, k]
-    bases = vectors[..., :top_k] * used.unsqueeze(-2)  # [m, n, r, k], unused columns zero
+    bases = vectors[..., :top_k] * used.unsqueeze(-2)  # [m, n, r, k], unused columns are zero
     m, n, r, k = bases.shape
     flat = bases.permute(1, 0, 3, 2).reshape(n, m * k, r)
     cosines = (flat @ flat.mT).reshape(n, m, k, m, k)  # u_{c,a} . u_{c',b}
@@ -131,7 +143,7 @@ def principal_angle_similarity(vectors: Tensor, values: Tensor, top_k: int) -> T
 
 
 def dominant_direction_similarity(vectors: Tensor, values: Tensor) -> Tensor:
-    """Return ``|u_1^T v_1|`` per head and pair of clients, [n, m, m]; NaN where a core is zero."""
+    """Compute ``|u_1^T v_1|`` per head and pair of clients, [n, m, m]; NaN if a core is zero."""
     return principal_angle_similarity(vectors, values, 1).sqrt()
 
 
@@ -143,14 +155,15 @@ def client_matrices(
 ) -> dict[str, Tensor]:
     """Compare every pair of clients of one round.
 
-    Arguments are those of :func:`diagnose`.
+    The arguments are the same as for :func:`diagnose`.
 
     Returns:
-        Float64 [m, m] each: ``inner_products``, the Frobenius inner products averaged over heads,
-        where one that a client did not train is zero; and ``principal_angle_similarity`` and
-        ``cosine``, means over the heads that both clients trained and that are zero in neither; NaN
-        where there are none. Nothing is centred: centred on the mean of m clients, the entries off
-        the diagonal are -1/(m-1) of it on average, whatever the uploads.
+        Three float64 matrices [m, m]. ``inner_products`` has the Frobenius inner products averaged
+        over heads, with zero for heads that a client did not train. ``principal_angle_similarity``
+        and ``cosine`` are means over the heads that both clients trained and that are nonzero in
+        both, or NaN without such heads. The matrices are not centered: with uploads centered on the
+        mean of m clients, the off-diagonal entries would be -1/(m-1) of the diagonal on average,
+        whatever the uploads.
 
     Raises:
         InputError: An entry is not finite.
@@ -171,19 +184,19 @@ def client_matrices(
 def variance_and_signal(
     uploads: Tensor, weights: Tensor, active: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the variance of the uploads and the squared norm of their mean, by head.
+    """Compute the variance of the uploads and the squared norm of their mean, per head.
 
-    ``sum_c w_c ||Z_c - sum_c w_c Z_c||_F^2`` is the empirical variance of one upload; for equal
-    weights, the variance of the mean of m independent clients is 1/m of it (TRISHUL, eq.
-    variance_bound). The other is ``||sum_c w_c Z_c||_F^2``.
+    The variance ``sum_c w_c ||Z_c - sum_c w_c Z_c||_F^2`` is the empirical variance of one upload.
+    For equal weights, the mean of m independent clients has 1/m of this variance (TRISHUL, eq.
+    variance_bound). The signal is ``||sum_c w_c Z_c||_F^2``.
 
     Args:
         uploads: Z, [m, n, r, r].
-        weights: [m], at least 0; normalized here over the clients that trained the head.
-        active: [m, n] bool, which heads each client trained; None means all.
+        weights: [m], nonnegative; normalized over the clients that trained the head.
+        active: [m, n] bool, the heads that each client trained; None means all.
 
     Returns:
-        Float64 [n] each; 0 for a head of total weight 0.
+        ``(variance, signal)``, float64 [n] each; 0 for a head with total weight 0.
     """
     _check(uploads, weights, active)
     z = uploads.detach().double().flatten(2)  # [m, n, r*r]
@@ -203,27 +216,27 @@ def diagnose(
     active: Tensor | None = None,
     spectrum: tuple[Tensor, Tensor] | None = None,
 ) -> dict[str, float]:
-    """Return the paper's diagnostics of one round's uploads by metric name.
+    """Compute the paper's diagnostics of one round's uploads, keyed by metric name.
 
-    Apply it to the uploaded cores and to their change since the broadcast: the former share the
-    global core and therefore always look aligned.
+    Apply it both to the uploaded cores and to their change since the broadcast: all uploaded cores
+    include the global core and therefore always look aligned.
 
     Args:
-        uploads: [m, n, r, r], finite; cores of heads a client did not train are ignored.
-        weights: [m] aggregation weights, at least 0, with any sum.
-        top_k: directions in the principal-angle similarity, >= 1.
-        active: [m, n] bool, which heads each client trained; None means all.
+        uploads: [m, n, r, r], finite; cores of heads that a client did not train are ignored.
+        weights: [m], nonnegative aggregation weights with any sum.
+        top_k: Number of directions in the principal-angle similarity, >= 1.
+        active: [m, n] bool, the heads that each client trained; None means all.
         spectrum: :func:`left_spectrum` of the uploads, zero where not active; None computes it.
 
     Returns:
-        ``spectral_entropy``, ``effective_rank``, ``top_singular_value``, ``zeroed`` (share of
-        singular values at or below rounding), ``aggregation_variance`` (mean over heads), all
-        finite; ``relative_variance``, variance over signal (:func:`variance_and_signal`) of all
-        heads, where the mean is not zero: for changes since the broadcast it does not depend on the
-        scale of the learning rate; and, only where two clients have nonzero cores of the same head,
-        ``principal_angle_similarity``, ``inconsistency_index``, ``dominant_similarity`` and
-        ``client_cosine`` (mean cosine between the cores of two clients). Empty if there is no
-        active core.
+        The metrics; empty without an active core. Always present and finite are
+        ``spectral_entropy``, ``effective_rank``, ``top_singular_value``, ``zeroed`` (fraction of
+        singular values at or below rounding) and ``aggregation_variance`` (mean over heads).
+        ``relative_variance``, the variance over the signal (:func:`variance_and_signal`) of all
+        heads, is present if the mean is not zero; for changes since the broadcast it is independent
+        of the scale of the learning rate. ``principal_angle_similarity``, ``inconsistency_index``,
+        ``dominant_similarity`` and ``client_cosine`` (mean cosine between the cores of two clients)
+        are present if two clients have nonzero cores of the same head.
 
     Raises:
         InputError: An entry is not finite.
@@ -233,7 +246,7 @@ def diagnose(
     if active is None:
         active = torch.ones(uploads.shape[:2], dtype=torch.bool, device=uploads.device)
     else:
-        # An untrained head may hold any values; zeros take it out of every figure.
+        # An untrained head may have any values; zeros exclude it from every metric.
         uploads = uploads.masked_fill(~active[..., None, None], 0.0)
     if not bool(active.any()):
         return {}
@@ -256,14 +269,17 @@ def diagnose(
 def _compare_pairs(
     uploads: Tensor, vectors: Tensor, values: Tensor, top_k: int
 ) -> dict[str, float]:
-    """Return the means over pairs of clients and heads; empty without a pair of nonzero cores.
+    """Average the similarities over pairs of clients and heads.
 
     Cores that a client did not train are zero in ``uploads`` [m, n, r, r] and in its spectrum.
+
+    Returns:
+        The metrics; empty without a pair of nonzero cores.
     """
     m = len(uploads)
     first, second = torch.triu_indices(m, m, offset=1)
     angle = principal_angle_similarity(vectors, values, top_k)[:, first, second]
-    pairs = angle.isfinite()  # a pair with a zero core is NaN
+    pairs = angle.isfinite()  # Pairs with a zero core are NaN.
     if not bool(pairs.any()):
         return {}
     dominant = dominant_direction_similarity(vectors, values)[:, first, second]
@@ -278,7 +294,7 @@ def _compare_pairs(
 
 
 def _cosines(uploads: Tensor) -> Tensor:
-    """Return the cosines [n, m, m] between two clients' cores of one head; 0 for a zero core."""
+    """Compute the cosines [n, m, m] between two clients' cores of one head; 0 for a zero core."""
     z = uploads.flatten(2).movedim(1, 0)  # [n, m, r*r]
     norms = torch.linalg.vector_norm(z, dim=-1, keepdim=True)
     z = z / torch.where(norms > 0, norms, 1.0)

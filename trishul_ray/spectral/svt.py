@@ -3,19 +3,20 @@
 ``prox_{tau ||.||_*}(X) = U diag((sigma - tau)_+) V^T`` for ``X = U diag(sigma) V^T`` (TRISHUL, eq.
 svt). It runs after every local step and must be cheap:
 
-* On a CPU, the eigenvectors V of the Gram matrix ``X^T X`` in float64 give the result as
-  ``X V diag(1 - tau / max(sigma, tau)) V^T``, without dividing by a small number and without U.
-  Squaring costs half the digits, which float64 can spare for float32 cores: errors stay below
-  about 1e-7 of the largest singular value. (A float32 Gram matrix would lose every singular value
-  below 3e-4 of the largest.) Where PyTorch has several threads, each decomposes a part of the
-  stack: LAPACK loses time if it divides matrices this small among threads.
-* On a GPU, where batched eigensolvers are slow at these sizes and stop the host, the same map is
-  computed by :func:`svt_by_iteration`: only batched matrix products, the same ones for any values.
+* On a CPU, the eigenvectors V of the Gram matrix ``X^T X`` in float64 give the result as ``X V
+  diag(1 - tau / max(sigma, tau)) V^T``, without dividing by a small number and without U. Squaring
+  loses half the digits, which float64 can spare for float32 cores: errors stay below about 1e-7 of
+  the largest singular value. (A float32 Gram matrix would lose every singular value below 3e-4 of
+  the largest.) If PyTorch has several threads, each thread decomposes a part of the stack, because
+  LAPACK loses time if it divides such small matrices among threads.
+* On a GPU, where batched eigensolvers are slow at these sizes and block the host,
+  :func:`svt_by_iteration` computes the same map using only batched matrix products, the same ones
+  for any values.
 * A core whose spectral norm is provably at most tau, by ``sigma_1^2 <= ||X^T X||_F``, becomes zero
   without a decomposition.
 
-A core with a NaN or infinite entry comes back as NaN and does not affect the others, so that a
-diverged client is detected when its upload is validated, not by an exception in its local step.
+A core with a NaN or infinite entry becomes NaN and does not affect the others. A diverged client is
+thus detected when its upload is validated, not by an exception in its local step.
 
 Legend: n cores in the stack, r rank (side of a core), k number of singular values kept.
 """
@@ -42,15 +43,16 @@ if TYPE_CHECKING:
 #: could flip a sign; 1.7 sends 1 to 0.09 and still multiplies small values by 2.55.
 _LARGEST_SCALING = 1.7
 
-#: Resolution of the iteration, relative to the largest singular value: smaller values may be lost,
+#: Resolution of the iteration relative to the largest singular value: smaller values may be lost,
 #: and values closer than this to the threshold may be shrunk inexactly.
 _RESOLUTION = 5e-7
 
-#: Cores that a thread decomposes at once. A multiple of 8: every part of a stack then begins at a
-#: multiple of 64 bytes, whatever the rank, and LAPACK rounds by how its input is aligned.
+#: Number of cores that a thread decomposes at once. A multiple of 8: every part of a stack then
+#: starts at a multiple of 64 bytes for any rank, and rounding in LAPACK depends on the alignment of
+#: its input.
 PART = 16
 
-#: Threads of the host that decompose cores of a GPU, which waits; at most as many as it has cores.
+#: Maximum number of host threads that decompose the cores of a GPU, which waits for them.
 _HOST_THREADS = 8
 
 
@@ -77,8 +79,8 @@ def svt(cores: Tensor, threshold: float) -> Tensor:
         threshold: tau >= 0; 0 returns a bitwise copy.
 
     Returns:
-        [n, r, r] of the same device and dtype, without gradient history, within 1e-6 of the largest
-        singular value of the exact result. Non-finite cores come back as NaN.
+        [n, r, r] on the same device and of the same dtype, without gradient history, within 1e-6 of
+        the largest singular value of the exact result. Non-finite cores become NaN.
     """
     if cores.device.type != "cpu":
         return svt_by_iteration(cores, threshold)
@@ -92,8 +94,8 @@ def svt(cores: Tensor, threshold: float) -> Tensor:
 def svt_of_stacks(stacks: Sequence[tuple[Tensor, float]]) -> list[Tensor]:
     """Apply :func:`svt` to stacks [n_i, r_i, r_i], each with its threshold.
 
-    On a GPU, neighbors with the same rank and threshold are one stack: they take the kernels of one
-    stack, and each result equals the result of its stack up to the last bits.
+    On a GPU, consecutive stacks with equal ranks and thresholds are concatenated, to launch the
+    kernels of only one stack. Each result equals the separate result up to the last bits.
     """
     found: list[Tensor] = []
     for (_, threshold), same in groupby(stacks, lambda each: (each[0].shape[-1], each[1])):
@@ -106,11 +108,11 @@ def svt_of_stacks(stacks: Sequence[tuple[Tensor, float]]) -> list[Tensor]:
 
 
 def svt_stats(cores: Tensor, threshold: float) -> SvtStats:
-    """Return the spectra of cores before and after :func:`svt`, in host memory.
+    """Compute the spectra of cores before and after :func:`svt`, in host memory.
 
-    Every core is decomposed there, for which the host waits: for 96 cores of 110 x 110, a GPU would
-    take several times as long as a CPU, one after the other. Singular values below about 1e-8 of
-    a core's largest are rounding noise of that size. A non-finite core has NaN.
+    Every core is decomposed on the host, which waits: for 96 cores of 110 x 110, a GPU takes
+    several times as long as a CPU, because it decomposes them sequentially. Singular values below
+    about 1e-8 of a core's largest are rounding noise of that size. A non-finite core has NaN.
     """
     _check(cores, threshold)
     on_host = cores.device.type == "cpu"
@@ -120,11 +122,12 @@ def svt_stats(cores: Tensor, threshold: float) -> SvtStats:
 
 
 def svt_summary(stats: Iterable[SvtStats]) -> dict[str, float]:
-    """Summarize the thresholding of several stacks, whatever their ranks.
+    """Summarize the thresholding of several stacks of any ranks.
 
     Returns:
-        ``zeroed``, the share of singular values that are zero afterwards, and ``energy_removed``,
-        the share of the squared Frobenius norm that was removed. An empty share is 0.0.
+        ``zeroed``, the fraction of singular values that are zero afterwards, and
+        ``energy_removed``, the fraction of the squared Frobenius norm that was removed. An empty
+        fraction is 0.0.
     """
     stats = list(stats)
     count = sum(s.after.numel() for s in stats)
@@ -138,9 +141,9 @@ def svt_summary(stats: Iterable[SvtStats]) -> dict[str, float]:
 
 
 def singular_values(cores: Tensor, threads: int = 1) -> Tensor:
-    """Return the singular values of [n, r, r] as float64 [n, r], descending.
+    """Compute the singular values of [n, r, r] as float64 [n, r], descending.
 
-    A non-finite core has NaN. Several threads share the stack, in each of which PyTorch uses one.
+    A non-finite core has NaN. Several threads share the stack; PyTorch uses one thread in each.
     """
     if threads > 1 and len(cores) > PART:
         parts = _threads(threads, os.getpid()).map(singular_values, cores.split(PART))
@@ -148,22 +151,22 @@ def singular_values(cores: Tensor, threads: int = 1) -> Tensor:
     x = cores.detach().double()
     gram = x.mT @ x
     finite = gram.isfinite().flatten(1).all(dim=-1)  # [n]
-    # A mask would be an index, for which the host has to count its entries.
+    # Indexing with a mask would make the host wait to count its entries.
     squares = torch.linalg.eigvalsh(torch.where(finite[:, None, None], gram, 0.0))
     return torch.where(finite[:, None], squares.clamp(min=0.0).sqrt().flip(-1), math.nan)
 
 
 def svt_by_iteration(cores: Tensor, threshold: float, dtype: torch.dtype | None = None) -> Tensor:
-    """Apply the same map with batched matrix products only, as used on GPUs.
+    """Apply the same map using only batched matrix products, as on GPUs.
 
     With the polar factors ``X = Q S`` the result is ``Q (S - tau I)_+``, and the positive part is
     ``(Y + Y sign(Y)) / 2`` for ``Y = S - tau I``. Q and the sign come from scaled Newton-Schulz
-    iterations (Chen and Chow, 2014), whose number is fixed, so the host never waits for the GPU.
-    Removed singular values come back as rounding noise, not as exact zeros.
+    iterations (Chen and Chow, 2014). Their number is fixed, so the host never waits for the GPU.
+    Removed singular values become rounding noise instead of exact zeros.
 
     Arguments, return value and errors are the same as for :func:`svt`. The products are computed in
-    ``dtype``, by default and for float64 cores in float64; in float32 errors are a few 1e-6
-    of the largest singular value.
+    ``dtype``, by default (and always for float64 cores) in float64; in float32, errors are a few
+    1e-6 of the largest singular value.
     """
     _check(cores, threshold)
     if cores.numel() == 0 or threshold == 0.0:
@@ -173,16 +176,16 @@ def svt_by_iteration(cores: Tensor, threshold: float, dtype: torch.dtype | None 
     def shrink(cores: Tensor, threshold: Tensor) -> tuple[Tensor, ...]:
         return (_iterate(cores, threshold[:, None, None], dtype),)
 
-    # A CUDA graph would keep the value of a Python number.
+    # A CUDA graph would record a Python number as a constant.
     tau = torch.full(cores.shape[:1], threshold, dtype=dtype, device=cores.device)
     return replayed(("svt", dtype), shrink, cores.detach(), tau)[0]
 
 
 def _iterate(cores: Tensor, threshold: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the shrunk cores [n, r, r], given thresholds [n, 1, 1]; in few kernels."""
+    """Shrink cores [n, r, r] by thresholds [n, 1, 1] in few kernels."""
     with torch.no_grad():
         scalings = _newton_schulz_scalings(_RESOLUTION)
-        # [n, 1, 1]; NaN and infinity stay, and end in the result as zero times their size.
+        # [n, 1, 1]; NaN and infinity remain, and appear in the result as zero times their size.
         peak = torch.linalg.vector_norm(cores, math.inf, dim=(-2, -1), keepdim=True, dtype=dtype)
         peak = peak.clamp(min=torch.finfo(dtype).tiny)
         x = torch.where(peak < math.inf, cores / peak, 0.0)  # [n, r, r], entries <= 1
@@ -226,7 +229,7 @@ def _shrink(x: Tensor, gram: Tensor, threshold: float) -> Tensor:
 
 
 def eigen_of_grams(grams: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``torch.linalg.eigh`` of [n, r, r]; last bits depend on ``resources.threads``."""
+    """Compute ``torch.linalg.eigh`` of [n, r, r]; last bits depend on ``resources.threads``."""
     threads = min(torch.get_num_threads(), len(grams))
     if threads == 1:
         values, vectors = torch.linalg.eigh(grams)
@@ -237,12 +240,12 @@ def eigen_of_grams(grams: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _threads(count: int, process: int) -> ThreadPoolExecutor:
-    """Return threads, in each of which PyTorch and LAPACK use one. A forked process has its own."""
+    """Create threads in which PyTorch and LAPACK use one thread, per process."""
     return ThreadPoolExecutor(count, "svt", set_threads_of_thread, (1,))
 
 
 def _newton_schulz_scalings(resolution: float) -> list[float]:
-    """Return scalings that map ``[resolution, 1]`` to within 1e-8 of 1, each optimal in turn."""
+    """Compute scalings that map ``[resolution, 1]`` to within 1e-8 of 1, each optimal in turn."""
     lower, scalings = resolution, []
     while 1.0 - lower > 1e-8:
         best = math.sqrt(3.0 / (1.0 + lower + lower * lower))
