@@ -1,1 +1,1 @@
-"""Federated methods, one file each, under the contract of ``base.py``."""
+"""Federated methods, one file each, on top of the base classes in ``base``."""

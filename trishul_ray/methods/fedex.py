@@ -1,13 +1,13 @@
 """FedEx-LoRA: average the factors and fold the error of doing so into the frozen weight.
 
-Singhal et al.: "FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of
-Foundation Models", ACL 2025, arXiv 2410.09432.
+Singhal et al.: "FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of Foundation
+Models", ACL 2025, arXiv 2410.09432.
 
-After a round, ``A = mean A_c``, ``B = mean B_c`` and the residual ``R = mean(B_c A_c) - B A``, all
-three means with the same weights. ``W0 <- W0 + scale R`` is permanent, and the next round starts
-from A and B. The global model is therefore exactly the mean of the clients' models. R is sent dense
-or, since its rank is at most (m + 1) r, as factors (``method.ship``); a client that missed rounds
-needs the factors of all of them, or the dense sum if it is smaller.
+After a round, ``A = mean A_c``, ``B = mean B_c`` and the residual is ``R = mean(B_c A_c) - B A``,
+with the same weights in all three means. ``W0 <- W0 + scale R`` is permanent, and the next round
+starts from A and B. The global model is therefore exactly the mean of the clients' models. R is
+sent dense or, since its rank is at most (m + 1) r, as factors (``method.ship``). A client that
+missed rounds needs the factors of all of them, or the dense sum if it is smaller.
 """
 
 from collections.abc import Sequence

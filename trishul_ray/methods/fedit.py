@@ -1,11 +1,11 @@
-"""FedIT: LoRA on every client, the two factors averaged separately.
+"""FedIT: LoRA on every client, with both factors averaged separately.
 
-Zhang et al.: "Towards Building the Federated GPT: Federated Instruction Tuning", ICASSP 2024,
-arXiv 2305.05644.
+Zhang et al.: "Towards Building the Federated GPT: Federated Instruction Tuning", ICASSP 2024, arXiv
+2305.05644.
 
 The layer computes ``y = W0 x + scale B A x`` with B = 0 and A random at the start. Clients train
 both factors, and the server averages A and B separately. The mean of the products is not the
-product of the means, so aggregation is inexact whenever clients differ; FedEx, FLoRA and FlexLoRA
+product of the means, so aggregation is inexact whenever clients differ. FedEx, FLoRA and FlexLoRA
 correct this with the mean of the products, which this file computes for them.
 """
 
@@ -43,9 +43,9 @@ class FedIT(Method):
         return attach_adapters("lora", site)
 
     def with_products(self, upload: State, layout: Layout) -> State:
-        """Return the upload with the products [d_out, d_in] of its factors, in float64.
+        """Add the products [d_out, d_in] of the factors, in float64, to an upload.
 
-        A subclass whose server also averages them makes this its :meth:`contribution`.
+        Subclasses whose server also averages the products set it as their :meth:`contribution`.
         """
         pairs = lora_pairs(self.named_tensors(layout, upload.shared))
         return replace(upload, base={layer: b.double() @ a.double() for layer, a, b in pairs})
@@ -53,25 +53,30 @@ class FedIT(Method):
     def mean_updates(
         self, mean: State, shared: Tensor, layout: Layout
     ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-        """Iterate over the layers and their mean updates, given the mean of :meth:`with_products`.
+        """Iterate over the mean update of each layer.
+
+        Args:
+            mean: The mean of the results of :meth:`with_products`.
+            shared: [W], the vector of which A and B are views.
+            layout: Names of the trainables.
 
         Yields:
-            Layer name, A and B as views of the wire vector ``shared`` [W], and
-            ``scale mean(B_c A_c)`` in float64.
+            Layer name, A, B and ``scale mean(B_c A_c)`` in float64.
         """
         for layer, a, b in lora_pairs(self.named_tensors(layout, shared)):
             yield layer, a, b, self.scale(a) * mean.base[layer]
 
     def fold(self, state: State, updates: Tensors) -> Tensors:
-        """Return ``base`` of the next state: updates [d_out, d_in] added to those folded before."""
+        """Add updates [d_out, d_in] to ``base`` of a state, and return the next ``base``."""
         new = {layer: update.float() for layer, update in updates.items()}
         return {k: state.base[k] + new[k] if k in state.base else new[k] for k in new}
 
     def limit_rank(self, run: LocalRun, at_most: int | None = None) -> int:
         """Zero the components beyond this client's rank, and return the rank.
 
-        The rank is ``floor(capacity r)``, at least 1 and no more than ``at_most``. The components
-        beyond it stay zero: the gradients of B's columns and A's rows are products with each other.
+        The rank is ``floor(capacity r)``, at least 1 and at most ``at_most``. The components beyond
+        it stay zero, because the gradients of B's columns and A's rows are products with each
+        other.
         """
         pairs = list(lora_pairs(run.layout.views(run.vector)))
         rank = max(1, math.floor(exact_fraction(pairs[0][1].shape[0], run.capacity)))
@@ -87,5 +92,5 @@ class FedIT(Method):
         return lora_scale(self.lora_alpha, factor_A.shape[0])
 
     def factor_parameters(self, layout: Layout) -> int:
-        """Return the number of entries of all A and B."""
+        """Return the number of entries of all factors A and B."""
         return sum(entry.numel for entry in layout.entries if entry.kind == "adapter")

@@ -1,8 +1,8 @@
-"""FedProx: FedAvg with a proximal term that pulls clients towards the broadcast.
+"""FedProx: FedAvg with a proximal term that pulls clients toward the broadcast.
 
 Li et al.: "Federated Optimization in Heterogeneous Networks", MLSys 2020, arXiv 1812.06127. A
-client minimizes ``L_c(w) + (mu/2) ||w - w_t||^2`` over its trainables; the server averages as
-FedAvg does, and mu = 0 is FedAvg. No mu is published for this setting.
+client minimizes ``L_c(w) + (mu/2) ||w - w_t||^2`` over its trainables. The server averages as in
+FedAvg, and mu = 0 is FedAvg. No mu is published for this setting.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FedProxConfig(AnyAdapterConfig):
 
 @dataclass(frozen=True)
 class Anchor:
-    """The vector [P] that the proximal term pulls to."""
+    """The vector [P] in the proximal term."""
 
     vector: Tensor
 
@@ -43,7 +43,7 @@ class FedProx(FedAvg):
     reference = "Li et al., MLSys 2020, arXiv 1812.06127"
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Keep a copy of the broadcast."""
+        """Store a copy of the broadcast."""
         super().start(run, initial)
         run.set_state(Anchor(run.vector.clone()))
 

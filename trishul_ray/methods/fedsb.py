@@ -4,15 +4,15 @@ Singhal et al.: "Fed-SB: A Silver Bullet for Extreme Communication Efficiency an
 (Private) Federated LoRA Fine-Tuning", 2025, arXiv 2502.15436, on LoRA-SB.
 
 Before round 1, clients send the dense gradient of the full model on a few mini-batches. With its
-mean g, the first step of a signed optimizer is ``D = -eta0 sign(g)``. Its truncated SVD
-``D ~ U S V^T`` gives ``B = U[:, :r]``, ``A = V[:, :r]^T`` and the initial ``R = diag(S_r)``, so
-training starts from ``W0 + B R A``, not from W0. Then only R [r, r] is trained, sent and averaged,
+mean g, the first step of a signed optimizer is ``D = -eta0 sign(g)``. Its truncated SVD ``D ~ U S
+V^T`` gives ``B = U[:, :r]``, ``A = V[:, :r]^T`` and the initial ``R = diag(S_r)``, so training
+starts from ``W0 + B R A``, not from W0. After that, only R [r, r] is trained, sent and averaged,
 which is exact.
 
-The paper gives no number of clients or batches for the first gradient: see ``method.init_clients``
-and ``method.init_batches``. The dense upload is counted once, in round 0. The bases cannot be drawn
-from the seed, so each client downloads them in the first round it takes part in. The metrics of
-round 0 are those of W0, as for every method.
+The paper does not give the number of clients or batches for the first gradient: see
+``method.init_clients`` and ``method.init_batches``. The dense upload is counted once, in round 0.
+The bases cannot be drawn from the seed, so each client downloads them in its first round. As for
+every method, the metrics of round 0 score W0.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class FedSB(Method):
 
     @property
     def survey_plan(self) -> SurveyPlan:
-        """Ask for dense gradients before round 1."""
+        """Request dense gradients before round 1."""
         return SurveyPlan(clients=self.config.init_clients, batches=self.config.init_batches)
 
     def survey(self, gradients: Iterator[Tensors]) -> Tensors:
-        """Return the mean gradient [d_out, d_in] of every adapted weight."""
+        """Compute the mean gradient [d_out, d_in] of every adapted weight."""
         batches = list(gradients)
         return {name: torch.stack([g[name] for g in batches]).mean(0) for name in batches[0]}
 
@@ -99,5 +99,5 @@ class FedSB(Method):
         return State(self.pack(layout, start), constants=bases)
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
-        """Take the mean core and keep the bases."""
+        """Return the mean core with unchanged bases."""
         return replace(state, shared=mean.shared)

@@ -2,8 +2,8 @@
 
 Sun et al.: "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024, arXiv 2403.12313.
 
-A is drawn once, the same on every client, and never trained. B starts at zero; it alone is trained,
-sent and averaged. With a common A the mean of the products is the product of the means. At equal
+A is drawn once, the same on every client, and never trained. B starts at zero; only B is trained,
+sent and averaged. With a common A, the mean of the products is the product of the means. At equal
 rank this is half the parameters of LoRA on a square matrix, hence twice the rank at equal budget
 (``floor(N / d_out)``).
 """
@@ -16,7 +16,7 @@ from trishul_ray.methods.base.messages import Site
 
 @register("ffalora")
 class FFALoRA(Method):
-    """Train and average B alone."""
+    """Train and average only B."""
 
     summary = "LoRA with a common frozen A; B averaged (exact)"
     reference = "Sun et al., ICLR 2024, arXiv 2403.12313"

@@ -7,9 +7,9 @@ Resources", NeurIPS 2024, arXiv 2402.11505.
 client of rank r receives ``A = V[:, :r]^T`` and ``B = U[:, :r] S_r / scale``, with the singular
 values entirely in B. The global model is G truncated at the largest rank. With
 ``method.truncate=false`` the remainder is added to the frozen weight, so that nothing is lost
-between rounds (for tests of exactness, and where it can be sent). A component that no client of a
-round has the rank for is dropped, as published, but can be trained again: its column of B is zero,
-its row of A is not.
+between rounds (for tests of exactness, or if sending it is affordable). As published, components
+beyond the largest rank in a round are dropped. They can be trained again, because only their
+columns of B are zero, not their rows of A.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FlexLoRAConfig(MethodConfig):
 
 @register("flexlora")
 class FlexLoRA(FedIT):
-    """Average the products and send out their leading singular components."""
+    """Average the products and send their leading singular components."""
 
     Config = FlexLoRAConfig
     summary = "LoRA of client-specific rank; products averaged at full size, SVD to each rank"
@@ -48,7 +48,7 @@ class FlexLoRA(FedIT):
     contribution = FedIT.with_products
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Take the leading r_c singular components of the broadcast."""
+        """Load the leading r_c singular components of the broadcast."""
         super().start(run, initial)
         run.metrics["rank"] = float(self.limit_rank(run))
 
@@ -59,7 +59,8 @@ class FlexLoRA(FedIT):
         for layer, a, b, update in self.mean_updates(mean, shared, layout):
             u, s, vt = torch.linalg.svd(update, full_matrices=False)
             rank = a.shape[0]
-            # The signs of singular vectors are free: make the largest entry of A's rows positive.
+            # The signs of singular vectors are arbitrary: make the largest entry of A's rows
+            # positive.
             largest = vt[:rank].abs().argmax(dim=1, keepdim=True)
             sign = torch.sign(vt[:rank].gather(1, largest))  # [k, 1], k = min(r, d_out, d_in)
             kept = len(sign)

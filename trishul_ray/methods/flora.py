@@ -5,9 +5,9 @@ Adaptations", NeurIPS 2024, arXiv 2409.05976.
 
 Stacking ``A_s = [p_1 A_1; ...; p_m A_m]`` and ``B_s = [B_1, ..., B_m]`` makes ``B_s A_s`` the sum
 of ``p_c B_c A_c``, which is exact for any ranks. The stack is merged into W0, and clients start the
-next round with fresh adapters (A random, B = 0). Limited clients train a lower rank
-(``federation.compute``). The stack itself is sent down, so the downlink grows with the cohort,
-and a client that missed rounds needs the stacks of all of them.
+next round with fresh adapters (A random, B = 0). Resource-constrained clients train a lower rank
+(``federation.compute``). The stack itself is sent down, so the downlink grows with the cohort, and
+a client that missed rounds needs the stacks of all of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FLoRA(FedIT):
         self.limit_rank(run)
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
-        """Merge the mean product; of the shared vector keep only the classification head."""
+        """Merge the mean product, and keep only the classification head of the shared vector."""
         shared = mean.shared.clone()
         merged = {}
         for layer, a, b, update in self.mean_updates(mean, shared, layout):
@@ -62,8 +62,8 @@ class FLoRA(FedIT):
     ) -> int:
         """Count the classification head and the stacks of factors of the missed rounds.
 
-        A stack has the ranks of the clients that sent it, whatever this client's rank is. The sum
-        of all merged updates takes the place of stacks that are larger.
+        A stack has the ranks of the clients that sent it, regardless of this client's rank. The sum
+        of all merged updates replaces the stacks if it is smaller.
         """
         head = broadcast.shared.numel() - self.factor_parameters(layout)
         stacks = sum(sent - head for uploads in missed for sent in uploads)

@@ -22,5 +22,5 @@ class FullFT(Method):
     fields_read: frozenset[str] = frozenset()
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """Attach none."""
+        """Attach no adapters."""
         return {}

@@ -1,23 +1,22 @@
-"""HetLoRA: clients of different ranks, padded with zeros and weighted by the norm of their update.
+"""HetLoRA: clients of different ranks, padded with zeros and weighted by their update's norm.
 
 Cho et al.: "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP
 2024, arXiv 2401.06432.
 
-A client of rank r_c takes the first r_c columns of B and rows of A, trains them, and uploads them
-padded with zeros. The server averages the padded factors with weights
-``p_c = ||B_c A_c||_F / sum ||B A||_F`` (root of the sum of squares over layers; equal weights while
-all are zero), which is inexact. The classification head is not low-rank, so it is averaged by
-``federation.weighting`` alone.
+A client of rank r_c trains the first r_c columns of B and rows of A, and uploads them padded with
+zeros. The server averages the padded factors with weights ``p_c = ||B_c A_c||_F / sum ||B A||_F``
+(root of the sum of squares over layers; equal weights while all are zero), which is inexact. The
+classification head is not low-rank, so it is averaged only with ``federation.weighting``.
 
-The cohort's factors are padded to the largest rank in the cohort; the paper does not define what
-happens to components beyond it. With ``method.unsent=keep`` they keep the server's values. ``zero``
+The cohort's factors are padded to the largest rank in the cohort; the paper does not define the
+value of components beyond it. With ``method.unsent=keep`` they keep the server's values. ``zero``
 always pads to r_max: after a round without a client of full rank, a row of A and its column of B
-are zero and so are their gradients (each is a product with the other), so the rank of the global
-model can only fall.
+are zero. Their gradients are then also zero (each is a product with the other), so the rank of the
+global model can only decrease.
 
-Ranks follow ``federation.compute``. Self-pruning (a penalty on the tail of the rank, and a lower
-rank permanently once the tail has shrunk) is off by default, since the TRISHUL paper compares
-with only truncation.
+Ranks follow ``federation.compute``. Self-pruning (a penalty on the tail of the rank, and a
+permanently lower rank once the tail has shrunk) is off by default, because the TRISHUL paper
+compares only with truncation.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class HetLoRA(FedIT):
     weighs_classifier = False
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Take the first r_c components of the broadcast and zero the others for good."""
+        """Load the first r_c components of the broadcast, and zero the others for this round."""
         super().start(run, initial)
         kept = run.client_state.get("rank")
         rank = self.limit_rank(run, None if kept is None else int(kept))
@@ -83,12 +82,12 @@ class HetLoRA(FedIT):
         run.set_state(RankInUse(rank, tail))
 
     def _pruned(self, rank: int) -> int:
-        """Return where the tail of ``rank`` begins: ``floor(gamma rank)``, at least min_rank."""
+        """Return the start of the tail of ``rank``: ``floor(gamma rank)``, at least min_rank."""
         minimum: int = self.config.min_rank
         return max(minimum, math.floor(exact_fraction(rank, self.config.gamma)))
 
     def _tails(self, run: LocalRun, vector: Tensor, rank: int) -> list[Tensor]:
-        """Return ``||B[:, tail]||_F ||A[tail, :]||_F`` by layer, with tail = gamma r_c .. r_c."""
+        """Compute ``||B[:, tail]||_F ||A[tail, :]||_F`` per layer, with tail = gamma r_c .. r_c."""
         first = self._pruned(rank)
         pairs = lora_pairs(run.layout.views(vector))
         return [b[:, first:rank].norm() * a[first:rank].norm() for _, a, b in pairs]
@@ -101,11 +100,11 @@ class HetLoRA(FedIT):
             leaf = run.vector.detach().clone().requires_grad_()
             total = torch.stack(self._tails(run, leaf, run.state_of(RankInUse).rank)).sum()
             (slope,) = torch.autograd.grad(total, leaf)
-        # The norm of an all-zero tail has no gradient; take the subgradient 0.
+        # The norm of an all-zero tail is not differentiable; use the subgradient 0.
         run.grad.add_(slope.nan_to_num(0.0), alpha=self.config.penalty)
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
-        """Send the padded factors; lower the rank for good if the tail has shrunk."""
+        """Send the padded factors; lower the rank permanently if the tail has shrunk."""
         start = run.state_of(RankInUse)
         rank = start.rank
         kept: Tensors = {}
@@ -116,7 +115,7 @@ class HetLoRA(FedIT):
         return State(self.pack(run.layout, run.vector)), kept
 
     def weight(self, upload: State, layout: Layout, weight: float) -> float:
-        """Return ``||B_c A_c||_F``, as ``tr(A^T B^T B A)`` without forming the product.
+        """Compute ``||B_c A_c||_F`` as ``tr(A^T B^T B A)``, without forming the product.
 
         A zero update has a tiny positive weight, so that clients have equal weights while all
         updates are zero.
@@ -128,12 +127,13 @@ class HetLoRA(FedIT):
         return float(max(sum(squares), 1e-60) ** 0.5)
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
-        """Take the mean of the padded factors; by default keep components that nobody sent."""
+        """Return the mean of the padded factors; by default, keep components that nobody sent."""
         shared = mean.shared.clone()
         if self.config.unsent == "keep":
             old = self.named_tensors(layout, state.shared)
             for layer, a, b in lora_pairs(self.named_tensors(layout, shared)):
-                # Weights are positive: a component of the mean is zero where it is in all uploads.
+                # Weights are positive: a component of the mean is zero if it is zero in all
+                # uploads.
                 unsent = (a == 0).all(dim=1) & (b == 0).all(dim=0)  # [r]
                 a[unsent] = old[f"{layer}.lora_A"][unsent]
                 b[:, unsent] = old[f"{layer}.lora_B"][:, unsent]

@@ -1,10 +1,9 @@
-"""Local training: every client trains an adapter of its own, and nothing is sent.
+"""Local training: every client trains a separate adapter, and nothing is sent.
 
-The baseline for what a client gains by federation. A client continues where its own last round
-ended; its adapter and its classification head never leave it. There is no global model: its metrics
-are those of the untouched backbone with an untrained head, in every round. Compare the clients'
-own models (``evaluation.per_client``); the model of a client that was never sampled is
-untouched, too.
+This baseline measures the benefit of federation. A client continues from its last round; its
+adapter and its classification head never leave it. Without a global model, the global metrics score
+the untuned backbone with an untrained head in every round. Compare the personalized models instead
+(``evaluation.per_client``); the model of a client that was never sampled is also untuned.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 @register("local")
 class Local(AnyAdapter):
-    """Train on each client alone."""
+    """Train on each client separately."""
 
     summary = "no federation: each client trains an adapter of its own (personal models)"
     reference = "the usual baseline of personalization"
@@ -32,7 +31,7 @@ class Local(AnyAdapter):
     personal = True
 
     def wire(self, layout: Layout) -> tuple[str, ...]:
-        """Return nothing."""
+        """Return no names."""
         return ()
 
     def pack(self, layout: Layout, vector: Tensor) -> Tensor:
@@ -44,5 +43,5 @@ class Local(AnyAdapter):
         run.vector.copy_(run.client_state.get("vector", initial))
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
-        """Send nothing and keep all."""
+        """Send nothing and keep all trainables."""
         return State(self.pack(run.layout, run.vector)), {"vector": run.vector.clone()}

@@ -1,14 +1,15 @@
 """RAVAN: multi-head cores between frozen bases, averaged exactly.
 
-Raje, Askin, Jhunjhunwala, Joshi: "RAVAN: Multi-Head Low-Rank Adaptation for Federated
-Fine-Tuning", NeurIPS 2025, arXiv 2506.05568, Algorithm 1.
+Raje, Askin, Jhunjhunwala, Joshi: "RAVAN: Multi-Head Low-Rank Adaptation for Federated Fine-Tuning",
+NeurIPS 2025, arXiv 2506.05568, Algorithm 1.
 
 The layer computes ``y = W0 x + sum_i s_i B_i H_i A_i x`` with frozen B_i and A_i, the same on every
 client; H_i = 0 and s_i = 1 at the start. A client trains (s_i, H_i) and uploads s_i H_i. The server
 averages each core head over the clients that trained it and resets s_i to 1. Every layer has the
-same number of core heads. The paper's headline runs draw bases from an unnormalized Gaussian whose
-scale is not published; the default here is ``random_normal`` (one QR per core head).
-``adapter.init`` selects others (``rv_random_normal`` with ``adapter.sigma`` is the paper's).
+same number of core heads. The paper's main experiments draw bases from an unnormalized Gaussian
+with an unpublished scale; the default here is ``random_normal`` (one QR per core head).
+``adapter.init`` selects other initializations (the paper's is ``rv_random_normal`` with
+``adapter.sigma``).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class RavanConfig(MethodConfig):
 
 @register("ravan")
 class Ravan(Method):
-    """Train the same number of core heads on every layer and average s_i H_i head by head."""
+    """Train the same number of core heads on every layer, and average s_i H_i per head."""
 
     Config = RavanConfig
     summary = "multi-head cores between frozen bases; exact head-wise averaging"
@@ -64,28 +65,28 @@ class Ravan(Method):
     mean_is_enough = True
     fields_read = FIELDS_READ["multihead"] | {"overflow"}
     takes_limits = True
-    #: Basis initialization if the experiment does not set ``adapter.init``.
+    #: Initialization of the bases if the experiment does not set ``adapter.init``.
     default_init: ClassVar[BasisInit] = "random_normal"
 
     @property
     def units_by_data(self) -> str:
-        """The selection, if clients choose core heads by their data."""
+        """The selection, if clients select core heads by their data."""
         selection = self.config.selection
         return "" if selection == "random" else f"method.selection={selection!r}"
 
     def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
-        """Return the number of core heads on each adapted matrix, by transformer block.
+        """Return the number of core heads on each adapted matrix, keyed by transformer block.
 
-        ``caps`` are the largest numbers with mutually orthogonal bases.
+        ``caps`` are the maximum numbers with mutually orthogonal bases.
         """
         return dict.fromkeys(site.blocks(), site.adapter.heads)
 
     def ranks(self, site: Site) -> dict[str, int]:
-        """Return the rank of each core head of a layer, by layer name: that of the budget."""
+        """Return the rank of each core head of a layer, from the budget, keyed by layer name."""
         return {layer.name: core_rank(layer, site) for layer in site.layers}
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """Attach cores of the budget's rank, as many as :meth:`heads_by_block` returns."""
+        """Attach :meth:`heads_by_block` cores of the budget's rank to each layer."""
         options, ranks = site.adapter, self.ranks(site)
         if self.init(site) == "gram_schmidt" and options.overflow != "independent":
             for layer in site.layers:
@@ -98,11 +99,11 @@ class Ravan(Method):
         return {m.name: self.cores(site, m, heads[m.block], ranks[m.name]) for m in site.layers}
 
     def init(self, site: Site) -> BasisInit:
-        """Return how bases are drawn."""
+        """Return the initialization of the bases."""
         return site.adapter.init or self.default_init
 
     def cores(self, site: Site, layer: LayerSpec, heads: int, rank: int) -> LayerAdapter:
-        """Return the adapter of one layer."""
+        """Create the adapter of one layer."""
         from trishul_ray.adapters.multihead import MultiHead  # imports torch
 
         return MultiHead(
@@ -110,7 +111,7 @@ class Ravan(Method):
             rank,
             self.init(site),
             site.adapter.sigma,
-            # With "cap" the allocation is already limited to the width.
+            # With "cap", the allocation is already limited to the width.
             "error" if site.adapter.overflow == "cap" else "independent",
             train_scale=self.config.scalars == "trainable",
         )
@@ -120,27 +121,27 @@ class Ravan(Method):
         return tuple(e.name for e in layout.entries if e.kind in ("core", "classifier"))
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Take the cores of the broadcast; choose which of them are trained in this round."""
+        """Load the cores of the broadcast, and select the cores to train in this round."""
         super().start(run, initial)
         if run.training and min(self.config.head_fraction, run.capacity) < 1.0:
             run.active = self.choose(run)
 
     def choose(self, run: LocalRun) -> Tensor:
-        """Return [U] bool: on each layer the ``ceil(share h)`` core heads of the largest score.
+        """Select on each layer the ``ceil(fraction h)`` core heads of the largest score, [U] bool.
 
-        Only heads that are active already can be chosen. The client's random stream breaks ties (in
-        round 1 all cores are zero). Otherwise the first core heads would be trained in round 1,
-        have the largest norms afterwards, and be the only ones ever trained.
+        Only heads that are already active can be selected. The client's random stream breaks ties,
+        because all cores are zero in round 1. Otherwise the first core heads would be trained in
+        round 1, have the largest norms afterwards, and be the only ones ever trained.
         """
         selection, wire = self.config.selection, self.wire(run.layout)
         if selection == "gradient":
             run.gradient(1)
-        scores: dict[str, Tensor] = {}  # [h] by layer
+        scores: dict[str, Tensor] = {}  # [h], keyed by layer
         if selection != "random":
             views = run.layout.views(run.grad if selection == "gradient" else run.vector)
             cores = [name for name in wire if run.layout.entry(name).kind == "core"]
             norms = [views[name].flatten(1).norm(dim=1) for name in cores]
-            # All at once: each copy to the host waits for the device.
+            # Concatenate them: each copy to the host waits for the device.
             on_host = torch.cat(norms).cpu().split([len(norm) for norm in norms])
             scores = dict(zip(cores, on_host, strict=True))
         flags: list[Tensor] = []
@@ -170,11 +171,11 @@ class Ravan(Method):
         return torch.cat(flags)
 
     def _trained_heads(self, heads: int, capacity: float) -> int:
-        """Return how many of a layer's core heads a client trains in a round."""
+        """Return the number of a layer's core heads that a client trains in a round."""
         return math.ceil(exact_fraction(heads, self.config.head_fraction, capacity))
 
     def unit_shares(self, layout: Layout, capacities: Sequence[float]) -> np.ndarray:
-        """Return the mean share of heads that clients choose at random on each layer."""
+        """Return the mean fraction of heads that clients select at random on each layer."""
         counts, shares = Counter(capacities), []
         for unit in layout.units(self.wire(layout)):
             heads = layout.entry(unit.tensor).shape[0] if unit.kind == "core" else 1

@@ -1,10 +1,10 @@
 """SCAFFOLD+LoRA: averaged LoRA factors with control variates against client drift.
 
 Karimireddy et al.: "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020,
-arXiv 1910.06378, on all trainables of the adapter, as the TRISHUL paper uses it.
+arXiv 1910.06378, on all trainables of the adapter, as in the TRISHUL paper.
 
-The server keeps a control variate c and each client its own c_i, all zero at first. A client steps
-along ``g - c_i + c``. ``method.option`` selects its new variate after K steps:
+The server stores a control variate c and each client its own c_i, all initially zero. A client
+steps along ``g - c_i + c``. ``method.option`` selects its new variate after K steps:
 
 - ``II``: ``c_i+ = c_i - c + (x - y) / (K eta)``, as published; with a learning-rate schedule the
   sum of the K rates replaces ``K eta``. Under plain SGD this is the mean of the K raw gradients, up
@@ -13,10 +13,10 @@ along ``g - c_i + c``. ``method.option`` selects its new variate after K steps:
 - ``I``: the mean gradient at x of the round's K mini-batches, in an extra pass before the first
   step.
 
-The client uploads its trainables and ``c_i+ - c_i``. The server averages the former (inexactly, as
-FedIT does), ``x <- x + eta_g (mean - x)``, and adds ``(1/N) sum_i (c_i+ - c_i)`` to c, where N
-counts all registered clients. This sum is unweighted whatever ``federation.weighting`` is. Traffic
-is twice that of LoRA in both directions.
+The client uploads its trainables and ``c_i+ - c_i``. The server averages the trainables (inexactly,
+like FedIT), ``x <- x + eta_g (mean - x)``, and adds ``(1/N) sum_i (c_i+ - c_i)`` to c, where N
+counts all registered clients. This sum is unweighted regardless of ``federation.weighting``.
+Traffic is twice that of LoRA in both directions.
 """
 
 from __future__ import annotations
@@ -78,10 +78,11 @@ class Scaffold(FedIT):
     reference = "Karimireddy et al., ICML 2020, arXiv 1910.06378"
     communication = "2 r (d_in + d_out) per matrix up and down"
     plain_mean = frozenset({"control"})
-    mirrored = frozenset({"control"})  # c is the mean of all c_i, whatever a stage leaves
+    # c is the mean of all c_i, even if a stage alters the changes
+    mirrored = frozenset({"control"})
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Keep the broadcast, and the correction ``c - c_i`` of this client's gradients."""
+        """Store the broadcast, and the correction ``c - c_i`` of this client's gradients."""
         super().start(run, initial)
         if not run.training:
             return
@@ -117,7 +118,7 @@ class Scaffold(FedIT):
         return State(self.pack(run.layout, run.vector), change), {"control": control}
 
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
-        """Return the length of the trainables for both arrays."""
+        """Return the number of trainables for both arrays."""
         return {"shared": layout.size, "control": layout.size}
 
     def initial_state(self, layout: Layout, initial: Tensor, survey: Tensors) -> State:

@@ -2,19 +2,19 @@
 
 The three prongs of the paper (Algorithm 1):
 
-1. Cores between frozen orthonormal bases are uploaded as s·H and averaged head by head (eqs.
-   forward, server_aggregation). This is RAVAN, from which the class inherits it.
-2. After a local step each trained core takes the proximal map of the nuclear norm,
-   ``H <- U (Σ - λη)_+ V^T`` (eqs. grad_step, prox_step, svt), every ``prox_every`` steps with
-   ``prox_every`` times the threshold; scalars are clipped to [0, s_max].
+1. Cores between frozen orthonormal bases are uploaded as s·H and averaged per head (eqs. forward,
+  server_aggregation). This part is inherited from RAVAN.
+2. After a local step, the proximal map of the nuclear norm is applied to each trained core, ``H <-
+  U (Σ - λη)_+ V^T`` (eqs. grad_step, prox_step, svt), every ``prox_every`` steps with
+  ``prox_every`` times the threshold; scalars are clipped to [0, s_max].
 3. Core heads are allocated to transformer blocks by concave water-filling of ``a_l = ||W_l||_F^2``
-   (eqs. waterfill_opt, waterfill_sol, rounding_floor), the same number on each adapted matrix of a
-   block.
+  (eqs. waterfill_opt, waterfill_sol, rounding_floor), the same number on each adapted matrix of a
+  block.
 
-The paper leaves three choices open: which weights score a block (``method.block_scores``; by
-default its adapted matrices), s_max (default 10), and how the prox, defined for plain gradient
-steps, meets Adam (as written: it follows the optimizer's step with threshold λη, on the whole core;
-``method.prox_on=change`` applies it to the core's local change instead).
+The paper leaves three choices open. The weights that score a block are its adapted matrices by
+default (``method.block_scores``). s_max is 10 by default. The prox, which is defined for plain
+gradient steps, is combined with Adam as written: it follows the optimizer's step with threshold λη,
+on the whole core; ``method.prox_on=change`` applies it to the core's local change instead.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from trishul_ray.spectral.svt import SvtStats, svt_of_stacks, svt_stats, svt_sum
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: ε of eq. layer_capacity: keeps a score positive where a weight is all zero.
+#: ε of eq. layer_capacity: keeps the score of an all-zero weight positive.
 SCORE_FLOOR = 1e-12
 
 
 class TrishulConfig(RavanConfig):
-    """Hyper-parameters of TRISHUL; the defaults are the paper's headline setting."""
+    """Hyper-parameters of TRISHUL; the defaults are the paper's main setting."""
 
     lam: float = Field(0.01, ge=0, description="λ: weight of the nuclear norm; 0 is no prox")
     prox_every: int = Field(1, ge=1, description="local steps between two proximal maps")
@@ -71,18 +71,18 @@ class TrishulConfig(RavanConfig):
 
     @property
     def in_short(self) -> str:
-        """λ, for one line on a run."""
+        """λ, for a one-line run summary."""
         return f"λ={self.lam:g}"
 
 
 @dataclass
 class Stack:
-    """The cores of one rank in a client's round, as the prox sees them.
+    """The cores of one rank in a client's round, for the prox.
 
     Attributes:
         bank: [n, r, r], the cores, a view of the client's vector.
-        trained: Numbers of the trained ones; None means all.
-        origin: [n, r, r], what was broadcast, if the change since then is shrunk.
+        trained: Indices of the trained cores; None means all.
+        origin: [n, r, r], the broadcast cores, if the prox applies to the change since then.
         last: Cores before the last prox of a diagnosed round, and its threshold.
     """
 
@@ -92,16 +92,16 @@ class Stack:
     last: tuple[Tensor, float] | None = None
 
     def take(self, bank: Tensor) -> Tensor:
-        """Return the trained ones of a stack [n, ...]; all of them, as a view, for None."""
+        """Select the trained cores of a stack [n, ...]; a view if all are trained."""
         return bank if self.trained is None else bank.index_select(0, self.trained)
 
     def change(self) -> Tensor:
-        """Return what is shrunk: the trained cores, or their change since the broadcast."""
+        """Return the input of the prox: the trained cores, or their change since the broadcast."""
         cores = self.take(self.bank).contiguous()
         return cores if self.origin is None else cores - self.take(self.origin)
 
     def store(self, shrunk: Tensor) -> None:
-        """Write the result of the prox to where :meth:`change` read."""
+        """Write the result of the prox to the cores that :meth:`change` read."""
         if self.origin is not None:
             shrunk = shrunk + self.take(self.origin)
         if self.trained is None:
@@ -111,7 +111,7 @@ class Stack:
 
 
 class Stacks(list[Stack]):
-    """The trained cores of a client's round, those of one rank together."""
+    """The trained cores of a client's round, one stack per rank."""
 
 
 @register("trishul")
@@ -124,9 +124,9 @@ class Trishul(Ravan):
     communication = "sum over matrices of h_l r^2 up and down"
     default_init = "gram_schmidt"
 
-    # Prong 3: which heads.
+    # Prong 3: head allocation.
     def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
-        """Divide ``heads`` x blocks core heads among the blocks, by their scores."""
+        """Distribute ``heads`` x blocks core heads over the blocks, by their scores."""
         blocks = site.blocks()
         total = site.adapter.heads * len(blocks)
         limits = self.head_limits(site, caps)
@@ -146,7 +146,6 @@ class Trishul(Ravan):
         return dict(zip(blocks, heads, strict=True))
 
     def scores(self, site: Site) -> list[float]:
-        """Return the score of each block."""
         measured = self.survey_plan is not None
         layers = site.layers if measured else site.scored
         known = {n: float(x) for n, x in site.survey.items()} if measured else site.squared_norms
@@ -157,28 +156,29 @@ class Trishul(Ravan):
         ]
 
     def head_limits(self, site: Site, caps: dict[str, int]) -> list[int] | None:
-        """Return the largest number of core heads of each block; None if unlimited.
+        """Return the maximum number of core heads of each block, or None if unlimited.
 
         Measured scores of two blocks can differ by any factor, so one block could get every core
-        head of the model. Weight norms do not differ so much, and the paper's water-filling has
-        no limit.
+        head of the model. Weight norms do not differ as much, and the paper's water-filling has no
+        limit.
         """
         overflow = site.adapter.overflow
         if overflow == "cap" or (self.survey_plan is not None and overflow == "auto"):
-            # Bases that need not be orthogonal may exceed the width even at the mean number.
+            # Bases that need not be orthogonal may exceed the width even at the mean number of
+            # heads.
             minimum = site.adapter.heads if overflow == "auto" else 0
             return [max(caps[block], minimum) for block in site.blocks()]
         return None
 
     @property
     def block_scores(self) -> BlockScores:
-        """Return ``method.block_scores`` where weights are scored, and the default otherwise."""
+        """``method.block_scores`` if weights are scored, otherwise the default."""
         chosen: BlockScores = self.config.block_scores
         return chosen if self.config.allocation == "waterfill" else "adapted"
 
     @property
     def survey_plan(self) -> SurveyPlan | None:
-        """Ask 5 clients for gradients if the allocation needs them (4 batches, or 32 examples)."""
+        """Request gradients of 5 clients (4 batches or 32 examples) if allocation needs them."""
         if self.config.allocation == "gradient":
             return SurveyPlan(clients=5, batches=4, decides_adapters=True)
         if self.config.allocation == "curvature":
@@ -186,27 +186,27 @@ class Trishul(Ravan):
         return None
 
     def survey(self, gradients: Iterator[Tensors]) -> Tensors:
-        """Return the mean squared gradient norm of each layer.
+        """Compute the mean squared gradient norm of each layer.
 
-        Over single examples this is the trace of the empirical Fisher matrix.
+        Over single examples, this is the trace of the empirical Fisher matrix.
         """
         norms = [{name: g.square().sum() for name, g in batch.items()} for batch in gradients]
         return {name: torch.stack([n[name] for n in norms]).mean().view(1) for name in norms[0]}
 
-    # Prong 2: how a local step ends.
+    # Prong 2: proximal local steps.
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Start as RAVAN does, and find the cores that the prox will shrink."""
+        """Start like RAVAN, and collect the cores that the prox will shrink."""
         super().start(run, initial)
         if run.training:
             run.set_state(Stacks(self.stacks(run)))
 
     def stacks(self, run: LocalRun) -> list[Stack]:
-        """Return the trained cores, those of one rank together."""
+        """Collect the trained cores, one stack per rank."""
         banks = run.layout.core_banks(run.vector)
         stacks = [Stack(bank) for bank in banks]
         if run.active is not None:
-            # Core heads are the first units of the wire, in the order of the banks. Their numbers
-            # are kept on the device: the steps must not ask the host.
+            # Core heads are the first units of an upload, in the order of the banks. Their indices
+            # are stored on the device, because the steps must not wait for the host.
             counts = [len(bank) for bank in banks]
             flags = run.active[: sum(counts)].split(counts)
             for stack, trained in zip(stacks, flags, strict=True):
@@ -219,7 +219,7 @@ class Trishul(Ravan):
     def after_steps(self, runs: Sequence[LocalRun], step: int, steps: int) -> None:
         """Clip the scalars, then apply the prox of ``λη||.||_*`` to the trained cores."""
         for run in runs:
-            # Scalars of heads that are not trained are 1, so clipping leaves them.
+            # Scalars of untrained heads are 1, so clipping does not change them.
             run.vector[run.layout.scalars].clamp_(0.0, self.config.scalar_max)
         if step % self.config.prox_every and step != steps:
             return
@@ -237,20 +237,20 @@ class Trishul(Ravan):
 
     @property
     def steps_per_prox(self) -> int:
-        """``method.prox_every``, and 0 without a threshold."""
+        """``method.prox_every``, or 0 without a threshold."""
         return self.config.prox_every if self.config.lam else 0
 
     def since(self, step: int) -> int:
-        """Return how many steps a prox covers: those since the one before."""
+        """Return the number of steps that a prox covers, counted from the previous one."""
         every: int = self.config.prox_every
         return step % every or every
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
-        """Send what RAVAN sends; report the last prox's spectra to rounds that are diagnosed."""
+        """Send the upload of RAVAN; in diagnosed rounds, also report the last prox's spectra."""
         sent, kept = super().upload(run, steps)
         if run.diagnosed and (stacks := run.state_of(Stacks)):
             last = [stack.last for stack in stacks if stack.last is not None]
-            # Without a threshold, λ is 0 and nothing was shrunk.
+            # ``last`` is None if λ is 0, because nothing was shrunk.
             stats = [svt_stats(before, threshold) for before, threshold in last]
             run.metrics |= {f"svt_{name}": value for name, value in svt_summary(stats).items()}
             if stats:

@@ -1,11 +1,11 @@
-"""The contract of a federated method, and the registry of methods.
+"""Base class and registry of federated methods.
 
-A method defines five things: the adapters that it attaches, the parameters that a client trains and
-the end of a local step, the client's upload, how uploads become the next state, and the broadcast.
-Sampling, data, optimizers, evaluation, tracking and faults belong to the platform.
+A method defines five parts: the adapters that it attaches, the local training step, the client's
+upload, the aggregation of uploads into the next state, and the broadcast. The platform provides
+sampling, data, optimizers, evaluation, tracking and fault tolerance.
 
-Legend: P trainables of a client, W entries of the shared part on the wire, U units of
-aggregation (one core head, or one whole tensor).
+Legend: P trainables of a client, W entries of the shared part in an upload, U units of aggregation
+(one core head, or one whole tensor).
 """
 
 from __future__ import annotations
@@ -45,18 +45,23 @@ ADAPTED = frozenset({"budget", "targets", "rank", "path"})
 
 
 class MethodConfig(Section):
-    """Base class of a method's hyper-parameters; :func:`register` gives it the method's name."""
+    """Base class of a method's hyper-parameters; :func:`register` sets the method's name.
+
+    Example:
+        >>> class MineConfig(MethodConfig):
+        ...     mu: float = 0.1
+    """
 
     name: str
 
     @property
     def in_short(self) -> str:
-        """A remark next to the method's name in one line on a run; may be empty."""
+        """Text next to the method's name in a one-line run summary, or an empty string."""
         return ""
 
 
 class Settings(Protocol):
-    """The part of an experiment that a method may read to reject it."""
+    """Settings of an experiment that a method can read to validate it."""
 
     @property
     def adapter(self) -> AdapterConfig:
@@ -68,73 +73,100 @@ class Settings(Protocol):
 
     @property
     def remembered(self) -> tuple[str, ...]:
-        """The fields, as ``field=value``, that add to a change what earlier rounds left."""
+        """Fields, as ``field=value``, whose effect on a change depends on earlier rounds."""
 
     def is_set(self, section: str) -> bool:
-        """Return whether a section of a stage is set."""
+        """Return whether the section of a stage is set."""
 
 
 class Method:
-    """Base class of federated methods: set the class attributes, override hooks.
+    """Base class of federated methods.
 
-    Instances hold only their configuration: one object serves every client.
+    Subclasses set the class attributes and override the hooks that they need. Instances store only
+    their configuration: one instance serves every client. Tensors of a round belong to
+    :meth:`LocalRun.set_state`, and tensors of a client between rounds to the second result of
+    :meth:`upload`.
+
+    Args:
+        config: The hyper-parameters, an instance of ``Config``.
+        lora_alpha: ``adapter.alpha`` of the experiment, for methods whose server multiplies LoRA
+            factors; None until the experiment is known.
+
+    Example:
+        A method that clips every gradient of FedIT, in a file that ``--plugin`` loads::
+
+            class ClippedConfig(MethodConfig):
+                bound: float = Field(1.0, gt=0, description="largest norm of a gradient")
+
+            @register("clipped")
+            class Clipped(FedIT):
+                "FedIT with clipped local gradients."
+                Config = ClippedConfig
+                summary = "FedIT with clipped gradients"
+                reference = "none"
+                communication = "r (d_in + d_out) per matrix up and down"
+
+                def before_step(self, run: LocalRun) -> None:
+                    run.grad.mul_((self.config.bound / run.grad.norm()).clamp(max=1.0))
     """
 
-    #: Its hyper-parameters, if it has any in addition to inherited ones.
+    #: Class of the hyper-parameters, if the method adds any to the inherited ones.
     Config: ClassVar[type[MethodConfig]] = MethodConfig
     #: One line for ``trishul list methods``.
     summary: ClassVar[str]
     #: Publication of the method.
     reference: ClassVar[str]
-    #: Parameters a client sends each round, as a formula.
+    #: Number of parameters that a client sends per round, as a formula.
     communication: ClassVar[str]
 
-    #: Caveat next to its rows in a table, in a sentence.
+    #: One-sentence caveat that tables show next to the method's rows.
     caveat: ClassVar[str] = ""
-    #: Train every parameter of the backbone itself (full fine-tuning).
+    #: Whether to train every parameter of the backbone (full fine-tuning).
     train_all: ClassVar[bool] = False
-    #: Whether a client of limited compute can train a part of the budget.
+    #: Whether resource-constrained clients can train a part of the budget.
     takes_limits: bool = False
-    #: Whether the next global model is another than the clients' mean (momentum, a correction, a
-    #: model for each cluster). If not, training with one client is central training, which the
-    #: tests of all methods and ``trishul check`` check.
+    #: Whether the next global model differs from the clients' mean (momentum, a correction, or a
+    #: model per cluster). If not, training with one client equals central training, which the tests
+    #: of all methods and ``trishul check`` verify.
     moves_beyond_mean: ClassVar[bool] = False
     #: Whether clients keep a part of the model: the trainables that are not in :meth:`wire`, which
     #: :meth:`upload` returns by name and :meth:`start` restores from ``run.client_state``. The
-    #: metrics are then those of the global model, without such a part; with
-    #: ``evaluation.per_client`` every client's own model is scored as well (``personal_mean``).
+    #: metrics then score the global model without this part. With ``evaluation.per_client``, the
+    #: personalized model of every client is also scored (``personal_mean``).
     personal: bool = False
-    #: Whether the next state is a function of the mean of what clients upload, with weights by
-    #: ``federation.weighting`` alone, and the broadcast's ``shared`` is the state's. Stages that
-    #: act on changes need it, and reject other methods; ``trishul check`` tries it. A subclass that
-    #: changes the average or the broadcast, or needs all uploads, does not inherit it. An instance
-    #: may override its class, depending on its configuration; so it may ``needs_uploads``.
+    #: Whether the next state is a function of the mean of the uploads, weighted only by
+    #: ``federation.weighting``, and the broadcast has the ``shared`` of the state. Stages that act
+    #: on changes require it, and reject other methods; ``trishul check`` tests it. Subclasses that
+    #: change the average or the broadcast, or need all uploads, do not inherit it. An instance may
+    #: override the class attribute depending on its configuration; the same applies to
+    #: ``needs_uploads``.
     mean_is_enough: bool = False
-    #: Whether :meth:`aggregate` reads each upload, not only their mean: a median, a clustering. The
-    #: server then holds all uploads of a round at once, m W numbers; otherwise only running sums.
+    #: Whether :meth:`aggregate` reads each upload instead of only their mean, such as for a median
+    #: or a clustering. The server then stores all uploads of a round, m W numbers, instead of
+    #: running sums.
     needs_uploads: bool = False
-    #: Names in ``extra`` of a contribution that are averaged without weights, whatever
-    #: ``federation.weighting`` and :meth:`weight` are. Their sum over the cohort is then
+    #: Names in ``extra`` of a contribution that are averaged without weights, regardless of
+    #: ``federation.weighting`` and :meth:`weight`. Their sum over the cohort is then
     #: ``round_.accepted`` times the mean.
     plain_mean: ClassVar[frozenset[str]] = frozenset()
-    #: Names in ``extra`` of an upload that are the change of what the client keeps under the same
-    #: name (zero at first), so that the server can add up what all clients keep. If a stage alters
-    #: the change, the client keeps its earlier tensors, plus the change that the server reads.
+    #: Names in ``extra`` of an upload that are the change of the client state of the same name
+    #: (initially zero), so that the server can track the sum over all clients. If a stage alters
+    #: the change, the client stores its previous tensors plus the change that the server receives.
     mirrored: ClassVar[frozenset[str]] = frozenset()
     #: Whether :meth:`weight` also applies to the classification head. If not, the classification
-    #: head is averaged by ``federation.weighting`` alone.
+    #: head is averaged only with ``federation.weighting``.
     weighs_classifier: ClassVar[bool] = True
 
-    #: Its default learning rates by row of ``learning_rates.yaml``, if the row has none. They were
-    #: chosen as the rates of the row; not inherited.
+    #: Default learning rates, keyed by row of ``learning_rates.yaml``, for rows without the method.
+    #: They were tuned like the other rates of the row, and are not inherited.
     rates: ClassVar[Mapping[str, float]] = {}
-    #: The method whose default learning rates this one uses if it has none; inherited by
-    #: subclasses. None: the general default, with a warning.
+    #: Method whose default learning rates apply if this method has none; inherited by subclasses.
+    #: None means the general default, with a warning.
     rates_like: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # Else a method that averages something else would keep a promise that it never made.
+        # Otherwise a method with another average would inherit a false declaration.
         changed = {"contribution", "weight", "broadcast", "needs_uploads"}
         if vars(cls).keys() & changed:
             cls.mean_is_enough = vars(cls).get("mean_is_enough", False)
@@ -153,30 +185,40 @@ class Method:
         )
 
     def check(self, settings: Settings) -> None:
-        """Reject an experiment that the method cannot run (default: accept all).
+        """Validate the experiment; by default, accept it.
+
+        Args:
+            settings: Settings of the experiment.
 
         Raises:
-            ValueError: Names the field, its value, and the allowed values.
+            ValueError: The method does not support the experiment. The message names the field, its
+                value and the allowed values.
         """
 
     @property
     def fields_read(self) -> frozenset[str] | None:
-        """The shared fields that it reads: ``budget``, and fields of the section ``adapter``.
+        """Shared fields that the method reads: ``budget`` and fields of the section ``adapter``.
 
-        Others cannot change a number of its runs and are not part of their ids. Where ``rank`` is
-        set, it takes the place of ``budget`` and ``matching``. None (the default): all, at any
-        rank.
+        Other fields cannot affect the results of its runs, and are not part of their ids. If
+        ``rank`` is set, it replaces ``budget`` and ``matching``. None (the default) means all
+        fields.
         """
         return None
 
     @property
     def block_scores(self) -> BlockScores:
-        """Return the kind of linear weights in :attr:`Site.scored`; the adapted ones by default."""
+        """Kind of linear layers in :attr:`Site.scored`; by default the adapted layers."""
         return "adapted"
 
-    # 1. Which adapters.
+    # 1. Adapters.
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """Return the adapter of each layer, by layer name.
+        """Return the adapter of each layer.
+
+        Args:
+            site: The targeted layers, the budget and the section ``adapter``.
+
+        Returns:
+            The adapters, keyed by layer name.
 
         Raises:
             InputError: The budget does not fit the backbone.
@@ -188,21 +230,34 @@ class Method:
 
     @property
     def survey_plan(self) -> SurveyPlan | None:
-        """Return the survey that clients answer before round 1; None (the default) for none."""
+        """Survey that clients respond to before round 1, or None (the default)."""
         return None
 
     def survey(self, gradients: Iterator[Tensors]) -> Tensors:
-        """Return one client's answer by layer, its upload of round 0; the server takes the mean.
+        """Compute a client's response to the survey, its upload of round 0.
+
+        The server averages the responses.
 
         Args:
-            gradients: For each mini-batch, the dense gradient [d_out, d_in] of each adapted
-                layer's weight at the pretrained model.
+            gradients: For each mini-batch, the dense gradients [d_out, d_in] of the adapted layers'
+                weights at the pretrained model, keyed by layer name.
+
+        Returns:
+            The response, keyed by layer name.
         """
         raise NotImplementedError(f"{type(self).__name__} has a survey_plan but no survey()")
 
-    # 2. What a client trains and how its local step ends.
+    # 2. Local training.
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Fill ``run.vector`` before the first step; ``initial`` [P] is the untrained vector."""
+        """Initialize ``run.vector`` before the first step.
+
+        By default, load the shared part from the broadcast and, if :attr:`personal`, the client's
+        part from ``run.client_state``.
+
+        Args:
+            run: The round of the client.
+            initial: [P] float32, the untrained vector.
+        """
         run.vector.copy_(initial)
         self.unpack(run.layout, run.vector, run.broadcast.shared)
         if self.personal:
@@ -211,57 +266,101 @@ class Method:
                 views[name].copy_(own)
 
     def before_step(self, run: LocalRun) -> None:
-        """Correct ``run.grad`` in place before the optimizer reads it (default: do nothing)."""
+        """Modify ``run.grad`` in place before the optimizer reads it; by default, do nothing.
+
+        Args:
+            run: The round of the client.
+        """
 
     def after_step(self, run: LocalRun, step: int, steps: int) -> None:
-        """End local step ``step`` of 1..``steps``, e.g. by a prox or a clip (default: nothing)."""
+        """Modify ``run.vector`` in place after the optimizer's step; by default, do nothing.
+
+        Args:
+            run: The round of the client.
+            step: The local step, from 1.
+            steps: Number of local steps.
+        """
 
     def after_steps(self, runs: Sequence[LocalRun], step: int, steps: int) -> None:
-        """End it for the clients that train together (default: :meth:`after_step` of each)."""
+        """Call :meth:`after_step` for each client that trains in the same forward.
+
+        Override it to process all clients at once.
+
+        Args:
+            runs: The rounds of the clients.
+            step: The local step, from 1.
+            steps: Number of local steps.
+        """
         for run in runs:
             self.after_step(run, step, steps)
 
     @property
     def steps_per_prox(self) -> int:
-        """Local steps from one proximal map of the core heads to the next, for cost estimates.
+        """Local steps between two proximal maps of the core heads, for cost estimates.
 
-        0 (the default): clients compute none.
+        0 (the default) means that clients compute no proximal maps.
         """
         return 0
 
     @property
     def units_by_data(self) -> str:
-        """The setting by which a client's data decide which units it trains; empty if none."""
+        """Setting that makes the trained units depend on a client's data, or an empty string."""
         return ""
 
     def unit_shares(self, layout: Layout, capacities: Sequence[float]) -> np.ndarray:
-        """Return [U] float64, the share of clients that train a unit, on average (default: all).
+        """Return the average fraction of clients that train each unit; by default all clients.
 
-        It must follow from the configuration, not from data: a mean that hides who came is a sum
-        over the expected number of clients. Units that :meth:`round_wire` leaves out of a
-        round do not count.
+        It must depend on the configuration, not on data: a mean that hides who participated divides
+        a sum by the expected number of clients. Units that :meth:`round_wire` excludes from a round
+        do not count.
 
         Args:
             layout: Names of the trainables; the units are the units of :meth:`wire`.
             capacities: :attr:`LocalRun.capacity` of every client.
+
+        Returns:
+            [U] float64.
         """
         return np.ones(sum(1 for _ in layout.units(self.wire(layout))))
 
-    # 3. What it uploads.
+    # 3. Upload.
     def wire(self, layout: Layout) -> tuple[str, ...]:
-        """Return the names of the trainables in ``shared``, in order (default: all)."""
+        """Return the names of the uploaded trainables; by default all.
+
+        Args:
+            layout: Names of the trainables.
+
+        Returns:
+            The names in the order of ``shared``.
+        """
         return tuple(entry.name for entry in layout.entries)
 
     def round_wire(self, layout: Layout, round_number: int) -> tuple[str, ...]:
-        """Return which of :meth:`wire` clients train and send in a round (default: all).
+        """Return the names that clients train and send in a round; by default all of :meth:`wire`.
 
-        The rest keeps the server's value. The simulation's ``shared`` has all W entries in every
-        round; only these are averaged and counted as uploaded.
+        Other trainables keep the server's value. In the simulation, ``shared`` has all W entries in
+        every round, but only these names are averaged and counted as uploaded.
+
+        Args:
+            layout: Names of the trainables.
+            round_number: The round, from 1.
+
+        Returns:
+            The names.
         """
         return self.wire(layout)
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
-        """Return a client's upload after ``steps`` steps, and its new state."""
+        """Return a client's upload after local training, and the state that it keeps.
+
+        Args:
+            run: The round of the client.
+            steps: Number of local steps.
+
+        Returns:
+            The upload, and the client state for :attr:`LocalRun.client_state` of its next round,
+            keyed by name.
+        """
         memory: Tensors = {}
         if self.personal:
             sent, views = self.wire(run.layout), run.layout.views(run.vector)
@@ -269,51 +368,81 @@ class Method:
         return State(self.pack(run.layout, run.vector)), memory
 
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
-        """Return the length of ``shared`` and, by name, of each tensor in an upload's ``extra``.
+        """Return the length of each array in an upload; the server rejects any other upload.
 
-        The server rejects any other upload.
+        Args:
+            layout: Names of the trainables.
+
+        Returns:
+            The lengths of ``shared`` and of each tensor in ``extra``, keyed by name.
         """
         return {"shared": sum(layout.entry(name).numel for name in self.wire(layout))}
 
-    # 4. How uploads become the next global state.
+    # 4. Aggregation.
     def initial_state(self, layout: Layout, initial: Tensor, survey: Tensors) -> State:
-        """Return the global state before round 1, given the untrained vector [P]."""
+        """Return the global state before round 1.
+
+        Args:
+            layout: Names of the trainables.
+            initial: [P] float32, the untrained vector.
+            survey: The mean response to the survey, keyed by layer name; empty without a survey.
+        """
         return State(self.pack(layout, initial))
 
     def warning(self, metrics: Mapping[str, float]) -> str:
-        """Return what a run must say after round 1, given :attr:`Round.metrics` of it; or nothing.
+        """Return a warning to report after round 1, or an empty string.
 
         See also :attr:`caveat`.
+
+        Args:
+            metrics: :attr:`Round.metrics` of round 1.
         """
         return ""
 
     def weight(self, upload: State, layout: Layout, weight: float) -> float:
-        """Return the weight of an upload in the mean, given that by ``federation.weighting``.
+        """Return the weight of an upload in the mean; by default, the given weight.
 
-        :attr:`plain_mean` and :attr:`weighs_classifier` exempt parts of it.
+        :attr:`plain_mean` and :attr:`weighs_classifier` exempt parts of the upload.
+
+        Args:
+            upload: The upload.
+            layout: Names of the trainables.
+            weight: The weight according to ``federation.weighting``.
         """
         return weight
 
     def contribution(self, upload: State, layout: Layout) -> State:
-        """Return the averaged tensors: the upload (default), or also functions of it."""
+        """Return the tensors to average: by default the upload, or functions of it.
+
+        Args:
+            upload: The upload.
+            layout: Names of the trainables.
+        """
         return upload
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
-        """Return the next global state.
+        """Compute the next global state; by default, the mean.
 
         Args:
             state: The current global state.
-            mean: The weighted mean of the contributions (unweighted for :attr:`plain_mean`), each
-                unit of ``shared`` over the clients that trained it. A unit that no client
-                trained keeps its old value.
-            round_: The round, its participants and, if :attr:`needs_uploads`, what each sent.
-            layout: Names of the trainables; those of ``shared`` are given by :meth:`wire`.
+            mean: The weighted mean of the contributions (unweighted for :attr:`plain_mean`). Each
+                unit of ``shared`` is averaged over the clients that trained it; a unit that no
+                client trained keeps its previous value.
+            round_: The round, its participants and, if :attr:`needs_uploads`, their uploads.
+            layout: Names of the trainables; :meth:`wire` gives the names in ``shared``.
+
+        Returns:
+            The next global state.
         """
         return mean
 
-    # 5. What the next broadcast is.
+    # 5. Broadcast.
     def broadcast(self, state: State) -> State:
-        """Return what every client of the next cohort receives (default: the global state)."""
+        """Return the state to send to every client of the next cohort; by default the global state.
+
+        Args:
+            state: The global state.
+        """
         return state
 
     def download_parameters(
@@ -321,27 +450,28 @@ class Method:
     ) -> int:
         """Return how many numbers one client downloads for this broadcast in a real deployment.
 
-        By default this leaves out ``base`` and ``constants``: the simulation sends them in
-        full to clients that store nothing, a deployment only their changes. A method that folds
-        changes into ``base`` counts the changes of all rounds that the client missed, or ``base``
-        itself if it is smaller. :meth:`setup_parameters` counts tensors that are sent once.
+        By default, this excludes ``base`` and ``constants``: the simulation sends them in full to
+        clients that store nothing, but a deployment would send only their changes. A method that
+        folds changes into ``base`` counts the changes of all rounds that the client missed, or
+        ``base`` itself if it is smaller. :meth:`setup_parameters` counts tensors that are sent
+        once.
 
         Args:
             broadcast: Broadcast of the simulation.
             layout: Names of the trainables.
             unsent: :attr:`LocalRun.unsent` of the client.
             missed: For each earlier round whose aggregate the client has not received, the numbers
-                that each accepted client sent in it. These are all earlier rounds for a client that
-                takes part for the first time, and never fewer than the last round.
+                that each accepted client sent in it. For a client that participates for the first
+                time, these are all earlier rounds; there is always at least the previous round.
         """
         return broadcast.shared.numel() + count_numbers(broadcast.extra) - unsent
 
     def setup_parameters(self, broadcast: State, layout: Layout) -> int:
         """Return how many numbers a client downloads once, in its first round.
 
-        By default these are ``constants``, frozen tensors computed by the server, and the answers
-        of a survey that decides the adapters. Tensors drawn from the seed cost nothing, since every
-        client draws the same.
+        By default, these are ``constants``, frozen tensors computed by the server, and the
+        responses of a survey that decides the adapters. Tensors drawn from the seed cost nothing,
+        because every client draws the same values.
 
         Args:
             broadcast: Broadcast of the simulation.
@@ -350,20 +480,42 @@ class Method:
         constants = sum(map(count_numbers, broadcast.constants.values()))
         return constants + count_numbers(broadcast.survey)
 
-    # Helpers that follow from :meth:`wire`.
+    # Helpers that depend only on :meth:`wire`.
     def pack(self, layout: Layout, vector: Tensor) -> Tensor:
-        """Gather the wire entries of a trainable vector [P] into one new vector [W]."""
+        """Gather the shared part of a trainable vector.
+
+        Args:
+            layout: Names of the trainables.
+            vector: [P] float32.
+
+        Returns:
+            A new vector [W] in the order of :meth:`wire`.
+        """
         views = layout.views(vector)
         return torch.cat([views[name].reshape(-1) for name in self.wire(layout)])
 
     def unpack(self, layout: Layout, vector: Tensor, shared: Tensor) -> None:
-        """Scatter a wire vector [W] into a trainable vector [P], in place."""
+        """Scatter a shared part into a trainable vector, in place.
+
+        Args:
+            layout: Names of the trainables.
+            vector: [P] float32, modified in place.
+            shared: [W] float32.
+        """
         views = layout.views(vector)
         for name, value in self.named_tensors(layout, shared).items():
             views[name].copy_(value)
 
     def named_tensors(self, layout: Layout, shared: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of a wire vector [W] by name, as views in their shapes."""
+        """Split a shared part into its tensors.
+
+        Args:
+            layout: Names of the trainables.
+            shared: [W].
+
+        Returns:
+            Views of ``shared`` in the tensors' shapes, keyed by name.
+        """
         tensors, start = {}, 0
         for entry in map(layout.entry, self.wire(layout)):
             tensors[entry.name] = shared[start : start + entry.numel].view(entry.shape)
@@ -382,7 +534,14 @@ _M = TypeVar("_M", bound=type[Method])
 
 
 def register(name: str) -> Callable[[_M], _M]:
-    """Return a class decorator that makes a method available as ``method=<name>``."""
+    """Register a method as ``method=<name>``.
+
+    Args:
+        name: Name of the method.
+
+    Returns:
+        A class decorator.
+    """
 
     def add(cls: _M) -> _M:
         METHODS.add(name, cls)
@@ -392,7 +551,8 @@ def register(name: str) -> Callable[[_M], _M]:
                 __base__=cls.Config,
                 __doc__=f"Hyper-parameters of {cls.__name__}.",
                 __module__=cls.__module__,
-                __qualname__=f"{cls.__qualname__}.Config",  # where pickle finds it
+                # Pickle looks up the class under this name.
+                __qualname__=f"{cls.__qualname__}.Config",
                 name=(Literal[name], name),  # type: ignore[arg-type]
             )
         return cls
@@ -400,20 +560,26 @@ def register(name: str) -> Callable[[_M], _M]:
     return add
 
 
-#: The names of all methods, the class of a name, and all classes by name.
+#: Names of all methods, lookup of a class by name, and all classes keyed by name.
 method_names, method_class, method_classes = METHODS.names, METHODS.__getitem__, METHODS.all
 
 
 def read_method(value: Any) -> MethodConfig:
-    """Return the section ``method``, given a method's name, its fields, or the section.
+    """Validate the section ``method``.
+
+    Args:
+        value: A method's name, its fields as a mapping, or the section.
+
+    Returns:
+        The section, of the method's class.
 
     Raises:
-        ValueError: There is no such method, or a field is wrong.
+        ValueError: The method is unknown, or a field is invalid.
     """
     if isinstance(value, MethodConfig):
         return value
     if not isinstance(value, str | Mapping):
-        # Only scalars are shown unchanged: other objects may have addresses in their texts.
+        # Display only scalars: the representation of other objects may contain addresses.
         shown = repr(value) if isinstance(value, bool | int | float) else type(value).__name__
         raise ValueError(
             f"{shown}: it must be a method's name, or a section such as {{name: trishul}}"
@@ -427,12 +593,17 @@ def read_method(value: Any) -> MethodConfig:
 
 
 def build_method(config: MethodConfig, adapter: AdapterConfig | None = None) -> Method:
-    """Build the method of a method section; with the adapter section, such that it can run."""
+    """Create the method of a section.
+
+    Args:
+        config: The section ``method``.
+        adapter: The section ``adapter``; the method cannot run without it.
+    """
     return method_class(config.name)(config, None if adapter is None else adapter.alpha)
 
 
 def _restored(needed: frozenset[Plugin], fields: Json, alpha: Any) -> Method:
-    """Return a method in the process that it was sent to, which may not know its plug-in yet."""
+    """Create a method in the process that receives it, and load its plug-ins first."""
     for plugin in needed:
         find_plugin(plugin)
     cls = method_class(fields["name"])

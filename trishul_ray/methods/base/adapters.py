@@ -1,4 +1,4 @@
-"""The adapters that several methods attach, sized by the budget: LoRA, FFA-LoRA, multi-head."""
+"""Adapters that several methods attach, sized by the budget: LoRA, FFA-LoRA and multi-head."""
 
 from __future__ import annotations
 
@@ -28,12 +28,18 @@ FIELDS_READ: dict[AdapterKind, frozenset[str]] = {
 def attach_adapters(
     kind: AdapterKind, site: Site, *, principal: bool = False
 ) -> dict[str, LayerAdapter]:
-    """Return an adapter of the given kind for every targeted layer, by layer name.
+    """Create an adapter of the given kind for every targeted layer.
 
-    ``lora`` trains A and B, ``ffa`` freezes A, and ``multihead`` trains ``adapter.heads`` cores
-    without scalars. With ``principal``, LoRA starts from the principal components of each weight.
+    Args:
+        kind: ``lora`` trains A and B, ``ffa`` freezes A, and ``multihead`` trains ``adapter.heads``
+            cores without scalars.
+        site: The targeted layers, the budget and the section ``adapter``.
+        principal: Whether LoRA starts from the principal components of each weight.
+
+    Returns:
+        The adapters, keyed by layer name.
     """
-    # Imported here, since they import torch.
+    # These modules import torch.
     from trishul_ray.adapters.lora import LoRA
     from trishul_ray.adapters.multihead import MultiHead
 
@@ -61,13 +67,13 @@ def attach_adapters(
 
 
 class AnyAdapterConfig(MethodConfig):
-    """The adapter of a method that works with any kind."""
+    """Hyper-parameters of a method that supports any kind of adapter."""
 
     adapter: AdapterKind = Field("lora", description="kind of adapter: lora, ffa or multihead")
 
 
 class AnyAdapter(Method):
-    """Attach adapters of the kind that ``method.adapter`` names."""
+    """Base class of methods that attach adapters of the kind ``method.adapter``."""
 
     Config = AnyAdapterConfig
 
@@ -82,24 +88,39 @@ class AnyAdapter(Method):
 
 
 def core_rank(layer: LayerSpec, site: Site) -> int:
-    """Return the rank of each of ``adapter.heads`` cores on a layer."""
+    """Return the rank of each of the ``adapter.heads`` cores on a layer.
+
+    Args:
+        layer: The layer.
+        site: The budget and the section ``adapter``.
+    """
     options = site.adapter
     return options.rank or multihead_rank(layer, site.lora_rank, options.heads, options.matching)
 
 
 def lora_scale(alpha: float | None, rank: int) -> float:
-    """Return the factor of B A: alpha / r, with alpha = r by default.
+    """Return the factor of B A: alpha / r, or 1 if alpha is None.
 
     r is the full rank. A client that trains only r_c components uses the same factor, so that its
-    product is a part of the global one; its own alpha_c is alpha r_c / r.
+    product is a part of the global product; its effective alpha_c is alpha r_c / r.
+
+    Args:
+        alpha: ``adapter.alpha``; None means alpha = r.
+        rank: r.
     """
     return 1.0 if alpha is None else alpha / rank
 
 
 def lora_pairs(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Iterate over layer name, A [r, d_in] and B [d_out, r] of the LoRA pairs among tensors.
+    """Iterate over the LoRA pairs among tensors.
 
-    A factor whose other one is not among them is left out.
+    A factor without its counterpart is skipped.
+
+    Args:
+        tensors: Tensors, keyed by name.
+
+    Yields:
+        Layer name, A [r, d_in] and B [d_out, r].
     """
     for name, factor_A in tensors.items():
         layer, _, suffix = name.rpartition(".")
