@@ -1,9 +1,9 @@
-"""Parameter budgets: a LoRA rank per matrix, and each method's rank of equal cost.
+"""Parameter budgets: a LoRA rank per matrix, and the rank of equal cost for each method.
 
-A budget of LoRA rank L allows ``N = L (d_in + d_out)`` trainable entries on a matrix. Matching
-sets r = L for LoRA, r = N / d_out with A frozen (FFA-LoRA), r = sqrt(N) for a single core (Fed-SB)
-and r = sqrt(N / h) for h cores (RAVAN, section 4.3), rounded down. RAVAN and TRISHUL use the ranks
-that match a 768 x 768 matrix on every backbone; on other widths these published ranks do not match.
+A budget of LoRA rank L allows ``N = L (d_in + d_out)`` trainable entries on a matrix. Matching sets
+r = L for LoRA, r = N / d_out with A frozen (FFA-LoRA), r = sqrt(N) for a single core (Fed-SB) and r
+= sqrt(N / h) for h cores (RAVAN, section 4.3), rounded down. RAVAN and TRISHUL use the ranks that
+match a 768 x 768 matrix on every backbone; on other widths these published ranks do not match.
 """
 
 import math
@@ -17,7 +17,7 @@ from trishul_ray.errors import InputError
 #: matched: equal parameters on each matrix. published: the ranks that match a 768 x 768 matrix.
 Matching = Literal["matched", "published"]
 
-#: The matrix for which the published ranks are computed.
+#: Matrix for which the published ranks are computed.
 REFERENCE = LayerSpec("reference", "reference", 768, 768)
 
 
@@ -40,7 +40,7 @@ def multihead_rank(
     """Return the rank of each of ``heads`` cores within the budget, ``floor(sqrt(N / heads))``.
 
     Raises:
-        InputError: the budget is too small for one entry per head.
+        InputError: The budget is too small for one entry per head.
     """
     rank = math.isqrt(lora_rank_budget(_counted(spec, matching), lora_rank) // heads)
     if rank < 1:
@@ -79,10 +79,10 @@ def check_heads_fit(spec: LayerSpec, heads: int, rank: int) -> None:
 
 
 def count_parameters(adapters: Mapping[str, LayerAdapter], specs: Sequence[LayerSpec]) -> Counts:
-    """Count the trainable parameters of the adapters, given by layer name.
+    """Count the trainable parameters of the adapters, keyed by layer name.
 
     Raises:
-        KeyError: an adapter's layer is not among ``specs``.
+        KeyError: The layer of an adapter is not in ``specs``.
     """
     by_name = {spec.name: spec for spec in specs}
     pairs = [(adapter, by_name[name]) for name, adapter in adapters.items()]

@@ -1,8 +1,8 @@
-"""Consistency of a kind of adapter, tried on two rows of one random layer.
+"""Consistency check of a kind of adapter, on two rows of one random layer.
 
-Forward, merged weight and update say the same thing in three ways: a client trains by the first, a
-model is scored by the second and exported by the third. A layer of the true shape with random
-numbers shows a difference before anything is trained.
+Forward, merged weight and update compute the same function in three ways: clients train with the
+first, evaluation uses the second, and exports the third. A layer of the true shape with random
+tensors reveals a difference before training.
 """
 
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from torch.nn.functional import linear
 from trishul_ray.adapters.base import FrozenLinear, LayerAdapter, LayerSpec
 from trishul_ray.errors import InputError
 
-#: Largest difference of two outputs, relative to the largest entry. All is float32; the effect of
-#: the random trainables is far larger.
+#: Maximum difference of two outputs, relative to the largest entry. All tensors are float32; the
+#: effect of the random trainables is far larger.
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A layer of an adapter with random numbers.
+    """A layer of an adapter with random tensors.
 
     Attributes:
         adapter: The adapter.
         spec: The layer.
-        frozen: Its random weight, and the adapter's constants.
+        frozen: Random weight, and the adapter's constants.
         params: Random trainables.
-        rows: [2, d_in].
+        rows: [2, d_in], random inputs.
     """
 
     adapter: LayerAdapter
@@ -39,7 +39,7 @@ class Trial:
 
     @classmethod
     def of(cls, adapter: LayerAdapter, spec: LayerSpec) -> "Trial":
-        """Draw the numbers, the same at every call."""
+        """Draw the tensors, the same in every call."""
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape: int) -> Tensor:
@@ -55,12 +55,12 @@ class Trial:
         return cls(adapter, spec, frozen, params, draw(2, spec.d_in))
 
     def forward_is_the_merged_weight(self) -> None:
-        """Check that the forward is a product with the merged weight."""
+        """Check that the forward equals a product with the merged weight."""
         merged = self.adapter.merged_weight(self.frozen.weight, self.frozen.constants, self.params)
         _equal(self._trained, linear(self.rows, merged), "forward() is not that of merged_weight()")
 
     def factors_are_the_update(self) -> None:
-        """Check that the LoRA pair, or else the update of the weight, is what the forward adds."""
+        """Check that the forward adds the LoRA pair or, without a pair, the weight's update."""
         given = (self.frozen.weight, self.frozen.constants, self.params)
         pair, rows = self.adapter.lora_factors(*given), self.rows.double()
         if pair is None:
@@ -80,5 +80,5 @@ def _equal(found: Tensor, expected: Tensor, fault: str) -> None:
     if found.shape != expected.shape:
         raise InputError(f"{fault}: {tuple(found.shape)} in place of {tuple(expected.shape)}")
     away, size = float((found - expected).abs().max()), float(expected.abs().max())
-    if not away <= TOLERANCE * size:  # nor is NaN
+    if not away <= TOLERANCE * size:  # also true for NaN
         raise InputError(f"{fault}: outputs of up to {size:.3g} differ by {away:.2g}")

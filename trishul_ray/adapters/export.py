@@ -1,11 +1,11 @@
-"""Export of a trained state, as a PEFT LoRA adapter or as the merged model.
+"""Export a trained state as a PEFT LoRA adapter or as a merged model.
 
 An update ``sum_i s_i B_i H_i A_i`` is a LoRA pair of rank h r, ``[B_i s_i H_i]`` and ``[A_i]``; a
 PEFT alpha equal to the rank makes its scale 1. Layers may differ in rank, and layers without heads
-are left out. Where a method has changed a frozen weight, change and update together are decomposed
-(SVD) and written at the lowest rank that is exact up to :data:`FOLDED_ERROR`; so is an update that
-is not a product of thin factors. A folder is written under a temporary name and renamed when it is
-complete.
+are omitted. If a method has changed a frozen weight, the sum of change and update is decomposed
+(SVD) and written at the lowest rank that is exact up to :data:`FOLDED_ERROR`. The same applies to
+updates that are not a product of thin factors. Folders are written under a temporary name and
+renamed when complete.
 """
 
 import json
@@ -26,17 +26,18 @@ from trishul_ray.adapters.targets import classifier_module, classifier_parameter
 from trishul_ray.errors import InputError
 from trishul_ray.storage.durable import complete_folder
 
-#: Largest relative error, in the Frobenius norm, of an update that is decomposed. A method rounds a
-#: change of the frozen weight to float32 in every round, which is an error of this size.
+#: Maximum relative error, in the Frobenius norm, of a decomposed update. A method rounds changes of
+#: the frozen weight to float32 in every round, which is an error of this size.
 FOLDED_ERROR = 1e-6
 
-#: Writes further files into a folder that is being exported.
+#: Function that writes additional files into an exported folder.
 Beside = Callable[[Path], None]
 
-#: PEFT's prefix of a base model's module paths.
+#: Prefix of a base model's module paths in PEFT.
 _PEFT_PREFIX = "base_model.model."
 
-#: PEFT's task type by suffix of the model's class name; other models load as a plain PeftModel.
+#: Task types of PEFT, keyed by suffix of the model's class name; other models load as a plain
+#: PeftModel.
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM",
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
@@ -47,12 +48,12 @@ _TASKS = {
 
 @dataclass(frozen=True)
 class AdapterExport:
-    """Content of an exported adapter.
+    """Summary of an exported adapter.
 
     Attributes:
-        ranks: LoRA rank by layer.
-        folded: whether the updates include changes of the frozen weights.
-        error: the largest relative error of an update, in the Frobenius norm.
+        ranks: LoRA ranks, keyed by layer.
+        folded: Whether the updates include changes of the frozen weights.
+        error: Maximum relative error of an update, in the Frobenius norm.
     """
 
     ranks: dict[str, int]
@@ -70,13 +71,20 @@ def export_peft(
     rank: int | None = None,
     beside: Beside = lambda _: None,
 ) -> AdapterExport:
-    """Write a new or empty folder that ``peft.PeftModel.from_pretrained(base, folder)`` loads.
+    """Write an adapter that ``peft.PeftModel.from_pretrained(base, directory)`` loads.
 
-    The adapter's config records ``base_model_name``, the backbone's name or path, and ``revision``,
-    its commit on the hub. Updates of a higher rank than ``rank`` are truncated.
+    ``beside`` writes additional files before the folder is complete.
+
+    Args:
+        adapted: The adapted model.
+        trained: The trained state.
+        directory: A new or empty folder.
+        base_model_name: Name or path of the backbone, for the adapter's config.
+        revision: Commit of the backbone on the hub, for the adapter's config.
+        rank: Maximum rank; updates of a higher rank are truncated.
 
     Raises:
-        InputError: the folder is not empty, or no layer is adapted.
+        InputError: The folder is not empty, or no layer is adapted.
     """
     ranks: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
@@ -99,7 +107,7 @@ def export_peft(
         tensors[f"{_PEFT_PREFIX}{name}.lora_B.weight"] = _portable(factor_B)
     if not ranks:
         raise InputError("export: no layer is adapted, so that no adapter can be written")
-    # Also write an untrained classification head: a backbone loaded elsewhere may draw another one.
+    # Also write an untrained classification head: loading the backbone elsewhere may draw another.
     model = adapted.model
     classifier = {name: model.get_parameter(name) for name in classifier_parameters(model)}
     for name, value in (classifier | adapted.direct_parameters(trained.vector)).items():
@@ -119,9 +127,9 @@ def _peft_config(
     base_model_name: str,
     revision: str | None,
 ) -> dict[str, Any]:
-    """Return the config of an adapter as PEFT writes it, but for defaults.
+    """Build the config of an adapter as PEFT writes it, without defaults.
 
-    Only importing PEFT would take three CPU seconds.
+    Importing PEFT instead would take three CPU seconds.
     """
     common = Counter(ranks.values()).most_common(1)[0][0]
     others = {name: rank for name, rank in ranks.items() if rank != common}
@@ -144,22 +152,26 @@ def _peft_config(
 
 
 def decompose(update: Tensor, most: int | None = None) -> tuple[Tensor, Tensor, float]:
-    """Return an update as a product of the lowest rank that is exact up to :data:`FOLDED_ERROR`.
+    """Decompose an update into factors of the lowest rank exact up to :data:`FOLDED_ERROR`.
 
-    The rank is at most ``most``. All are float64: [d_out, d_in] gives [d_out, R] and [R, d_in], and
-    their relative error.
+    Args:
+        update: Float64 [d_out, d_in].
+        most: Maximum rank.
+
+    Returns:
+        Float64 [d_out, R] and [R, d_in], and their relative error.
     """
     u, s, vt = torch.linalg.svd(update, full_matrices=False)
-    # tails[R] is the norm of what a product of rank R leaves out.
+    # tails[R] is the norm of the part that a product of rank R omits.
     tails = s.square().flip(0).cumsum(0).flip(0).sqrt()
-    rank = max(1, int((tails > FOLDED_ERROR * tails[0]).sum()))  # PEFT has no rank 0
+    rank = max(1, int((tails > FOLDED_ERROR * tails[0]).sum()))  # PEFT does not support rank 0
     rank = min(rank, most or rank)
     lost = float(tails[rank] / tails[0]) if rank < len(s) and tails[0] > 0 else 0.0
     return u[:, :rank] * s[:rank], vt[:rank], lost
 
 
 def merge_trained(adapted: AdaptedModel, trained: Trained) -> nn.Module:
-    """Return the model with the updates in its weights.
+    """Return a copy of the model with the updates merged into its weights.
 
     A bfloat16 or float16 model becomes float32, which represents its weights exactly and keeps
     updates that its dtype would round away.
@@ -176,10 +188,10 @@ def export_merged(
     *,
     beside: Beside = lambda _: None,
 ) -> Path:
-    """Write :func:`merge_trained` by :func:`save_module` into a new or empty folder; return it.
+    """Write the merged model into a new or empty folder, and return the folder.
 
     Raises:
-        InputError: the folder is not empty.
+        InputError: The folder is not empty.
     """
     merged = merge_trained(adapted, trained)
     with _exported(Path(directory)) as folder:
@@ -189,7 +201,7 @@ def export_merged(
 
 
 def save_module(model: nn.Module, folder: Path) -> None:
-    """Write a model by its ``save_pretrained``; one without it as ``model.safetensors``."""
+    """Write a model with ``save_pretrained``, or as ``model.safetensors`` without this method."""
     save = getattr(model, "save_pretrained", None)
     if save is None:
         save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
@@ -204,8 +216,9 @@ def _portable(tensor: Tensor) -> Tensor:
 @contextmanager
 def _exported(directory: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``directory``, which must be new or empty."""
-    directory = directory.resolve()  # the target of a link is written
-    if directory.exists() and directory.samefile("."):  # a shell would stay in the old one
+    directory = directory.resolve()  # Write to the target of a link.
+    # Otherwise the user's shell would remain in the replaced folder.
+    if directory.exists() and directory.samefile("."):
         raise InputError(f"export: {directory} is the current folder; name a new one")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InputError(f"export: {directory} exists and is not an empty folder")

@@ -1,12 +1,12 @@
-"""Inputs of the forwards of all adapted layers from their trainables, computed at once.
+"""Compute the inputs of all adapted layers' forwards from their trainables at once.
 
-A GPU step with small kernels waits for their launches. So the products ``s_i H_i`` and the casts to
-a low precision are one kernel for all layers instead of one for each, and so are their backward and
-the sum into the gradient. All of it goes entry by entry, or head by head in the gradients of
-scalars, with the bits of layer by layer.
+A GPU step with small kernels waits for their launches. Therefore the products ``s_i H_i`` and the
+casts to a low precision use one kernel for all layers instead of one per layer, as do their
+backward and the sum into the gradient. All operations are per entry, or per head in the gradients
+of scalars, so the results are bitwise identical to computing layer by layer.
 
-Legend: P length of the vector, Q length of its part that adapters train; k clients that train
-together; n core heads of all layers, h of one, r their rank.
+Legend: P length of the vector, Q length of the part that adapters train; k clients that train
+together; n core heads of all layers, h of one layer, r their rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trishul_ray.adapters.layout import Entry, Layout
 if TYPE_CHECKING:
     from trishul_ray.adapters.linear import AdaptedLinear
 
-#: Name of the products among what a forward reads.
+#: Key of the products among the inputs of a forward.
 PRODUCT = "product"
 
 
@@ -33,9 +33,9 @@ class JointTrainables:
     """The trainables of all layers; see :meth:`of`.
 
     Attributes:
-        entries: Theirs, from the beginning of the vector.
-        dtype: The layers' dtype.
-        reads: What their adapters read.
+        entries: Their entries, from the beginning of the vector.
+        dtype: Dtype of the layers.
+        reads: Kind of inputs of their adapters.
     """
 
     entries: tuple[Entry, ...]
@@ -44,10 +44,11 @@ class JointTrainables:
 
     @classmethod
     def of(cls, layout: Layout, layers: Mapping[str, AdaptedLinear]) -> JointTrainables | None:
-        """Return the trainables of all layers; None if the layers read each its own.
+        """Collect the trainables of all layers, or return None to compute layer by layer.
 
-        That is so where adapters ask for it or differ, where they read casts to float32, which the
-        trainables are, and where not all that is trained is cores of one rank, with scalars or not.
+        The result is None if adapters read plain trainables or differ, if they read casts to
+        float32, the dtype of the trainables, or if the trainables are not all cores of one rank,
+        all with or all without scalars.
         """
         entries = tuple(entry for entry in layout.entries if entry.kind != "classifier")
         both = {(layer.adapter.reads, layer.dtype) for layer in layers.values()}
@@ -65,10 +66,15 @@ class JointTrainables:
         return cls(entries, dtype, reads)
 
     def leaf(self, vector: Tensor, grad: Tensor) -> Tensor | None:
-        """Return the part [Q] or [k, Q] of a vector, whose gradients ``backward`` adds to ``grad``.
+        """Return the leaf for autograd, whose gradients ``backward`` adds to ``grad``.
 
-        Both are [P] or [k, P]. None for products of several clients: the gradients of their scalars
-        would be sums in another order than layer by layer.
+        Args:
+            vector: [P] or [k, P].
+            grad: [P] or [k, P].
+
+        Returns:
+            The part [Q] or [k, Q] of the vector. None for products of several clients, because the
+            gradients of their scalars would be summed in another order than layer by layer.
         """
         if vector.dim() == 2 and self.reads == "products":
             return None
@@ -79,7 +85,7 @@ class JointTrainables:
 
     @torch.enable_grad()
     def read(self, leaf: Tensor) -> dict[str, dict[str, Tensor]]:
-        """Return what each layer's forward reads, by layer and name; for one forward."""
+        """Compute the inputs of each layer for one forward, keyed by layer and name."""
         if self.reads == "products":
             cores = [entry for entry in self.entries if entry.kind == "core"]
             rank, heads = cores[0].shape[-1], [entry.shape[0] for entry in cores]

@@ -1,11 +1,11 @@
-"""The flat vector that holds all trainables of a client, and its units of aggregation.
+"""The flat vector of all trainables of a client, and its units of aggregation.
 
-Order: cores grouped by rank, then the scalars of core heads, other adapter tensors, and parameters
-of the model itself. All cores of one rank are adjacent, so one view [n, r, r] covers them without a
-copy; the proximal map works on this view after every local step.
+The order is: cores grouped by rank, the scalars of core heads, other adapter tensors, and
+parameters of the model itself. All cores of one rank are adjacent, so one view [n, r, r] covers
+them without a copy; the proximal map operates on this view after every local step.
 
-Legend: P length of the vector, W length of the part that is sent ("the wire"), n core heads of one
-rank over all layers, r rank.
+Legend: P length of the vector, W length of its uploaded part, n core heads of one rank over all
+layers, r rank, h heads of a layer, k clients.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from trishul_ray.runtime.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Parameters of the model itself are named ``head:<parameter>``: those of the classification head
-#: or, in full fine-tuning, all of them.
+#: Prefix of parameters of the model itself, ``head:<parameter>``: the classification head's
+#: parameters or, in full fine-tuning, all parameters.
 HEAD_PREFIX = "head:"
 
 Kind = Literal["core", "scale", "adapter", "classifier"]
@@ -34,7 +34,13 @@ _ORDER: tuple[Kind, ...] = ("core", "scale", "adapter", "classifier")
 
 @dataclass(frozen=True)
 class Entry:
-    """One trainable tensor: its name, its shape and its first position in the vector."""
+    """A trainable tensor in the vector.
+
+    Attributes:
+        name: Name of the tensor.
+        shape: Shape of the tensor.
+        offset: Position of its first element in the vector.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +53,7 @@ class Entry:
 
     @property
     def kind(self) -> Kind:
-        """The cores [h, r, r] of a layer, their scalars [h], another adapter tensor, or neither."""
+        """``core`` [h, r, r], ``scale`` [h], another ``adapter`` tensor, or ``classifier``."""
         return _kind(self.name)
 
 
@@ -56,12 +62,12 @@ class Unit:
     """A part of the vector that is trained and averaged as one: a core head or a whole tensor.
 
     Attributes:
-        tensor: Name of the tensor that contains it.
-        kind: Kind of that tensor.
+        tensor: Name of the tensor that contains the unit.
+        kind: Kind of the tensor.
         span: Positions in the vector [P].
-        wire: Positions in the vector that is sent [W].
+        wire: Positions in the uploaded vector [W].
         rank: r of a core head [r, r]; None for a whole tensor.
-        scalar: Position in the vector of the core head's scalar; None without a trained one.
+        scalar: Position in the vector of the core head's scalar; None without a trained scalar.
     """
 
     tensor: str
@@ -86,13 +92,32 @@ def _kind(name: str) -> Kind:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of the tensors in a flat vector, in order. Build one with :meth:`of`."""
+    """Names, shapes and positions of the tensors in a flat vector; created by :meth:`of`.
+
+    Attributes:
+        entries: The tensors, in the order of the vector.
+
+    Example:
+        >>> layout = Layout.of([("q.lora_B", (4, 2)), ("v.core", (3, 2, 2))])
+        >>> [(entry.name, entry.offset) for entry in layout.entries]
+        [('v.core', 0), ('q.lora_B', 12)]
+        >>> layout.size
+        20
+        >>> layout.views(torch.zeros(20))["v.core"].shape
+        torch.Size([3, 2, 2])
+    """
 
     entries: tuple[Entry, ...]
 
     @classmethod
     def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
-        """Lay out the given tensors; tensors of one kind keep the order given.
+        """Create a layout of the given tensors; tensors of one kind keep their order.
+
+        Args:
+            shapes: Pairs of name and shape.
+
+        Returns:
+            The layout.
 
         Raises:
             InputError: A name is repeated.
@@ -124,13 +149,24 @@ class Layout:
         return {entry.name: entry for entry in self.entries}
 
     def entry(self, name: str) -> Entry:
-        """Return the entry of that name, or raise KeyError."""
+        """Return the entry of a tensor.
+
+        Args:
+            name: Name of the tensor.
+
+        Raises:
+            KeyError: The layout has no such tensor.
+        """
         return self._by_name[name]
 
     def units(self, names: Iterable[str]) -> Iterator[Unit]:
-        """Iterate over the units of the tensors that are sent, in the order of the wire.
+        """Iterate over the units of the uploaded tensors, in the order of the upload.
 
-        There is one for each head of a core, and one for each other tensor.
+        Args:
+            names: Names of the uploaded tensors.
+
+        Yields:
+            One unit per head of a core, and one per other tensor.
         """
         sent = 0
         for entry in map(self.entry, names):
@@ -152,12 +188,16 @@ class Layout:
                 sent += size
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return every tensor by name, as views that write through to ``vector`` [P].
+        """Split a vector into its tensors.
 
-        Given the vectors of several clients [k, P], the views are [k, ...].
+        Args:
+            vector: [P], or the vectors of several clients [k, P].
+
+        Returns:
+            Views that write through to ``vector``, keyed by name; of several clients, [k, ...].
 
         Raises:
-            InputError: The vector's last axis is not P.
+            InputError: The last axis of the vector is not P.
         """
         self._check(vector[0] if vector.dim() == 2 else vector)
         clients = vector.shape[:-1]
@@ -167,7 +207,13 @@ class Layout:
         }
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Copy the tensors of all names into one new float32 vector [P].
+        """Copy tensors into a new vector.
+
+        Args:
+            tensors: All tensors of the layout, keyed by name.
+
+        Returns:
+            [P] float32.
 
         Raises:
             InputError: A name is missing or unknown, or a shape is wrong.
@@ -194,9 +240,17 @@ class Layout:
         return heads
 
     def core_banks(self, vector: Tensor) -> list[Tensor]:
-        """Return the cores of each rank as one stacked view [n, r, r] into ``vector`` [P].
+        """Return the cores of each rank as one stacked view.
 
-        The core heads come in the order of the vector, and so in that of :meth:`units`.
+        Args:
+            vector: [P].
+
+        Returns:
+            Views [n, r, r] into ``vector``, with the core heads in the order of the vector and of
+            :meth:`units`.
+
+        Raises:
+            InputError: The vector is not [P].
         """
         self._check(vector)
         banks, end = [], 0

@@ -1,16 +1,16 @@
-"""The module that replaces one ``nn.Linear`` of an adapted model, and its low precision.
+"""The module that replaces an ``nn.Linear`` of an adapted model, and low-precision arithmetic.
 
 Backbones in bfloat16 and float16 must keep updates far smaller than the frozen weight. Two
-roundings lose an update D of a weight W whose entries are below half a step of W's dtype:
+roundings lose an update D of a weight W if its entries are below half a step of W's dtype:
 
 * The sum ``W + D`` rounds back to W. :func:`split` therefore stores it as two tensors of that
   dtype.
 * ``x W^T`` is rounded to the dtype when it is written, and adding ``x D^T`` afterwards rounds back
   to it in the same way, for every token. :func:`split_linear` therefore starts from the small
-  terms: the sum is accumulated in float32 and rounded once it holds all terms. The rounding error
-  is as large as before but unbiased.
+  terms: the sum is accumulated in float32 and rounded once, after all terms are added. The rounding
+  error is as large as before but unbiased.
 
-Legend: n tokens; d_out, d_in the layer's widths; R the adapter's total rank.
+Legend: n tokens; d_out, d_in widths of the layer; R total rank of the adapter.
 """
 
 import torch
@@ -28,7 +28,7 @@ from trishul_ray.adapters.stacked import Stack, as_shape
 
 
 class AdaptedLinear(nn.Module):
-    """Replacement of one ``nn.Linear``; without bound trainables it computes the original layer."""
+    """Replacement of an ``nn.Linear``; without bound trainables it computes the original layer."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class AdaptedLinear(nn.Module):
         path: ComputePath,
     ) -> None:
         super().__init__()
-        #: Holds the weight in the place of ``weight`` where it is quantized.
+        #: Stores the weight instead of ``weight`` if it is quantized.
         self.stored: QuantizedLinear | None = None
         if isinstance(linear, QuantizedLinear):
             self.stored, self.dtype = linear, linear.dtype
@@ -57,16 +57,16 @@ class AdaptedLinear(nn.Module):
             self._two_products_pay = thin > self.weight.numel()
         self.constants = constants  # float32, for exact updates
         self._bound_constants = constants
-        # In the weight's dtype, for the forward; cast once.
+        # In the weight's dtype, for the forward; cast only once.
         self._cast_constants = adapter.cast(constants, self.dtype)
         self.params: dict[str, Tensor] | None = None
         #: Clients whose trainables are bound, if there are several.
         self.stack: Stack | None = None
         #: Frozen weight plus the bound base, or None without a base.
         self.moved_weight: Tensor | None = None
-        #: Merged weight of a bound state that is not trained; formed at its first forward.
+        #: Merged weight of a bound state that is not trained; formed in its first forward.
         self.merged: Tensor | None = None
-        #: In low precision, second part of ``merged``, or else of ``moved_weight``.
+        #: In low precision, the second part of ``merged``, or otherwise of ``moved_weight``.
         self.remainder: Tensor | None = None
 
     def bind(
@@ -76,12 +76,15 @@ class AdaptedLinear(nn.Module):
         constants: dict[str, Tensor] | None = None,
         stack: Stack | None = None,
     ) -> None:
-        """Compute with trainables by suffix, or as the frozen layer for None.
+        """Bind trainables to the layer, or compute the frozen layer if ``params`` is None.
 
-        With a ``stack`` they are those of several clients, [k, ...], and are trained.
-        While bound, ``base`` [d_out, d_in] float32 is added to the frozen weight (in low precision
-        as two tensors, so that a small base is not rounded away; a quantized weight and its base
-        are one dense weight while bound), and ``constants`` replace those of the layer.
+        Args:
+            params: The trainables, keyed by suffix; with a ``stack``, [k, ...] and trained.
+            base: [d_out, d_in] float32, added to the frozen weight while bound. In low precision
+                the sum is two tensors, so that a small base is not rounded away. A quantized weight
+                and its base are one dense weight while bound.
+            constants: Frozen tensors that replace the layer's own while bound.
+            stack: The clients, if there are several.
         """
         self.params, self.merged, self.stack = params, None, stack
         self.moved_weight, self.remainder = None, None
@@ -135,15 +138,16 @@ class AdaptedLinear(nn.Module):
 
     @property
     def _is_quantized(self) -> bool:
-        """Whether the frozen weight in use is dense during a product alone."""
+        """Whether the frozen weight in use is dense only during a product."""
         return self.stored is not None and self.moved_weight is None
 
     def _uses_merged(self, params: dict[str, Tensor]) -> bool:
         """Return whether the bound state is merged once for all its forwards.
 
-        In low precision a merged weight takes two products. That pays with a base, where the
-        frozen weight takes two as well, and on a GPU, where a product is one kernel, if the thin
-        factors cost more than the second one. Beside a quantized weight none is kept.
+        In low precision a merged weight takes two products. This pays off in two cases: with a
+        base, when the frozen weight also takes two products; and on a GPU, where a product is one
+        kernel, if the thin factors cost more than the second product. A quantized layer never
+        stores a merged weight.
         """
         trains = any(p.requires_grad for p in params.values())
         exact = not self.low_precision or self.remainder is not None or self._two_products_pay
@@ -151,10 +155,17 @@ class AdaptedLinear(nn.Module):
 
 
 def split(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return ``(high, remainder)`` in ``dtype`` whose sum is ``weight`` to twice the digits.
+    """Split a weight into two tensors of a low-precision dtype with twice the digits.
 
-    With 8 significant bits (bfloat16) the error of the sum is at most
-    ``2^-9 |remainder| <= 2^-18 |weight|`` in every entry. ``weight`` is float32 or float64.
+    With 8 significant bits (bfloat16) the error of the sum is at most ``2^-9 |remainder| <= 2^-18
+    |weight|`` in every entry.
+
+    Args:
+        weight: Float32 or float64.
+        dtype: The low-precision dtype.
+
+    Returns:
+        ``(high, remainder)``, whose sum is the weight.
     """
     high = weight.to(dtype)
     return high, (weight - high.to(weight.dtype)).to(dtype)
@@ -167,12 +178,19 @@ def split_linear(
     bias: Tensor | None,
     factors: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return ``x (weight + remainder)^T + thin up + bias`` [n, d_out], small terms first.
+    """Compute ``x (weight + remainder)^T + thin up + bias`` [n, d_out], small terms first.
 
     No gradient flows to ``x`` through ``remainder``: the input gradient uses only the high part of
     the weight. Its error is one rounding, like those of the gradient itself, and does not
-    accumulate over steps. ``factors`` are thin, the projected input [n, R], and up [R, d_out]; of
-    k clients [k, n/k, R] and [k, R, d_out].
+    accumulate over steps.
+
+    Args:
+        x: [n, d_in].
+        weight: [d_out, d_in].
+        remainder: [d_out, d_in] or None.
+        bias: [d_out] or None.
+        factors: ``thin``, the projected input [n, R], and ``up`` [R, d_out]; for k clients, [k,
+            n/k, R] and [k, R, d_out].
     """
     y = None if remainder is None else x.detach() @ remainder.t()
     if factors is not None:

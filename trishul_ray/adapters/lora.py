@@ -1,10 +1,10 @@
 """Low-rank adaptation: ``y = W x + scale · B A x`` (Hu et al., arXiv 2106.09685).
 
 B starts at zero and A at ``N(0, 1/(3 d_in))``. RAVAN's appendix states a Gaussian for its LoRA
-baselines but not its scale; this one has the variance of the uniform distribution that PEFT, and
-therefore FedIT's own code, draws from.
+baselines but not its scale. This variance equals the variance of the uniform distribution in PEFT,
+and therefore in the code of FedIT.
 
-Legend: r rank; n tokens; d_out, d_in the layer's widths; A [r, d_in], B [d_out, r].
+Legend: r rank; n tokens; d_out, d_in widths of the layer; A [r, d_in], B [d_out, r].
 """
 
 import math
@@ -24,7 +24,8 @@ from trishul_ray.errors import InputError
 from trishul_ray.runtime.random_streams import torch_rng
 
 #: A product with a thin factor is bound by memory, not by arithmetic: reading or writing one entry
-#: of the wide side costs about as much as this many multiplications (measured on AVX-512 CPUs).
+#: of the wide side costs about as much as this number of multiplications (measured on AVX-512
+#: CPUs).
 ENTRY_COST = 32
 
 
@@ -34,7 +35,7 @@ def merging_pays(n: int, d_out: int, d_in: int, rank: int, *, backward: bool) ->
     merge = rank * d_out * d_in
     if not backward:
         return merge < thin
-    # Merged: dY^T X, then one product for each factor. Factored: two thin products per factor.
+    # Merged: dY^T X, then one product per factor. Factored: two thin products per factor.
     return n * d_out * d_in + 3 * merge < 3 * thin
 
 
@@ -42,15 +43,15 @@ def principal_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return ``U_r sqrt(S_r)`` [d_out, r] and ``sqrt(S_r) V_r^T`` [r, d_in] of a weight U S V^T.
 
     Both are float64 on the CPU, padded with zeros beyond the smaller width. They come from the
-    eigenvectors of the smaller Gram matrix, which costs a fraction of the SVD and is as exact for
-    the leading components.
+    eigenvectors of the smaller Gram matrix, which costs a fraction of the SVD and is equally exact
+    for the leading components.
     """
     w = weight.detach().cpu().double()
     if w.shape[0] > w.shape[1]:
         right, left = principal_factors(w.mT, rank)
         return left.mT.contiguous(), right.mT.contiguous()
     u = torch.linalg.eigh(w @ w.mT).eigenvectors.flip(1)[:, :rank]  # [d_out, k]
-    # The signs of eigenvectors are free: make the largest entry of each positive.
+    # The signs of eigenvectors are arbitrary: make the largest entry of each positive.
     u = u * torch.sign(u.gather(0, u.abs().argmax(dim=0, keepdim=True)))
     sv = u.mT @ w  # [k, d_in], the rows of S V^T
     root = sv.norm(dim=1).sqrt()
@@ -67,12 +68,12 @@ class LoRA(LayerAdapter):
 
     Attributes:
         rank: r.
-        scale: factor of B A (alpha / r).
-        train_A: train both factors, or freeze A as drawn (FFA-LoRA, arXiv 2403.12313).
-        dropout: share of the entries of the input that B A does not see in a training step; the
-            others are scaled up.
-        principal: the first global state has the weight's principal components (PiSSA, arXiv
-            2404.02948) as factors.
+        scale: Factor of B A (alpha / r).
+        train_A: Whether to train both factors, or freeze A as drawn (FFA-LoRA, arXiv 2403.12313).
+        principal: Whether the first global state has the weight's principal components as factors
+            (PiSSA, arXiv 2404.02948).
+        dropout: Fraction of the entries of the input that are hidden from B A in a training step;
+            the others are scaled up.
     """
 
     rank: int
@@ -101,11 +102,11 @@ class LoRA(LayerAdapter):
     def constants(
         self, spec: LayerSpec, seed: int, device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
-        """Return ``lora_A`` [r, d_in] if it is frozen, else nothing."""
+        """Return ``lora_A`` [r, d_in] if it is frozen, otherwise nothing."""
         return {} if self.train_A else {"lora_A": self._draw(spec, seed).to(device)}
 
     def initial(self, spec: LayerSpec, seed: int) -> dict[str, Tensor]:
-        """Return the drawn A and B = 0: the layer starts as the pretrained one."""
+        """Return the drawn A and B = 0, so that the layer starts as the pretrained layer."""
         start = {"lora_A": self._draw(spec, seed)} if self.train_A else {}
         return start | {"lora_B": torch.zeros(spec.d_out, self.rank)}
 
@@ -156,7 +157,7 @@ class LoRA(LayerAdapter):
         if frozen.low_precision:
             y = split_linear(x2, weight, frozen.remainder, bias, (thin, up))
         else:
-            # In place: nothing else needs the plain output, and a copy costs as much as a product.
+            # In place: only this sum needs the plain output, and a copy costs as much as a product.
             y = functional.linear(x2, weight, bias).addmm_(thin, up)
         return y.view(*x.shape[:-1], d_out)
 
@@ -169,14 +170,14 @@ class LoRA(LayerAdapter):
     ) -> Tensor:
         """Compute the adapted layer for k clients, [k, n, d_in] -> [k, n, d_out].
 
-        ``auto`` is factored: separate weights of clients could not share the frozen product. No
-        dropout: clients would share its random masks.
+        ``auto`` is factored, because separate weights of clients could not share the frozen
+        product. Dropout is not supported, because clients would share its random masks.
         """
         weight, bias = frozen.weight, frozen.bias
         factor_B, factor_A = self._factors(frozen.constants, params)
         (clients, n, d_in), d_out = rows.shape, weight.shape[0]
         factor_A, factor_B = factor_A.to(weight.dtype), factor_B.to(weight.dtype)
-        if factor_A.dim() == 2:  # frozen: that of all clients
+        if factor_A.dim() == 2:  # frozen: shared by all clients
             factor_A = factor_A.expand(clients, -1, -1)
         if path == "merged" and not frozen.factored:
             merged = torch.baddbmm(
@@ -220,7 +221,7 @@ class LoRA(LayerAdapter):
         path: ComputePath = "auto",
         low_precision: bool = False,
     ) -> int:
-        """Count those of the merged weight or of the thin factors; see :class:`LayerAdapter`."""
+        """Count the multiplications of the merged weight or of the thin factors."""
         thin, merge = n * self.rank * (spec.d_out + spec.d_in), self.rank * spec.d_out * spec.d_in
         merged = path == "merged"
         if path == "auto":
@@ -230,15 +231,19 @@ class LoRA(LayerAdapter):
         return 3 * thin if training else thin
 
     def num_parameters(self, spec: LayerSpec) -> int:
-        """Return r (d_in + d_out), or r d_out where A is frozen."""
+        """Return r (d_in + d_out), or r d_out if A is frozen."""
         return self.rank * (spec.d_out + (spec.d_in if self.train_A else 0))
 
 
 def project(x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Return x, for a product with the frozen weight, and ``x factor^T``.
 
-    x is [n, d_in] or [k, n, d_in], the factor [r, d_in] or [k, r, d_in]. On a GPU the gradient of x
-    through the thin product is added to the gradient of the other product, in one kernel.
+    On a GPU, the gradient of x through the thin product is added to the gradient of the other
+    product, in one kernel.
+
+    Args:
+        x: [n, d_in] or [k, n, d_in].
+        factor: [r, d_in] or [k, r, d_in].
     """
     if not x.is_cpu and torch.is_grad_enabled():
         both = _Project.apply(x, factor)  # type: ignore[no-untyped-call]
@@ -255,7 +260,7 @@ class _Project(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor | None, thin: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Add to ``dx``, which the product with the frozen weight has made only for this call."""
+        """Add to ``dx`` in place: the product with the frozen weight created it for this call."""
         x, factor = ctx.saved_tensors
         need_x, need_factor = ctx.needs_input_grad
         if need_x:

@@ -1,13 +1,13 @@
-"""A frozen model with adapters attached, driven by one flat vector of trainables.
+"""A frozen model with adapters attached, controlled by one flat vector of trainables.
 
-Life of an :class:`AdaptedModel`: *attach* (the constructor) freezes a model in place and replaces
-its targeted ``nn.Linear`` modules by :class:`~trishul_ray.adapters.linear.AdaptedLinear`; *bind*
-makes it compute with a given vector, and ``backward`` add into a given gradient; *merge* writes a
-vector into a plain copy of the model; *detach* restores the original modules. Parameters trained
-directly, without an adapter (the classification head, or every parameter in full fine-tuning), are
-replaced by :class:`ParameterOverrides`.
+Lifecycle of an :class:`AdaptedModel`: *attach* (the constructor) freezes a model in place and
+replaces its targeted ``nn.Linear`` modules by :class:`~trishul_ray.adapters.linear.AdaptedLinear`.
+*bind* makes it compute with a given vector, and ``backward`` add into a given gradient. *merge*
+writes a vector into a plain copy of the model. *detach* restores the original modules. Parameters
+trained directly, without an adapter (the classification head, or every parameter in full
+fine-tuning), are replaced by :class:`ParameterOverrides`.
 
-Legend: P length of the vector; d_out, d_in a layer's widths.
+Legend: P length of the vector; d_out, d_in widths of a layer.
 """
 
 import copy
@@ -35,10 +35,10 @@ class Trained:
     """A trained state: the vector, and a method's changes to the frozen part.
 
     Attributes:
-        vector: [P] float32; of k clients that train together, [k, P].
-        base: by layer, [d_out, d_in] added to the frozen weight; it keeps at least 16 significant
-            bits whatever the weight's dtype.
-        constants: by layer, frozen tensors that replace those of the adapter.
+        vector: [P] float32, or [k, P] for k clients that train together.
+        base: Changes [d_out, d_in] to add to the frozen weights, keyed by layer. They keep at least
+            16 significant bits, regardless of the weight's dtype.
+        constants: Frozen tensors that replace the adapters' own, keyed by layer.
     """
 
     vector: Tensor
@@ -47,21 +47,21 @@ class Trained:
 
 
 class BlockForward:
-    """Forward pass of a block of the model during a run, as the block's attribute ``forward``.
+    """Forward pass of a block of the model during a run, set as the block's attribute ``forward``.
 
-    It can be copied with the block. :meth:`AdaptedModel.merge` leaves it out.
+    It can be copied with the block. :meth:`AdaptedModel.merge` removes it.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
 
 
-#: Fields of a decoder's configuration whose logits are more than those of a linear head.
+#: Fields of a decoder's configuration that transform the logits of its linear head.
 _HEAD_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 def scales_logits(model: nn.Module) -> bool:
-    """Return whether a model's logits are more than those of its linear head."""
+    """Return whether a model transforms the logits of its linear head."""
     return any(getattr(model.config, name, None) for name in _HEAD_SCALES)
 
 
@@ -69,26 +69,27 @@ class AdaptedModel:
     """A frozen model with adapters on named layers and, optionally, a trainable head.
 
     Args:
-        model: changed in place (frozen, adapted, put in evaluation mode) until :meth:`detach`.
-        adapters: adapter of each layer by module name; one without trainables (no heads) leaves its
-            layer unchanged.
-        seed: seed of the frozen bases and the initial trainables.
-        train_head: train the classification head, if the model has one.
-        train_all: train every parameter of the model directly (full fine-tuning), without adapters.
-        path: how adapted layers compute.
-        device: device of the model and of the frozen bases.
+        model: Changed in place (frozen, adapted, in evaluation mode) until :meth:`detach`.
+        adapters: Adapters, keyed by module name. An adapter without trainables (no heads) leaves
+            its layer unchanged.
+        seed: Seed of the frozen bases and the initial trainables.
+        train_head: Whether to train the classification head, if the model has one.
+        train_all: Whether to train every parameter of the model directly (full fine-tuning),
+            without adapters.
+        path: Computation of the adapted layers.
+        device: Device of the model and of the frozen bases.
 
     Attributes:
-        model: the adapted model.
-        layout: names of all trainables in the flat vector.
-        specs: the layers in ``adapters``, in the model's order.
-        adapters: as given.
-        classifier_size: number of trainable entries of the classification head.
-        backbone_size: number of backbone entries that are trained directly (full fine-tuning).
+        model: The adapted model.
+        layout: Names of all trainables in the flat vector.
+        specs: The layers in ``adapters``, in the model's order.
+        adapters: The argument ``adapters``.
+        classifier_size: Number of trainable entries of the classification head.
+        backbone_size: Number of backbone entries that are trained directly (full fine-tuning).
 
     Raises:
-        InputError: a name is not an ``nn.Linear`` of the model or belongs to the trainable
-            classification head, or an adapter does not fit its layer. The model is unchanged then.
+        InputError: A name is not an ``nn.Linear`` of the model or belongs to the trainable
+            classification head, or an adapter does not fit its layer. The model is then unchanged.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class AdaptedModel:
             for spec in self.specs
             if self.adapters[spec.name].shapes(spec)
         }
-        # The model changes only from here on: a rejected adapter leaves it as it was.
+        # The model changes only from here on: a rejected adapter leaves it unchanged.
         self._required = {name: p.requires_grad for name, p in model.named_parameters()}
         self._training = {name: module.training for name, module in model.named_modules()}
         model.requires_grad_(False)
@@ -142,7 +143,7 @@ class AdaptedModel:
             self._adapt(name, layer_constants, path)
         self._overrides = ParameterOverrides(model, self._direct)
         self._joint = JointTrainables.of(self.layout, self._layers)
-        self._leaf: Tensor | None = None  # of the joint trainables, while they are trained
+        self._leaf: Tensor | None = None  # leaf of the joint trainables, while they are trained
         self._stack: Stack | None = None
         #: Arguments of the last call of :meth:`bind`; None while unbound.
         self.bound: tuple[Trained, Tensor | None] | None = None
@@ -172,7 +173,7 @@ class AdaptedModel:
         return self._packed(lambda spec: self.adapters[spec.name].initial(spec, self._seed))
 
     def start(self) -> Tensor:
-        """Return the vector [P] of the first global state, as its adapters start from a weight."""
+        """Return the vector [P] of the first global state; see :meth:`LayerAdapter.start`."""
 
         def values(spec: LayerSpec) -> dict[str, Tensor]:
             adapter, layer = self.adapters[spec.name], self._linears.get(spec.name)
@@ -192,15 +193,15 @@ class AdaptedModel:
     def bind(self, trained: Trained, grad: Tensor | None = None) -> None:
         """Compute with a trained state, on the model's device, until :meth:`unbind`.
 
-        With ``grad``, float32 [P], ``backward`` adds into it (it is not zeroed here), and the
+        With ``grad``, float32 [P], ``backward`` adds into it (without zeroing it first), and the
         vector may change in place between steps. Without ``grad`` nothing is trained, updates are
-        merged into the weights at the first forward, and the vector must not change while bound.
+        merged into the weights in the first forward, and the vector must not change while bound.
 
-        The vectors of k clients [k, P] are bound to be trained together: the batch then holds the
-        examples of the first client, of the second and so on, as many of each.
+        Vectors of k clients [k, P] are bound to be trained together. The batch then contains
+        equally many examples of each client, one client after the other.
 
         Raises:
-            InputError: a shape, dtype or device does not match, or the adapters are detached.
+            InputError: A shape, dtype or device does not match, or the adapters are detached.
         """
         if not self.attached:
             raise InputError("the adapters are detached from this model: attach them again")
@@ -221,7 +222,7 @@ class AdaptedModel:
                 own = [HEAD_PREFIX + name for name in self._direct]
             views = self.layout.views(grad.detach())
             for name in own:
-                # Autograd adds in place to an existing .grad, so the sums land in ``grad``.
+                # Autograd adds in place to an existing .grad, so the sums are written to ``grad``.
                 leaves[name].requires_grad_()
                 leaves[name].grad = views[name]
         self._overrides.unbind()
@@ -235,7 +236,7 @@ class AdaptedModel:
         self.bound = trained, grad
 
     def unbind(self) -> None:
-        """Release the vector: the model computes as pretrained."""
+        """Release the vector, so that the model computes as pretrained."""
         for layer in self._layers.values():
             layer.bind(None)
         self._overrides.unbind()
@@ -245,12 +246,12 @@ class AdaptedModel:
         """Check that several clients can train together.
 
         Raises:
-            InputError: Other parameters than those of linear layers are trained without an adapter.
+            InputError: A directly trained parameter does not belong to a linear layer.
         """
         self._overrides.linear_layers()
 
     def forward(self, **inputs: Any) -> Any:
-        """Return the model's output, with the bound vector or, if unbound, as pretrained."""
+        """Compute the model's output, with the bound vector or, if unbound, as pretrained."""
         self._before_forward(inputs)
         return self.model(**inputs)
 
@@ -264,9 +265,10 @@ class AdaptedModel:
             self._stack.examples = next(len(x) for x in inputs.values() if torch.is_tensor(x))
 
     def hidden_states(self, **inputs: Any) -> tuple[Tensor, nn.Linear] | None:
-        """Return what the head of a decoder reads, [b, n, d], and the head.
+        """Compute the input [b, n, d] of a decoder's head, and return it with the head.
 
-        None if the head is trained, or more than a linear layer: call :meth:`forward` then.
+        Returns None if the head is trained, or is more than a linear layer. Call :meth:`forward`
+        instead.
         """
         untyped: Any = self.model
         head = untyped.get_output_embeddings()
@@ -276,7 +278,7 @@ class AdaptedModel:
         return untyped.base_model(**inputs).last_hidden_state, head
 
     def train(self, mode: bool = True) -> None:
-        """Enable or disable the backbone's dropout; it does not affect what is trained."""
+        """Enable or disable the backbone's dropout; it does not affect the trained parameters."""
         self.model.train(mode)
 
     def detach(self) -> nn.Module:
@@ -290,7 +292,7 @@ class AdaptedModel:
         return self.model
 
     def iter_layers(self, vector: Tensor) -> Iterator[tuple[str, LayerAdapter, dict[str, Tensor]]]:
-        """Yield name, adapter and trainables by suffix (views of ``vector``) per adapted layer."""
+        """Yield name, adapter and trainables (views of ``vector``) of each adapted layer."""
         return self._iter_layers(self.layout.views(vector))
 
     def _iter_layers(
@@ -307,14 +309,14 @@ class AdaptedModel:
         return self._layers[name].constants
 
     def direct_parameters(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return the parameters trained without an adapter by name, as views of ``vector``."""
+        """Return the parameters trained without an adapter, as views of ``vector``, by name."""
         views = self.layout.views(vector)
         return {name: views[HEAD_PREFIX + name] for name in self._direct}
 
     def frozen_weight(self, name: str, trained: Trained) -> Tensor:
-        """Return the weight that an adapter acts on, [d_out, d_in] in float32 at least.
+        """Return the dequantized weight that an adapter acts on, including the layer's base.
 
-        It has the layer's base, and is dequantized.
+        It is [d_out, d_in] in float32 or float64.
         """
         layer = self._layers[name]
         weight = layer.weight if layer.stored is None else layer.stored.weight
@@ -322,7 +324,7 @@ class AdaptedModel:
         return weight + trained.base[name] if name in trained.base else weight
 
     def deltas(self, trained: Trained) -> dict[str, Tensor]:
-        """Return the update of each adapted weight, with its base, float64 [d_out, d_in]."""
+        """Compute the update of each adapted weight, including its base, float64 [d_out, d_in]."""
         updates = {}
         for name, adapter, params in self.iter_layers(trained.vector):
             constants = trained.constants.get(name, self.constants(name))
@@ -334,12 +336,16 @@ class AdaptedModel:
 
     @torch.no_grad()
     def merge(self, trained: Trained, dtype: torch.dtype | None = None) -> nn.Module:
-        """Return a plain copy of the model with updates and directly trained parameters written in.
+        """Create a plain copy of the model with updates and directly trained parameters merged.
 
-        Sums are taken in float64 and cast once; a zero update leaves a weight bitwise unchanged.
-        This model stays adapted and bound. ``dtype`` is that of the copy, by default the model's;
-        bfloat16 rounds away updates below 2^-9 of a weight. Quantized weights are dequantized,
-        and so those that were trained with.
+        Sums are computed in float64 and cast once; a zero update leaves a weight bitwise unchanged.
+        This model stays adapted and bound. Quantized weights are dequantized to the values used in
+        training.
+
+        Args:
+            trained: The trained state.
+            dtype: Dtype of the copy, by default of the model; bfloat16 rounds away updates below
+                2^-9 of a weight.
         """
         with self._original_modules():
             merged = copy.deepcopy(self.model)
@@ -359,7 +365,7 @@ class AdaptedModel:
     @contextmanager
     def _original_modules(self) -> Iterator[None]:
         leaves = self._overrides.leaves
-        self._overrides.unbind()  # the adapted layers leave the model and stay bound
+        self._overrides.unbind()  # The adapted layers leave the model and stay bound.
         self._set_modules(self._linears)
         try:
             yield
@@ -373,15 +379,15 @@ class AdaptedModel:
 
 
 class ParameterOverrides:
-    """Replaces some parameters of a model by other tensors, in every place where they occur.
+    """Replace some parameters of a model by other tensors, in every place where they occur.
 
-    A bfloat16 model sees each tensor rounded to bfloat16 at every forward, as in mixed-precision
-    training: a step below 2^-9 of a parameter has no effect at once, but the float32 tensor keeps
-    it, and such steps add up over steps and rounds.
+    A bfloat16 model uses each tensor rounded to bfloat16 in every forward, as in mixed-precision
+    training: a step below 2^-9 of a parameter has no immediate effect, but the float32 tensor keeps
+    it, and such steps accumulate over steps and rounds.
 
     Args:
-        model: a parameter may occur in several of its modules (tied embeddings).
-        names: the parameters to replace.
+        model: A parameter may occur in several of its modules (tied embeddings).
+        names: The parameters to replace.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
@@ -393,17 +399,17 @@ class ParameterOverrides:
                 if id(parameter) in names_by_id:
                     self._places[names_by_id[id(parameter)]].append((module, attribute))
         self.leaves: dict[str, Tensor] = {}
-        self._stacked: list[nn.Linear] = []  # those that compute for several clients
+        self._stacked: list[nn.Linear] = []  # layers that compute for several clients
 
     def initial(self) -> dict[str, Tensor]:
-        """Return the model's values by name, float32 on the CPU."""
+        """Return the model's values, float32 on the CPU, keyed by name."""
         return {name: p.detach().float().cpu() for name, p in self._originals.items()}
 
     def linear_layers(self) -> dict[nn.Linear, dict[str, str]]:
-        """Return the linear layers that the parameters belong to, each with its own by attribute.
+        """Return the linear layers that contain the parameters, with parameter names per attribute.
 
         Raises:
-            InputError: One belongs to another kind of module.
+            InputError: A parameter belongs to another kind of module.
         """
         found: dict[nn.Linear, dict[str, str]] = {}
         for name, places in self._places.items():
@@ -418,9 +424,9 @@ class ParameterOverrides:
         return found
 
     def bind(self, leaves: Mapping[str, Tensor], stack: Stack | None = None) -> None:
-        """Compute with ``leaves``, float32 tensors of the parameters' shapes by name.
+        """Compute with ``leaves``, float32 tensors of the parameters' shapes, keyed by name.
 
-        With a ``stack`` they are those of several clients, [k, ...].
+        With a ``stack`` they belong to several clients, [k, ...].
         """
         self.leaves = dict(leaves)
         if stack is not None:
@@ -450,5 +456,5 @@ class ParameterOverrides:
 
     def _set(self, name: str, tensor: Tensor) -> None:
         for module, attribute in self._places[name]:
-            # Attribute access reads ``_parameters``, which holds any tensor.
+            # Attribute access reads ``_parameters``, which may contain any tensor.
             module._parameters[attribute] = tensor  # type: ignore[assignment]

@@ -1,12 +1,12 @@
 """Multi-head cores between frozen bases: ``y = W x + sum_i s_i B_i H_i A_i x`` (eq. forward).
 
-All heads of a layer are stacked: one core tensor [h, r, r], one scale [h], and the frozen bases
-B [d_out, h r] and A [h r, d_in] with the heads side by side. P = s_i H_i by head is the product
-that the layer needs. A call can merge it into the weight or compute through the thin factors, and
-can take the core gradient from the dense weight gradient or from the thin factors:
-:func:`choose_routes` counts multiplications, ``_MultiHeadLinear`` computes both passes.
+All heads of a layer are stacked: one core tensor [h, r, r], one scale [h], and the frozen bases B
+[d_out, h r] and A [h r, d_in] with the heads next to each other. The layer needs the products P_i =
+s_i H_i. A call can merge them into the weight or compute through the thin factors, and can compute
+the core gradient from the dense weight gradient or from the thin factors. :func:`choose_routes`
+counts multiplications, and ``_MultiHeadLinear`` computes both passes.
 
-Legend: h heads, r rank of one head, R = h r; d_out, d_in the layer's widths; n tokens.
+Legend: h heads, r rank of one head, R = h r; d_out, d_in widths of the layer; n tokens.
 """
 
 from collections.abc import Mapping
@@ -34,8 +34,9 @@ from trishul_ray.errors import InputError
 from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.spectral.bases import BasisInit, Overflow, draw_bases
 
-#: Entries in 16 bytes of a low precision: tensor cores read as many at once, if they lie so. On an
-#: H200, the core gradients of rank 110 took 1.7 of the 12.6 ms of a step of ViT-B/16.
+#: Number of entries in 16 bytes of a low precision: tensor cores read them at once if they are
+#: aligned. On an H200, the core gradients of rank 110 took 1.7 of the 12.6 ms of a step of
+#: ViT-B/16.
 _ALIGNED = 8
 
 
@@ -46,10 +47,10 @@ class MultiHead(LayerAdapter):
     Attributes:
         heads: h; 0 leaves the layer unadapted.
         rank: r.
-        init: initialization of the bases; see :func:`trishul_ray.spectral.bases.draw_bases`.
-        sigma: standard deviation of the entries for ``rv_random_normal``.
-        overflow: what to do where h r exceeds the width: raise, or draw independent bases.
-        train_scale: train the scalars s_i instead of keeping them at 1.
+        init: Initialization of the bases; see :func:`trishul_ray.spectral.bases.draw_bases`.
+        sigma: Standard deviation of the entries for ``rv_random_normal``.
+        overflow: What to do if h r exceeds the width: raise, or draw independent bases.
+        train_scale: Whether to train the scalars s_i instead of fixing them at 1.
     """
 
     heads: int
@@ -72,7 +73,7 @@ class MultiHead(LayerAdapter):
 
     @property
     def reads(self) -> Reads:
-        """The products, unless a subclass has others, or a forward of its own."""
+        """The products, unless a subclass defines other products or another forward."""
         return "products" if self._computes_as(MultiHead, "product") else "trainables"
 
     def shapes(self, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
@@ -87,7 +88,7 @@ class MultiHead(LayerAdapter):
     def constants(
         self, spec: LayerSpec, seed: int, device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
-        """Return ``basis_B`` [d_out, h r] and ``basis_A`` [h r, d_in], float32.
+        """Draw ``basis_B`` [d_out, h r] and ``basis_A`` [h r, d_in], float32.
 
         Raises:
             InputError: h r exceeds the width and ``overflow`` is ``"error"``.
@@ -114,14 +115,14 @@ class MultiHead(LayerAdapter):
         return found
 
     def initial(self, spec: LayerSpec, seed: int) -> dict[str, Tensor]:
-        """Return H = 0 and s = 1: the layer starts as the pretrained one."""
+        """Return H = 0 and s = 1, so that the layer starts as the pretrained layer."""
         shapes = self.shapes(spec).items()
         return {
             n: (torch.ones if n.endswith("scale") else torch.zeros)(shape) for n, shape in shapes
         }
 
     def product(self, params: Mapping[str, Tensor]) -> Tensor:
-        """Return P_i = s_i H_i, [h, r, r]; of several clients [k, h, r, r]."""
+        """Compute P_i = s_i H_i, [h, r, r]; for several clients, [k, h, r, r]."""
         if PRODUCT in params:
             return params[PRODUCT]
         scale = params.get("scale")
@@ -159,7 +160,7 @@ class MultiHead(LayerAdapter):
     ) -> Tensor:
         """Compute the adapted layer for k clients, [k, n, d_in] -> [k, n, d_out].
 
-        Forward and core gradient take the same route, the cheaper one for a client's n tokens:
+        Forward and core gradient use the same route, the cheaper of two for a client's n tokens:
         each client's merged weight, or the frozen product of all tokens at once and thin factors.
         """
         weight, bias = frozen.weight, frozen.bias
@@ -212,30 +213,30 @@ class MultiHead(LayerAdapter):
         path: ComputePath = "auto",
         low_precision: bool = False,
     ) -> int:
-        """Count those of the routes that are taken; see :class:`LayerAdapter`."""
+        """Count the multiplications of the chosen routes."""
         if self.heads == 0:
             return 0
         call = Call(n, spec.d_out, spec.d_in, self.heads, self.rank, training, training)
         return call.costs()[choose_routes(call, path, low_precision=low_precision)]
 
     def num_parameters(self, spec: LayerSpec) -> int:
-        """Return h r^2, the entries of the cores."""
+        """Return h r^2, the number of entries of the cores."""
         return self.heads * self.rank**2
 
     def num_scalars(self, spec: LayerSpec) -> int:
-        """Return h if the scalars are trained, else 0."""
+        """Return h if the scalars are trained, otherwise 0."""
         return self.heads if self.train_scale else 0
 
 
 class Routes(NamedTuple):
-    """Computation of one call."""
+    """How a call computes its forward and its core gradient."""
 
-    merged_forward: bool  # through W + B blockdiag(P) A, not the thin factors
-    merged_core: bool  # the core gradient from dY^T X, not from the thin factors
+    merged_forward: bool  # through W + B blockdiag(P) A instead of the thin factors
+    merged_core: bool  # core gradient from dY^T X instead of the thin factors
 
 
 class Call(NamedTuple):
-    """The sizes of one call, and the gradients that it needs."""
+    """Sizes of a call, and the gradients that it needs."""
 
     tokens: int
     d_out: int
@@ -246,7 +247,7 @@ class Call(NamedTuple):
     input_grad: bool
 
     def costs(self) -> dict[Routes, int]:
-        """Return the multiplications beyond those of the plain layer, by routes."""
+        """Return the multiplications in addition to those of the plain layer, keyed by routes."""
         n, d_out, d_in, heads, rank, core_grad, input_grad = self
         total, small = heads * rank, min(d_out, d_in)
         merge = total * d_out * d_in + small * total * rank  # W + B (P A); dX = dY W_eff is free
@@ -259,7 +260,7 @@ class Call(NamedTuple):
         costs: dict[Routes, int] = {}
         for merged_forward in (True, False):
             base = merge if merged_forward else factored
-            # A factored forward has X A^T already, and dY B if the input gradient is needed.
+            # A factored forward already has X A^T, and dY B if the input gradient is needed.
             again = thin if merged_forward else (0 if input_grad else n * total * d_out)
             costs[Routes(merged_forward, True)] = base + (merged_core if core_grad else 0)
             costs[Routes(merged_forward, False)] = base + (again + per_head if core_grad else 0)
@@ -270,8 +271,8 @@ class Call(NamedTuple):
 def choose_routes(call: Call, path: ComputePath = "auto", *, low_precision: bool = False) -> Routes:
     """Return the routes of a call.
 
-    ``auto`` takes those with the fewest multiplications on top of those of the plain layer. In low
-    precision the forward is always factored.
+    ``auto`` selects the routes with the fewest multiplications in addition to those of the plain
+    layer. In low precision the forward is always factored.
     """
     if path != "auto":
         return Routes(path == "merged" and not low_precision, path == "merged")
@@ -286,7 +287,7 @@ def choose_routes(call: Call, path: ComputePath = "auto", *, low_precision: bool
 
 
 def aligned_bases(bases: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
-    """Return bases with columns of zeros after those of each head, up to a multiple of 8."""
+    """Pad the columns of each head in the bases with zeros, to a multiple of 8."""
     basis_B, basis_A = bases["basis_B"], bases["basis_A"]
     rank = len(basis_A) // heads
     wide = -(-rank // _ALIGNED) * _ALIGNED
@@ -298,13 +299,13 @@ def aligned_bases(bases: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
 
 
 def _widened(product: Tensor, rank: int) -> Tensor:
-    """Return [..., r, r] with zeros up to the rank of aligned bases."""
+    """Pad [..., r, r] with zeros to the rank of aligned bases."""
     extra = rank - product.shape[-1]
     return functional.pad(product, (0, extra, 0, extra)) if extra else product
 
 
 def effective_weight(weight: Tensor, basis_B: Tensor, basis_A: Tensor, product: Tensor) -> Tensor:
-    """Return ``W + B blockdiag(P) A``, [d_out, d_in] in the weight's dtype; P is [h, r, r]."""
+    """Compute ``W + B blockdiag(P) A``, [d_out, d_in] in the weight's dtype; P is [h, r, r]."""
     dtype = torch.promote_types(weight.dtype, product.dtype)
     basis_B, basis_A, product = basis_B.to(dtype), basis_A.to(dtype), product.to(dtype)
     d_out, d_in = weight.shape
@@ -316,24 +317,27 @@ def effective_weight(weight: Tensor, basis_B: Tensor, basis_A: Tensor, product: 
 
 
 def mix_output(basis_B: Tensor, product: Tensor) -> Tensor:
-    """Return ``(B blockdiag(P))^T``, [R, d_out]."""
+    """Compute ``(B blockdiag(P))^T``, [R, d_out]."""
     heads, rank, _ = product.shape
     per_head = basis_B.t().view(heads, rank, -1)  # [h, r, d_out], a view of the transpose
     return torch.bmm(product.transpose(1, 2), per_head).view(heads * rank, -1)
 
 
 def _mix_input(basis_A: Tensor, product: Tensor) -> Tensor:
-    """Return ``blockdiag(P) A``, [R, d_in]."""
+    """Compute ``blockdiag(P) A``, [R, d_in]."""
     heads, rank, _ = product.shape
     return torch.bmm(product, basis_A.view(heads, rank, -1)).view(heads * rank, -1)
 
 
 def multihead_linear(x: Tensor, product: Tensor, frozen: FrozenLinear, routes: Routes) -> Tensor:
-    """Return ``x (W + B blockdiag(P) A)^T + bias``, differentiable only in ``x`` and ``product``.
+    """Compute ``x (W + B blockdiag(P) A)^T + bias``, differentiable in ``x`` and ``product``.
 
-    x has the weight's dtype. The product [h, r, r] may have another one, and so has its gradient.
-    The bases may be aligned (:func:`aligned_bases`), if the forward is factored.
-    With a remainder the forward must be factored.
+    Args:
+        x: [..., d_in] in the weight's dtype.
+        product: [h, r, r] of any dtype, which is also the dtype of its gradient.
+        frozen: The frozen part. If it has a remainder or aligned bases (:func:`aligned_bases`), the
+            forward must be factored.
+        routes: Routes of the call.
     """
     out = _MultiHeadLinear.apply(x, product, frozen, routes)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
@@ -408,18 +412,18 @@ class _MultiHeadLinear(torch.autograd.Function):
 
 
 def _multiply_heads(thin: Tensor, matrices: Tensor) -> Tensor:
-    """Multiply [n, R] by [h, r, r] head by head, giving [n, R]."""
+    """Multiply [n, R] by [h, r, r] per head, giving [n, R]."""
     heads, rank, _ = matrices.shape
     out = torch.bmm(thin.view(-1, heads, rank).transpose(0, 1), matrices)  # [h, n, r]
     return out.transpose(0, 1).reshape(-1, heads * rank)
 
 
 def _project(gradient: Tensor, basis_B: Tensor, basis_A: Tensor, heads: int) -> Tensor:
-    """Return ``B_i^T G A_i^T`` of every head, G [d_out, d_in] -> [h, r, r]."""
+    """Compute ``B_i^T G A_i^T`` of every head, G [d_out, d_in] -> [h, r, r]."""
     d_out, d_in = gradient.shape
     rank = len(basis_A) // heads
     if d_in <= d_out:
         left = (basis_B.t() @ gradient).view(heads, rank, d_in)
         return torch.bmm(left, basis_A.view(heads, rank, d_in).transpose(1, 2))
-    right = (basis_A @ gradient.t()).view(heads, rank, d_out)  # (G A^T)^T by head
+    right = (basis_A @ gradient.t()).view(heads, rank, d_out)  # (G A^T)^T per head
     return torch.bmm(basis_B.t().view(heads, rank, d_out), right.transpose(1, 2))

@@ -1,15 +1,15 @@
-"""Frozen linear layers whose weights are stored in 4 or 8 bits, through bitsandbytes.
+"""Frozen linear layers whose weights are stored in 4 or 8 bits, with bitsandbytes.
 
-``nf4`` is that of QLoRA (Dettmers et al., arXiv 2305.14314): 4-bit quantiles of a normal
-distribution in blocks of 64 weights, whose scales have 8 bits themselves, in blocks of 256: 4.13
-bits a weight. ``int8`` has the rows of LLM.int8() (Dettmers et al., arXiv 2208.07339): steps of
-1/127 of a row's largest weight. Inputs are not quantized.
+``nf4`` is the format of QLoRA (Dettmers et al., arXiv 2305.14314): 4-bit quantiles of a normal
+distribution in blocks of 64 weights, with 8-bit scales that are themselves scaled in blocks of 256,
+for a total of 4.13 bits per weight. ``int8`` quantizes rows as LLM.int8() (Dettmers et al., arXiv
+2208.07339): steps of 1/127 of a row's largest weight. Inputs are not quantized.
 
-A layer computes with the dequantized weight, which exists during the product alone and is made
-again for the gradient of the input. No fused kernel is used: those of bitsandbytes are chosen by
-the batch's shape. A stored weight never changes; what is added to it stays beside it.
+A layer computes with the dequantized weight, which exists only during the product and is created
+again for the gradient of the input. The fused kernels of bitsandbytes are not used, because they
+depend on the batch's shape. A stored weight never changes; updates are stored separately.
 
-Legend: d_out, d_in the layer's widths; n = d_out d_in.
+Legend: d_out, d_in widths of the layer; n = d_out d_in.
 """
 
 import importlib.util
@@ -24,25 +24,25 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trishul_ray.errors import InputError, how_to_install
 
-# It warns of missing kernels for fused products, which are not used here.
+# It warns about missing kernels for fused products, which are not used here.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 #: Storage type of a weight.
 Storage: TypeAlias = Literal["nf4", "int8"]
-#: Weights that share a scale, and scales that share theirs.
+#: Number of weights per scale, and of scales per nested scale.
 BLOCK, NESTED_BLOCK = 64, 256
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer, with ``weight`` as it is dequantized: another tensor at every access.
+    """A frozen linear layer whose ``weight`` is dequantized on access: a new tensor every time.
 
     Args:
-        linear: the layer; on the meta device, only the shapes of what is stored follow from it.
-        kind: how its weight is stored.
-        dtype: that of ``weight``.
+        linear: The layer; on the meta device, it determines only the shapes of the stored tensors.
+        kind: Storage type of its weight.
+        dtype: Dtype of ``weight``.
 
     Attributes:
-        squared_norm: ``||W||_F^2`` of the weight before it was quantized, float64.
+        squared_norm: ``||W||_F^2`` of the weight before quantization, float64.
     """
 
     def __init__(self, linear: nn.Linear, kind: Storage, dtype: torch.dtype) -> None:
@@ -58,7 +58,7 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The dequantized weight [d_out, d_in], rounded once from float32: the same anywhere."""
+        """The dequantized weight [d_out, d_in], rounded once from float32, equal on any device."""
         library, stored = _functional(), dict(self.named_buffers(recurse=False))
         size = self.out_features * self.in_features
         if self.kind == "int8":
@@ -72,9 +72,9 @@ class QuantizedLinear(nn.Linear):
             )
             state = library.QuantState(
                 stored["scales"],
-                # On a CPU, bitsandbytes 0.50 takes another block's scales in rows that are no
-                # multiple of a block, and compiles code for odd ones. Here all weights are one
-                # row, of even length.
+                # On a CPU, bitsandbytes 0.50 uses another block's scales in rows that are not a
+                # multiple of a block, and compiles code for odd rows. Here all weights are one row
+                # of even length.
                 shape=torch.Size([1, size + size % 2]),
                 blocksize=BLOCK,
                 quant_type=self.kind,
@@ -93,7 +93,7 @@ class QuantizedLinear(nn.Linear):
 
     @contextmanager
     def dense(self) -> Iterator[Tensor]:
-        """Yield :attr:`weight`; what is computed inside does not keep it for the backward pass."""
+        """Yield :attr:`weight`, which computations inside do not keep for the backward pass."""
         weight = self.weight
         memory = weight.untyped_storage().data_ptr()
 
@@ -110,7 +110,7 @@ class QuantizedLinear(nn.Linear):
 
 
 def dequantize_layers(model: nn.Module) -> None:
-    """Replace quantized layers by plain ones of their dequantized weights, in place."""
+    """Replace quantized layers by plain layers with their dequantized weights, in place."""
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantizedLinear):
             with torch.device("meta"):
@@ -121,14 +121,14 @@ def dequantize_layers(model: nn.Module) -> None:
 
 
 def squared_norm(linear: nn.Linear) -> Tensor:
-    """Return ``||W||_F^2`` of a layer, float64; of the unquantized weight where it is quantized."""
+    """Return ``||W||_F^2`` of a layer before quantization, float64."""
     if isinstance(linear, QuantizedLinear):
         return linear.squared_norm
     return linear.weight.detach().double().square().sum()
 
 
 def check_library(kind: Storage) -> None:
-    """Raise InputError if bitsandbytes, which stores a weight so, is not installed."""
+    """Raise an InputError if bitsandbytes, which ``kind`` requires, is not installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(
             f"model.quantize={kind!r} needs bitsandbytes: "
@@ -143,7 +143,7 @@ def _functional() -> Any:
 
 
 def _empty(kind: Storage, d_out: int, d_in: int) -> dict[str, Tensor]:
-    """Return what :func:`_quantize` does, on the meta device."""
+    """Return tensors like those of :func:`_quantize`, on the meta device."""
     blocks = -(-d_out * d_in // BLOCK)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "codes": ((-(-d_out * d_in // 2), 1), torch.uint8),
@@ -158,13 +158,13 @@ def _empty(kind: Storage, d_out: int, d_in: int) -> dict[str, Tensor]:
 
 
 def _quantize(weight: Tensor, kind: Storage) -> dict[str, Tensor]:
-    """Return what is stored of a weight [d_out, d_in] on the CPU."""
+    """Quantize a weight [d_out, d_in] on the CPU, and return the tensors to store."""
     library = _functional()
     if kind == "int8":
         codes, scales, _ = library.int8_vectorwise_quant(weight)
         return {"codes": codes, "scales": scales}
     codes, state = library.quantize_4bit(weight.reshape(1, -1), blocksize=BLOCK, quant_type=kind)
-    # In float64, so that the number of threads cannot change the mean that is stored.
+    # In float64, so that the number of threads does not change the stored mean.
     offset = state.absmax.double().mean().float()
     scales, nested = library.quantize_blockwise(state.absmax - offset, blocksize=NESTED_BLOCK)
     return {

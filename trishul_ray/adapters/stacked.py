@@ -1,9 +1,9 @@
-"""Several clients in one forward: their rows one after the other, their trainables stacked.
+"""Several clients in one forward: their rows concatenated, their trainables stacked.
 
-Everything frozen computes on all rows at once. Trainables act on the rows of their own client, by
-products with one axis more.
+The frozen part computes on all rows at once. Trainables act on the rows of their client, using
+products with an additional axis.
 
-Legend: k clients; n rows of one client, tokens counted; d_out, d_in a layer's widths.
+Legend: k clients; n rows of one client, counting tokens; d_out, d_in widths of a layer.
 """
 
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ class Stack:
 
     Attributes:
         clients: k.
-        examples: Rows of the batch, of all clients; set before every forward.
+        examples: Number of examples in the batch, of all clients; set before every forward.
     """
 
     clients: int
     examples: int = 0
 
     def rows(self, x: Tensor) -> Tensor:
-        """Return the inputs of a layer [k b, ..., d_in] by client, [k, n, d_in].
+        """Reshape the inputs of a layer [k b, ..., d_in] to [k, n, d_in].
 
         Raises:
-            InputError: The first axis does not hold the examples one after the other.
+            InputError: The first axis does not enumerate the examples.
         """
         if not x.shape[0] or x.shape[0] % self.examples:
             raise InputError(
@@ -41,7 +41,7 @@ class Stack:
         return x.reshape(self.clients, -1, x.shape[-1])
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return what a linear layer of each client's own gives, [k b, ..., d_out].
+        """Compute a linear layer with separate parameters per client, [k b, ..., d_out].
 
         ``weight`` is [k, d_out, d_in] and ``bias`` [k, d_out]; both are cast to the inputs' dtype.
         """
@@ -52,9 +52,9 @@ class Stack:
 
 
 def own_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return each client's rows [k, n, d_in] times its own weight [k, d_out, d_in], [k, n, d_out].
+    """Multiply each client's rows [k, n, d_in] by its weight [k, d_out, d_in], to [k, n, d_out].
 
-    ``bias`` is [d_out] for all, or [k, 1, d_out].
+    ``bias`` is [d_out] for all clients, or [k, 1, d_out].
     """
     if bias is None:
         return torch.bmm(rows, weight.mT)
@@ -62,9 +62,9 @@ def own_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def as_shape(fresh: Tensor, *shape: int) -> Tensor:
-    """Return a tensor that nothing else uses in another shape, to be added to in place.
+    """Reshape a tensor that is not used elsewhere, for in-place additions.
 
-    Of what is added in place to a view, the backward copies all gradients.
+    In-place additions to a view would make the backward copy all gradients.
     """
     found: Tensor = torch.ops.aten._unsafe_view(fresh, shape)
     return found

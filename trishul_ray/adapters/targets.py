@@ -13,18 +13,18 @@ from trishul_ray.runtime.lazy import torch
 if TYPE_CHECKING:
     from torch import nn
 
-#: Linear weights that give a transformer block its score; see :func:`scored_layers`.
+#: Linear weights that score a transformer block; see :func:`scored_layers`.
 BlockScores = Literal["adapted", "attention", "all"]
 
-#: The target that stands for every linear layer, except heads and layers that share their weight.
+#: Target for every linear layer, except heads and layers that share their weight.
 ALL_LINEAR = "all-linear"
 
-#: Query and value, as adapted by RAVAN (Table 9) and TRISHUL. Like them, leave out T5's
+#: Query and value, as adapted by RAVAN (Table 9) and TRISHUL. Like them, exclude T5's
 #: cross-attention (``EncDecAttention``).
 _QUERY_AND_VALUE = (("query", "value"), ("SelfAttention.q", "SelfAttention.v"))
 
-#: Names of one layer in the papers and in different releases of transformers. A target that matches
-#: no module is looked up under its alias.
+#: Names of the same layer in the papers and in different releases of transformers. A target that
+#: matches no module is looked up under its alias.
 ALIASES = {
     "query": "q_proj",
     "key": "k_proj",
@@ -54,7 +54,7 @@ _POOLER = ("pooler", "dense")
 def block_of(name: str) -> str:
     """Return the transformer block of a module: its path up to and including the first number.
 
-    A module outside any numbered block forms its own block.
+    A module outside any numbered block forms a separate block.
     """
     parts = name.split(".")
     for index, part in enumerate(parts):
@@ -64,10 +64,10 @@ def block_of(name: str) -> str:
 
 
 def spec_of(model: nn.Module, name: str) -> LayerSpec:
-    """Return the spec of one linear layer.
+    """Return the spec of a linear layer.
 
     Raises:
-        InputError: the module does not exist or is not an ``nn.Linear``.
+        InputError: The module does not exist or is not an ``nn.Linear``.
     """
     try:
         module = model.get_submodule(name)
@@ -85,12 +85,12 @@ def find_layers(model: nn.Module, targets: Sequence[str] | None = None) -> list[
 
     A target matches every module whose dotted path equals it or ends with it: ``q_proj``,
     ``SelfAttention.q`` or a full path. ``all-linear`` matches every linear layer, except the heads
-    and the layers that share their weight. None takes query and value, and every linear layer of a
-    model that is not of transformers.
+    and the layers that share their weight. None means query and value, or every linear layer of a
+    model that is not from transformers.
 
     Raises:
-        InputError: a target matches no module (the message lists the nearest names), a module
-            that is not an ``nn.Linear``, or one that shares its weight with another module, or no
+        InputError: A target matches no module (the message lists the nearest names), a module that
+            is not an ``nn.Linear``, or a module that shares its weight with another one; or no
             query and value are found.
     """
     if targets is None:
@@ -118,12 +118,12 @@ def scored_layers(
 ) -> list[LayerSpec]:
     """Return the linear layers whose weights score the blocks of the adapted layers.
 
-    ``adapted`` takes only those layers, ``all`` every linear layer of the same blocks, and
-    ``attention`` those of them inside an attention module (``attention``, ``self_attn``,
+    ``adapted`` selects only those layers, ``all`` every linear layer of the same blocks, and
+    ``attention`` the layers inside an attention module (``attention``, ``self_attn``,
     ``SelfAttention``, ``EncDecAttention``, ...).
 
     Raises:
-        InputError: a block has no such layer.
+        InputError: A block has no such layer.
     """
     if scores == "adapted":
         return list(adapted)
@@ -142,17 +142,17 @@ def scored_layers(
 
 
 def classifier_parameters(model: nn.Module) -> list[str]:
-    """Return the names of the classification head's parameters; empty for a model without one.
+    """Return the names of the classification head's parameters, if the model has a head.
 
     A language-model head (``lm_head``) belongs to the pretrained model and is not included. BERT's
-    pooler is: it is the dense layer before the classifier, which RoBERTa and ELECTRA have inside
-    their heads, and many checkpoints lack it.
+    pooler is included: it is the dense layer before the classifier, which RoBERTa and ELECTRA have
+    inside their heads, and many checkpoints lack it.
     """
     return [name for name, _ in model.named_parameters() if classifier_module(name) is not None]
 
 
 def classifier_module(name: str) -> str | None:
-    """Return the last name of a parameter's classification-head module; None outside the head."""
+    """Return the name of the head's module that contains a parameter, or None outside the head."""
     parts = name.split(".")
     if parts[0] in CLASSIFIER_MODULES:
         return parts[0]
@@ -160,7 +160,7 @@ def classifier_module(name: str) -> str | None:
 
 
 def _shared_weights(model: nn.Module) -> set[str]:
-    """Return the modules of a weight that several modules have."""
+    """Return the modules that share their weight with another module."""
     places: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules():
         if (weight := module._parameters.get("weight")) is not None:
@@ -169,9 +169,9 @@ def _shared_weights(model: nn.Module) -> set[str]:
 
 
 def _all_linear_layers(model: nn.Module) -> list[str]:
-    from trishul_ray.adapters.quantized import QuantizedLinear  # imports this module
+    from trishul_ray.adapters.quantized import QuantizedLinear  # circular import
 
-    # Not subclasses: attention of torch reads the weight of a special linear layer.
+    # Exclude subclasses: attention in torch reads the weight of a special linear layer.
     kinds = (torch.nn.Linear, QuantizedLinear)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     shared = _shared_weights(model)
