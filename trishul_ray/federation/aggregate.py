@@ -1,4 +1,4 @@
-"""The server's part of a round: from its uploads to the next state."""
+"""Aggregate the uploads of a round into the next state."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -20,10 +20,10 @@ from trishul_ray.stages import ArrayState, MeanChange, Partial, Stages
 
 @dataclass(frozen=True)
 class UploadReader:
-    """Reads the uploads of a run.
+    """Read the uploads of a run.
 
     Attributes:
-        executor: Brings uploads into this process, given their handles.
+        executor: Fetches uploads into this process.
         stages: The stages of the run.
     """
 
@@ -31,11 +31,11 @@ class UploadReader:
     stages: Stages
 
     def fetch(self, handles: Sequence[Any]) -> list[Upload]:
-        """Bring uploads into this process, given their handles."""
+        """Fetch uploads into this process, given their handles."""
         return self.executor.fetch([*handles])
 
     def values(self, uploads: Sequence[Upload], broadcast: ArrayState) -> list[Upload]:
-        """Return uploads as values, even where clients send the change since ``broadcast``."""
+        """Return uploads as values, also if clients send the change since ``broadcast``."""
         if not self.stages.act_on_changes:
             return [*uploads]
         return [
@@ -44,7 +44,7 @@ class UploadReader:
         ]
 
     def changes(self, handles: Sequence[Any], accepted: AbstractSet[int]) -> dict[int, np.ndarray]:
-        """Return the changes [W] of the accepted clients, by ascending client."""
+        """Return the changes [W] of the accepted clients, keyed by client in ascending order."""
         return {
             upload.client: upload.arrays.shared
             for upload in sorted(self.fetch(handles), key=lambda each: each.client)
@@ -54,12 +54,12 @@ class UploadReader:
 
 @dataclass(frozen=True)
 class Aggregator:
-    """Aggregates the rounds of a run: the mean of the uploads, then the method's next state.
+    """Compute the mean of a round's uploads, and the method's next state.
 
     Attributes:
-        reducer: Has the method, the layout and the weights of uploads.
+        reducer: The method, the layout and the weights of uploads.
         stages: The stages of the run.
-        uploads: Reads single uploads, for what needs them.
+        uploads: Reads single uploads.
         federation: The section ``federation``.
     """
 
@@ -69,10 +69,10 @@ class Aggregator:
     federation: FederationConfig
 
     def mean(self, number: int, state: ArrayState, total: Partial, outcome: Outcome) -> MeanChange:
-        """Return the mean of a round's uploads, by the first stage that has its own.
+        """Compute the mean of a round's uploads, with the first stage that overrides it.
 
-        Otherwise it is weighted, and a unit that nobody trained keeps its value in ``state``, or
-        does not change.
+        Otherwise the mean is weighted, and a unit that no client trained keeps its value in
+        ``state`` or, if clients send changes, does not change.
         """
         stages = self.stages
         mean = stages.average(number, total)
@@ -88,7 +88,7 @@ class Aggregator:
     def facts(
         self, number: int, broadcast: ArrayState, mean: MeanChange, total: Partial, outcome: Outcome
     ) -> Round:
-        """Return what a method may know of a round whose clients have read ``broadcast``."""
+        """Collect the facts about a round for a method; its clients have read ``broadcast``."""
         singles: tuple[ClientUpload, ...] = ()
         if self.reducer.method.needs_uploads:
             accepted = {*total.clients}
@@ -111,10 +111,10 @@ class Aggregator:
         )
 
     def next_state(self, state: ArrayState, mean: MeanChange, facts: Round) -> ArrayState:
-        """Return the state after a round, given that before it.
+        """Compute the state after a round.
 
         Raises:
-            FailsAgainError: It is not finite, and the mean is.
+            FailsAgainError: The state is not finite, although the mean is.
         """
         method, layout = self.reducer.method, self.reducer.layout
         if self.stages.act_on_changes:
@@ -132,7 +132,7 @@ class Aggregator:
 
 
 def _is_finite(state: ArrayState) -> bool:
-    """Return whether all numbers of a state are finite, those of a survey aside."""
+    """Return whether all numbers of a state, except its survey, are finite."""
     found: list[bool] = []
     state.map(lambda array: found.append(bool(np.isfinite(array).all())))
     return all(found)

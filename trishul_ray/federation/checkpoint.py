@@ -1,12 +1,12 @@
-"""Round checkpoints: everything the next round needs, in files with their checksums in the names.
+"""Round checkpoints with the complete state of a run, in files named by their checksums.
 
-A checkpoint is a safetensors file, ``round-<number>-<sha256>.safetensors``, of all arrays, and JSON
-that names them. It is written to a temporary name and then renamed. A truncated or altered file is
-reported and skipped, and the checkpoint before it is used.
+A checkpoint is a safetensors file, ``round-<number>-<sha256>.safetensors``, of all arrays and of
+JSON that refers to them. It is written under a temporary name and then renamed. Truncated or
+altered files are reported and skipped in favor of the previous checkpoint.
 
-Most states of clients do not change in a round. So the states that changed are in another file,
-``clients-<number>-<sha256>.safetensors``, which is written before the checkpoints that name it and
-removed once no checkpoint names it.
+Most client states do not change in a round. Changed states are therefore in a separate file,
+``clients-<number>-<sha256>.safetensors``, which is written before the checkpoints that refer to it,
+and removed with the last of them.
 """
 
 import hashlib
@@ -32,12 +32,12 @@ from trishul_ray.storage.durable import Json
 from trishul_ray.storage.store import Store
 
 _NAME = re.compile(r"(round|clients)-(\d{6})-[0-9a-f]{64}\.safetensors")
-#: Name of the tensor that holds the JSON, and the key in the JSON that refers to an array.
+#: Name of the tensor that contains the JSON, and JSON key of a reference to an array.
 _META, _ARRAY = "__meta__", "__array__"
 #: Errors of reading fields of other types or names.
 _ODD = (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 
-#: State of a client, and memory of stages on it.
+#: State of a client, and state of stages on the client.
 _Parts = tuple[Arrays | None, Arrays | None]
 
 
@@ -46,13 +46,13 @@ def _file_name(kind: str, round_number: int, data: bytes) -> str:
 
 
 def round_of(name: str) -> int | None:
-    """Return the round of a checkpoint's file name; None for another file."""
+    """Return the round in the file name of a checkpoint, or None for other files."""
     match = _NAME.fullmatch(name)
     return int(match[2]) if match and match[1] == "round" else None
 
 
 def _stored(value: Any) -> Json:
-    """Return the fields of a dataclass that a file holds."""
+    """Return the fields of a dataclass to store in a file."""
     stored = vars(value)
     optional = [each.name for each in fields(value) if each.metadata == OPTIONAL]
     return {k: v for k, v in stored.items() if k not in optional or v}
@@ -63,22 +63,22 @@ class Checkpoint:
     """The state of a run after a round.
 
     Attributes:
-        experiment_id: id of the experiment.
-        attempt: name of the run in the tracking server, so that a resumed run continues it.
-        round: the last aggregated round (0: none yet).
-        state: the global state.
-        client_states: persistent states, by client.
-        records: one record for each round so far; the first is of the pretrained backbone.
-        spectra: singular values of the last diagnostics; see ``Diagnostics``.
-        matrices: comparisons between clients in every diagnosed round, and of all clients in the
-            last; see ``append_round`` and ``Comparison.of_everyone``.
-        test_rows: ``row``, index in the test split, and ``score`` of every row scored after
-            the last round, in order; empty before, and for a task without scores of rows.
-        sources: hashes of data and weights; see ``WorkerSpec``.
-        stacks: stacks that computed rounds, with the first round of each.
-        info: description of the data.
-        stages: memory of each stage, by its name.
-        kept: memory of stages on each client, by client.
+        experiment_id: Id of the experiment.
+        attempt: Name of the run in the tracking server, so that a resumed run continues it.
+        round: The last aggregated round; 0 before round 1.
+        state: The global state.
+        client_states: Client states, keyed by client.
+        records: One record per round so far; the first one is of the pretrained backbone.
+        spectra: Singular values of the last diagnostics; see ``Diagnostics``.
+        matrices: Comparisons between clients in every diagnosed round, and of all clients in the
+            last round; see ``append_round`` and ``Comparison.of_everyone``.
+        test_rows: ``row``, the index in the test split, and ``score`` of every row scored after the
+            last round, in order. Empty before, and for a task without scores of rows.
+        sources: Hashes of data and weights; see ``WorkerSpec``.
+        stacks: Stacks that computed rounds, each with its first round.
+        info: Description of the data.
+        stages: State of each stage, keyed by stage name.
+        kept: State of stages on each client, keyed by client.
     """
 
     experiment_id: str
@@ -97,11 +97,11 @@ class Checkpoint:
     kept: dict[int, Arrays] = field(default_factory=dict, metadata=OPTIONAL)
 
     def is_last(self, rounds: int) -> bool:
-        """Return whether a run has ended: all ``rounds`` are done, and the last one is scored."""
+        """Return whether a run has ended: ``rounds`` are complete, and the last round is scored."""
         return self.round >= rounds and self.records[-1].scored
 
     def to_bytes(self, files: dict[int, str]) -> bytes:
-        """Return the content of the file, with the names of the clients' files."""
+        """Serialize the checkpoint, with the names of the clients' files."""
         tensors: Arrays = {}
 
         def plain(value: Any) -> Json:
@@ -119,7 +119,7 @@ class Checkpoint:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "tuple[Checkpoint, dict[int, str]]":
-        """Return a checkpoint without the states of clients, and the file of each client.
+        """Parse a checkpoint without the client states, and the file of each client.
 
         Raises:
             ValueError: The bytes are not a checkpoint.
@@ -146,7 +146,7 @@ class Checkpoint:
 
 
 def state_digest(state: ArrayState) -> str:
-    """Return the hex SHA-256 of names, dtypes, shapes and bytes of a state, without its survey."""
+    """Return the hex SHA-256 of a state's names, dtypes, shapes and bytes, except its survey."""
     named = {"shared": state.shared, **state.extra}
     named |= {f"base/{layer}": array for layer, array in state.base.items()}
     for layer, arrays in state.constants.items():
@@ -155,7 +155,7 @@ def state_digest(state: ArrayState) -> str:
 
 
 def arrays_digest(state: Arrays) -> str:
-    """Return the hex SHA-256 of names, dtypes, shapes and bytes of arrays."""
+    """Return the hex SHA-256 of the names, dtypes, shapes and bytes of arrays."""
     digest = hashlib.sha256()
     for key in sorted(state):
         digest.update(f"{key} {state[key].dtype} {state[key].shape}\n".encode())
@@ -164,7 +164,6 @@ def arrays_digest(state: Arrays) -> str:
 
 
 def _parts_of(checkpoint: Checkpoint) -> dict[int, _Parts]:
-    """Return the arrays of each client."""
     states, kept = checkpoint.client_states, checkpoint.kept
     return {client: (states.get(client), kept.get(client)) for client in sorted({*states, *kept})}
 
@@ -174,12 +173,12 @@ def _same(one: _Parts | None, other: _Parts) -> bool:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in its ``checkpoints`` folder; the newest ``keep`` are kept."""
+    """The newest ``keep`` checkpoints of a run, in its ``checkpoints`` folder."""
 
     def __init__(self, store: Store, experiment_id: str, keep: int = 2) -> None:
         self.store, self.experiment_id, self.keep = store, experiment_id, keep
-        self.skipped: list[str] = []  # one line for each file that newest() could not use
-        self._saved: dict[str, set[str]] = {}  # checkpoints to keep, and their files of clients
+        self.skipped: list[str] = []  # one line per file that newest() could not use
+        self._saved: dict[str, set[str]] = {}  # checkpoints to keep, and their client files
         self._files: dict[int, tuple[str, _Parts]] = {}  # file of each client, and its content
 
     def save(self, checkpoint: Checkpoint) -> str:
@@ -188,7 +187,7 @@ class CheckpointStore:
         data = checkpoint.to_bytes(files)
         name = _file_name("round", checkpoint.round, data)
         self.store.write(name, data)
-        # The last round is saved again once it is evaluated: the new file replaces the old one.
+        # The last round is saved again after its evaluation: the new file replaces the old one.
         earlier = {k: v for k, v in self._saved.items() if round_of(k) != checkpoint.round}
         saved = [*earlier.items(), (name, {*files.values()})]
         self._saved = dict(saved[-self.keep :])
@@ -198,8 +197,8 @@ class CheckpointStore:
     def tidy(self) -> None:
         """Remove all files except those of the newest ``keep`` checkpoints.
 
-        Those before the one of :meth:`newest` count by their names. While one of them stays, so do
-        all files of clients, since it may need them.
+        Checkpoints before the one from :meth:`newest` are counted by their names. While one of them
+        is kept, all client files are also kept, because it may need them.
         """
         names = [name for name in self.store.names() if _NAME.fullmatch(name)]
         needed = {*self._saved}.union(*self._saved.values())
@@ -213,7 +212,7 @@ class CheckpointStore:
                 self.store.remove(name)
 
     def _write_clients(self, checkpoint: Checkpoint) -> dict[int, str]:
-        """Write the changed states of clients, and return the file of each client."""
+        """Write the changed client states, and return the file of each client."""
         parts = _parts_of(checkpoint)
         files = {c: held for c, held in self._files.items() if _same(parts.get(c), held[1])}
         changed = {client: own for client, own in parts.items() if client not in files}
@@ -233,7 +232,7 @@ class CheckpointStore:
         return {client: file for client, (file, _) in files.items()}
 
     def _read_clients(self, checkpoint: Checkpoint, files: dict[int, str]) -> None:
-        """Read the states of clients into a checkpoint.
+        """Read the client states into a checkpoint.
 
         Raises:
             ValueError: A file is missing or corrupt.
@@ -270,7 +269,7 @@ class CheckpointStore:
         return best
 
     def _read(self, name: str) -> tuple[Checkpoint, dict[int, str]] | None:
-        """Return the checkpoint in a file; None if it is unusable, with a line in ``skipped``."""
+        """Read a checkpoint; if it is unusable, add a line to ``skipped`` and return None."""
         data = self.store.read(name)
         if hashlib.sha256(data).hexdigest() not in name:
             self.skipped.append(f"checkpoint {name} is corrupt (checksum differs): skipped")
@@ -294,6 +293,6 @@ def run_folder(experiment: Experiment) -> Store:
 
 
 def open_checkpoints(experiment: Experiment) -> CheckpointStore:
-    """Return the checkpoints of an experiment's run, under ``storage.runs``."""
+    """Open the checkpoints of an experiment's run, under ``storage.runs``."""
     folder = run_folder(experiment).child("checkpoints")
     return CheckpointStore(folder, experiment.id, experiment.storage.keep_checkpoints)

@@ -1,8 +1,8 @@
 """Reproducible computation: threads, kernels and the environment variables of libraries.
 
-Everything that computes in a run, the server and the clients' jobs, inline or in an actor, does so
-inside :func:`deterministic`. Nothing is imported here that imports torch, because
-:func:`set_environment` must run before.
+All computations of a run, on the server and in the clients' jobs, inline or in an actor, are inside
+:func:`deterministic`. This module imports nothing that imports torch, because
+:func:`set_environment` must run first.
 """
 
 import os
@@ -16,29 +16,29 @@ from trishul_ray.runtime.lazy import torch
 if TYPE_CHECKING:
     from trishul_ray.experiment import Experiment
 
-#: Variables that libraries read once, and the values to set if the user has set none.
+#: Variables that libraries read once, and their values unless the user has set them.
 ENVIRONMENT = {
     # cuBLAS selects its algorithms by the size of its workspace; a fixed size gives the same bytes
-    # (NVIDIA, "cuBLAS: Results Reproducibility"). Read at the first CUDA call.
+    # (NVIDIA, "cuBLAS: Results Reproducibility"). It is read in the first CUDA call.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 
-#: Variables that decide how long an OpenMP thread without work spins before it sleeps, read when
-#: torch is loaded. Spinning threads block cores that other processes need: with one busy process
-#: on the same two cores, a step took 7 to 20 times as long. Threads that sleep at once take a
-#: fifth longer on a quiet machine. With some fifty microseconds a round takes 1.00 of spinning
-#: threads' time on a quiet machine and 1.22 of sleeping ones' next to a busy one (small ViT, two
+#: Variables for the time that an idle OpenMP thread spins before it sleeps, read when torch is
+#: loaded. Spinning threads block cores that other processes need: with one busy process on the same
+#: two cores, a step took 7 to 20 times as long. Threads that sleep immediately take 20% longer on
+#: an idle machine. With about 50 microseconds, a round takes 1.00x the time of spinning threads on
+#: an idle machine, and 1.22x the time of sleeping threads next to a busy process (small ViT, two
 #: threads, 2026-11-22). GNU's runtime counts iterations, Intel's and LLVM's (17 and newer) time.
 WAITING = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "50us"}
 
-#: A setting: how to read it, how to change it, and its value in a run.
+#: A setting: functions to read and to change it, and its value in a run.
 _Setting = tuple[Callable[[], Any], Callable[[Any], object], Any]
 
 
 def set_environment() -> None:
-    """Set the variables of :data:`ENVIRONMENT` that are not set. Call it before importing torch.
+    """Set the variables of :data:`ENVIRONMENT` unless they are set, before torch is imported.
 
-    The variables of :data:`WAITING` are set if the user has chosen no way of waiting.
+    The variables of :data:`WAITING` are set unless the user has configured the waiting of threads.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -48,18 +48,18 @@ def set_environment() -> None:
 
 @contextmanager
 def deterministic(experiment: "Experiment") -> Iterator[None]:
-    """Set the threads and kernels of a run inside the block, and restore the old ones after it.
+    """Set the threads and kernels of a run in the context, and restore the old ones after it.
 
-    Inside, the number of CPU threads is ``resources.threads`` (it changes the order of float
-    sums); every operation uses a deterministic kernel; cuDNN does not choose kernels by timing;
-    attention uses a backend with a deterministic backward pass (flash, memory-efficient with one
-    split, or plain; not cuDNN's); and float32 products are IEEE float32 unless ``model.precision``
-    is ``tf32``. Blocks may be nested.
+    In the context, the number of CPU threads is ``resources.threads``, because it affects the order
+    of float sums. Every operation uses a deterministic kernel, and cuDNN does not select kernels by
+    timing. Attention uses a backend with a deterministic backward pass (flash, memory-efficient
+    with one split, or plain, but not cuDNN's). Float32 products are IEEE float32 unless
+    ``model.precision`` is ``tf32``. Contexts may be nested.
 
     Raises:
-        FailsAgainError: an operation has no deterministic kernel on this device.
+        FailsAgainError: An operation has no deterministic kernel on this device.
     """
-    set_environment()  # in time for a process that has not used a GPU yet
+    set_environment()  # This is early enough for a process that has not used a GPU yet.
     settings = _settings(experiment.resources.threads, experiment.model.precision == "tf32")
     before = [read() for read, _, _ in settings]
     try:
@@ -80,13 +80,13 @@ def deterministic(experiment: "Experiment") -> Iterator[None]:
 
 
 def _settings(threads: int, tf32: bool) -> list[_Setting]:
-    """Return the settings of a run, in the order in which to apply them."""
+    """Return the settings of a run, in the order of application."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return [
         (torch.get_num_threads, torch.set_num_threads, threads),
         # Same as use_deterministic_algorithms(True), which also imports the compiler (seconds).
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 2),
-        # No code reads memory before writing it; filling it would only take time.
+        # No code reads memory before writing it; filling it would only cost time.
         _attribute(torch.utils.deterministic, "fill_uninitialized_memory", False),
         _attribute(cudnn, "deterministic", True),
         _attribute(cudnn, "benchmark", False),

@@ -1,8 +1,8 @@
 """Spectral diagnostics of a round's uploads, computed on the server.
 
-They are computed twice: on the uploaded cores s·H, and on their difference from the broadcast
-(prefix ``delta_``), since cores that share a large global part look aligned in any case. In rounds
-of more than ``MOST_CLIENTS`` only the first uploads by client id are compared.
+They are computed for the uploaded cores s·H and for their difference from the broadcast (prefix
+``delta_``), because cores with a large common global part always look aligned. In rounds of more
+than ``MOST_CLIENTS``, only the first uploads by client id are compared.
 
 Legend: m clients, W entries of the shared part, U units of aggregation, n core heads, r rank.
 """
@@ -33,7 +33,7 @@ from trishul_ray.spectral.diagnostics import client_matrices, diagnose, left_spe
 from trishul_ray.spectral.svt import singular_values
 from trishul_ray.stages import ArrayState
 
-#: Threads that share a comparison, if there are as many cores.
+#: Maximum number of threads for a comparison, given enough cores.
 MOST_THREADS = 8
 
 
@@ -43,14 +43,14 @@ class Diagnostics:
 
     Attributes:
         uploads: The valid uploads among the first of the round, as values.
-        metrics: Values by name.
+        metrics: Values, keyed by name.
         spectra: Singular values [n, r] of one client, in descending order, padded with NaN for
-            cores of smaller rank. ``uploaded``: of the cores s·H it sent, for every method with
-            cores. ``before`` and ``after``: of its cores H at the last prox, with ``threshold``
-            [1] or [n]; only for methods with a prox. They are cores of the mean if the server
-            shrinks.
-        matrices: Comparisons of the updates (uploads minus broadcast) of each two clients:
-            ``clients`` [m], and [m, m] each of
+            cores of smaller rank. ``uploaded`` has those of the uploaded cores s·H, for every
+            method with cores. ``before`` and ``after`` have those of its cores H in the last prox,
+            and ``threshold`` [1] or [n] its threshold, only for methods with a prox. If the server
+            shrinks cores, they are cores of the mean.
+        matrices: Comparisons of the updates (uploads minus broadcast) of all pairs of clients:
+            ``clients`` [m], and the matrices [m, m] of
             :func:`~trishul_ray.spectral.diagnostics.client_matrices`. Empty for methods without
             cores.
     """
@@ -62,11 +62,11 @@ class Diagnostics:
 
 
 class Comparison:
-    """The comparison of one round's uploads in threads; use it as a context manager.
+    """Comparison of one round's uploads in threads, as a context manager.
 
-    It begins as soon as the clients have trained, while the model before the round is evaluated.
-    Its result is read, or its error raised, before the state changes. Every thread has
-    ``resources.threads`` of torch's threads, as the server has, so that sums are rounded alike.
+    It starts as soon as the clients have trained, during the evaluation of the model before the
+    round. Its result is read, or its error raised, before the state changes. Every thread uses
+    ``resources.threads`` torch threads, like the server, so that sums are rounded identically.
 
     Attributes:
         number: The round.
@@ -86,7 +86,7 @@ class Comparison:
         self.is_due = experiment.evaluation.diagnoses(number, experiment.federation.rounds)
         self._experiment, self._spec, self._reader = experiment, spec, uploads
         threads = experiment.resources.threads
-        # One of the threads runs the comparison, and the others share its work.
+        # One thread runs the comparison, and the others share its work.
         spare = max(1, min(MOST_THREADS, usable_cores() // threads - 1))
         self._pool = ThreadPoolExecutor(1 + spare, "comparison", set_threads_of_thread, (threads,))
         self._future: Future[Diagnostics] | None = None
@@ -98,7 +98,7 @@ class Comparison:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, handles: Sequence[Any]) -> None:
-        """Fetch uploads and begin to compare them."""
+        """Fetch uploads and start to compare them."""
         uploads = self._reader.fetch(handles)
         self._future = self._pool.submit(
             lambda: compare_uploads(
@@ -107,7 +107,7 @@ class Comparison:
         )
 
     def result(self, handles: Sequence[Any]) -> Diagnostics:
-        """Return the diagnostics of uploads; compare them now unless this has begun."""
+        """Return the diagnostics of uploads; compare them now unless :meth:`begin` has."""
         if self._future is None:
             self.begin(handles)
         assert self._future is not None
@@ -122,7 +122,7 @@ class Comparison:
     def is_of_everyone(self) -> bool:
         """Whether the last round also compares the clients that did not take part.
 
-        Only methods with cores have such a comparison.
+        Only methods with cores support this comparison.
         """
         units = self._spec.layout.units(self._spec.wire)
         return (
@@ -135,8 +135,8 @@ class Comparison:
         """Compare the updates of all clients, trained from one broadcast.
 
         Returns:
-            ``everyone_clients`` [C], and [C, C] of each matrix of
-            :func:`~trishul_ray.spectral.diagnostics.client_matrices` under ``everyone_<name>``.
+            ``everyone_clients`` [C], and each matrix [C, C] of
+            :func:`~trishul_ray.spectral.diagnostics.client_matrices` as ``everyone_<name>``.
         """
         uploads = self._valid(self._reader.fetch(handles))
         uploads.sort(key=lambda upload: upload.client)
@@ -151,9 +151,10 @@ class Comparison:
     def aggregation_error(
         self, uploads: Sequence[Upload], reducer: Reducer, after: Callable[[], ArrayState]
     ) -> float | None:
-        """Return the error of aggregating all uploads of the round; see :func:`aggregation_error`.
+        """Compute the error of aggregating all uploads of the round; see :func:`aggregation_error`.
 
-        None if clients have trained different units. ``after`` returns the next broadcast.
+        ``after`` returns the next broadcast. The result is None if clients have trained different
+        units.
         """
         units = round_units(reducer.method, reducer.layout, self.number)
         alike = all(
@@ -166,7 +167,7 @@ class Comparison:
 
 
 def reported_diagnostics(reports: Sequence[TrainReport]) -> Diagnostics:
-    """Return the means of the metrics of clients, and the spectra of the first that has some."""
+    """Average the metrics that clients report, and return the first reported spectra."""
     reported: dict[str, list[float]] = defaultdict(list)
     for report in reports:
         for name, value in report.metrics.items():
@@ -185,8 +186,8 @@ def compare_uploads(
 ) -> Diagnostics:
     """Compute metrics of the uploaded cores, and spectra and matrices for the figures.
 
-    Means over ranks are weighted by the number of core heads. Empty for a method without cores. The
-    threads of ``pool`` share the work.
+    Means over ranks are weighted by the number of core heads. The result is empty for a method
+    without cores. The threads of ``pool`` share the work.
     """
     units = spec.layout.units(spec.wire)
     if not uploads or all(unit.rank is None for unit in units):
@@ -200,7 +201,7 @@ def compare_uploads(
     metrics: dict[str, float] = {}
     matrices: Arrays = {}
     for prefix, vectors in (("", sent), ("delta_", updates)):
-        # The matrices of the updates, which come last, are kept.
+        # The loop ends with the updates, so their matrices are returned.
         top_k = experiment.evaluation.top_k
         values, matrices = _over_ranks(vectors, weights, active, spec, top_k, pool)
         metrics |= {prefix + name: value for name, value in values.items()}
@@ -209,11 +210,12 @@ def compare_uploads(
 
 
 def append_round(matrices: Arrays, number: int, new: Arrays) -> Arrays:
-    """Append the matrices of a round to the matrices of the rounds before.
+    """Append the matrices of a round to the matrices of earlier rounds.
 
-    They are ``round`` [R], ``clients`` [R, m] and [R, m, m] each; empty before the first round. If
-    rounds differ in their number of clients, ``clients`` is padded with -1 and the rest with NaN.
-    Matrices of :meth:`Comparison.of_everyone` are dropped: they belong to the last round only.
+    They are ``round`` [R], ``clients`` [R, m] and matrices [R, m, m]; empty before the first round.
+    If rounds differ in their number of clients, ``clients`` is padded with -1 and the matrices with
+    NaN. Matrices of :meth:`Comparison.of_everyone` are dropped, because they apply only to the last
+    round.
     """
     if not new:
         return matrices
@@ -235,7 +237,7 @@ def append_round(matrices: Arrays, number: int, new: Arrays) -> Arrays:
 def _stacked(
     uploads: Sequence[Upload], broadcast: ArrayState, spec: WorkerSpec
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return uploads [m, W], their changes since the broadcast, and the trained units [m, U].
+    """Stack uploads [m, W], their changes since the broadcast, and the trained units [m, U].
 
     The units are None if every client trained all of them.
     """
@@ -243,14 +245,14 @@ def _stacked(
     received = torch.from_numpy(np.array(broadcast.shared))
     if all(upload.active is None for upload in uploads):
         return sent, sent - received, None
-    # A client of full capacity sends no mask: it trained every unit.
+    # A client of full capacity sends no mask, because it trained every unit.
     full = np.ones(len(spec.expected.unit_sizes), dtype=bool)
     masks = [full if u.active is None else np.array(u.active) for u in uploads]
     return sent, sent - received, torch.from_numpy(np.stack(masks))
 
 
 def _uploaded_spectrum(vector: Tensor, active: Tensor | None, spec: WorkerSpec) -> Arrays:
-    """Return ``uploaded`` [n, r]: singular values of the cores in one client's vector [1, W]."""
+    """Compute ``uploaded`` [n, r]: singular values of the cores in one client's vector [1, W]."""
     spectra = []
     for cores, mask in _banks(vector, active, spec):
         values = singular_values(cores[0])
@@ -261,9 +263,9 @@ def _uploaded_spectrum(vector: Tensor, active: Tensor | None, spec: WorkerSpec) 
 def _banks(
     vectors: Tensor, active: Tensor | None, spec: WorkerSpec
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Iterate over the cores of one rank in [m, W] vectors, as [m, n, r, r].
+    """Iterate over the cores of each rank in [m, W] vectors, as [m, n, r, r].
 
-    With each comes [m, n] bool, the core heads that were trained; the others are zero.
+    The second item is [m, n] bool, the trained core heads; the other core heads are zero.
     """
     units = enumerate(spec.layout.units(spec.wire))
     for rank, group in groupby(units, lambda item: item[1].rank):
@@ -286,7 +288,7 @@ def _over_ranks(
     top_k: int,
     pool: Executor,
 ) -> tuple[dict[str, float], Arrays]:
-    """Return metrics and matrices of all cores in [m, W]: means over ranks by number of heads."""
+    """Compute metrics and matrices of all cores in [m, W], averaged over ranks by heads."""
     sums: dict[str, float] = defaultdict(float)
     heads: dict[str, int] = defaultdict(int)
     totals: dict[str, Tensor] = {}
@@ -312,18 +314,24 @@ def aggregation_error(
     after: ArrayState,
     pool: Executor,
 ) -> float | None:
-    """Return the relative distance of the new global update from the mean of the clients' updates.
+    """Compute the relative error of the new global update to the mean of the clients' updates.
 
-    ``||dW - sum_c w_c dW_c||_F / ||sum_c w_c dW_c||_F`` over all layers, with the weights of
+    It is ``||dW - sum_c w_c dW_c||_F / ||sum_c w_c dW_c||_F`` over all layers, with the weights of
     ``federation.weighting``: 0 up to rounding if aggregation is exact (eq. exact_agg). Changes of
     frozen weights are part of the update. If the update is linear in the trained parameters (cores
     between shared bases, B with a frozen A), the trained vectors themselves are compared; for
-    orthonormal bases this is the same number. None if a trained LoRA factor or core stays with the
-    clients: the updates are then not a function of the uploads.
+    orthonormal bases the result is the same.
 
-    The uploads of all clients of the round are valid, and have the same trained units;
-    ``before`` is the broadcast that they started from, ``after`` the next one. The threads of
-    ``pool`` take a layer each.
+    Args:
+        uploads: Valid uploads of all clients of the round, with the same trained units.
+        reducer: The method, the layout and the weighting.
+        before: The broadcast from which the clients started.
+        after: The next broadcast.
+        pool: Threads, each of which processes one layer at a time.
+
+    Returns:
+        The error. None if a trained LoRA factor or core stays with the clients, because the updates
+        are then not a function of the uploads.
     """
     weights = np.array([configured_weight(reducer.weighting, upload) for upload in uploads])
     weights /= weights.sum()
@@ -351,7 +359,8 @@ def aggregation_error(
             moved -= torch.from_numpy(before.base[name])
         return float(moved.sub_(mean).square_().sum()), float(mean.square_().sum())
 
-    layers = sorted(layer for layer, _, _ in lora_pairs(new))  # float sums depend on the order
+    # Sort: float sums depend on the order.
+    layers = sorted(layer for layer, _, _ in lora_pairs(new))
     # The classification head is not part of the update, except in full fine-tuning.
     keys = [key for key in new if layout.entry(key).kind != "classifier"] or list(new)
     error = exact = 0.0

@@ -1,4 +1,4 @@
-"""The interface of executors, which run the jobs of a round in this process or on Ray actors."""
+"""Interface of executors, which run the jobs of a round in this process or on Ray actors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from trishul_ray.stages import ArrayState, Partial
 
 
 class Executor(Protocol):
-    """Runs jobs. The results depend only on the jobs, not on the process or the order.
+    """Run jobs, with results that depend only on the jobs, not on the process or the order.
 
     Attributes:
         stacks: The distinct stacks of its workers so far.
@@ -31,13 +31,13 @@ class Executor(Protocol):
         """Run all jobs with one broadcast.
 
         With a reducer, uploads of more than ``FAN_IN`` clients are validated and summed in groups
-        as they come, and only the first ``MOST_CLIENTS`` are kept. ``trained`` is called with the
-        first ``MOST_CLIENTS`` uploads when all clients have trained, before all evaluation has
-        ended.
+        as they arrive, and only the first ``MOST_CLIENTS`` are kept. ``trained`` is called with the
+        first ``MOST_CLIENTS`` uploads when all clients have trained; evaluation may still be
+        running.
         """
 
     def reduce(self, outcome: Outcome, reducer: Reducer) -> Partial:
-        """Return the sum of all uploads, added in groups of ``FAN_IN``, in order."""
+        """Sum all uploads, in groups of ``FAN_IN``, in order."""
 
     def fetch(self, uploads: list[Any]) -> list[Upload]:
-        """Bring uploads into this process, given their handles."""
+        """Fetch uploads into this process, given their handles."""

@@ -1,4 +1,4 @@
-"""The inline backend: a run in one process, for debugging and as the baseline of Ray's overhead."""
+"""The inline backend: a run in one process, for debugging and to measure Ray's overhead."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,9 +39,9 @@ from trishul_ray.stages import ArrayState, Partial
 
 
 class InlineExecutor:
-    """Runs jobs in this process: all jobs of a run, or the jobs that an actor receives.
+    """Run jobs in this process: all jobs of a run, or the jobs that an actor receives.
 
-    Its backbone is one of ``backbones``, until :meth:`close`.
+    It uses a backbone from ``backbones`` until :meth:`close`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class InlineExecutor:
         with deterministic(self.experiment):
             adapt_to(self.context, broadcast.survey)
             trained = train_clients(self.context, broadcast, jobs)
-            # Round 0: answers to a survey.
+            # Round 0 has the responses to a survey.
             if jobs[0].round == 0 or not self.context.stages.act_on_changes:
                 return trained
             return [
@@ -80,7 +80,7 @@ class InlineExecutor:
             ]
 
     def evaluate(self, broadcast: ArrayState, job: EvalJob) -> EvalReport:
-        """Evaluate the broadcast on one chunk of rows; its model stays bound for the next one."""
+        """Evaluate the broadcast on one chunk of rows; its model stays bound for the next chunk."""
         try:
             with deterministic(self.experiment):
                 adapt_to(self.context, broadcast.survey)
@@ -96,7 +96,7 @@ class InlineExecutor:
         reducer: Reducer | None = None,
         trained: Callable[[Sequence[Any]], None] | None = None,
     ) -> Outcome:
-        """Run the jobs in order, and sum uploads as they come; see ``Executor.run``."""
+        """Run the jobs in order, and sum uploads as they arrive; see ``Executor.run``."""
         train = [job for job in jobs if isinstance(job, TrainJob)]
         parts = deque(groups(train) if reducer is not None and len(train) > FAN_IN else [])
         uploads: dict[int, Upload] = {}
@@ -130,7 +130,7 @@ class InlineExecutor:
         return combine(outcome.sums or sum_groups(outcome.uploads, reducer))
 
     def fetch(self, uploads: list[Upload]) -> list[Upload]:
-        """Return the uploads, which are in this process already."""
+        """Return the uploads, which are already in this process."""
         return uploads
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class InlineExecutor:
 
 
 class InlineDriver(Server):
-    """Drives a run in this process; the counterpart of ``RayDriver``."""
+    """Drive a run in this process; the counterpart of ``RayDriver``."""
 
     executor: InlineExecutor
     begin, final = Server.progress, Server.result

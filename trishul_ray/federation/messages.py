@@ -1,6 +1,7 @@
 """Jobs of the server and results of a worker: small, picklable, without Ray.
 
-Legend of shapes: P trainables of a client, W entries of the shared upload, U units of aggregation.
+Legend: P trainables of a client, W entries of the shared part, U units of aggregation, C clients, K
+classes, b rows.
 """
 
 import warnings
@@ -18,47 +19,48 @@ from trishul_ray.runtime.stack import Stack
 from trishul_ray.stages import ArrayState, StepFlops
 from trishul_ray.tasks.sums import EvalSums, Metrics
 
-#: Arrays by name, as in messages and files; the object store returns views without a copy.
+#: Arrays in messages and files, keyed by name; the object store returns views without copying.
 Arrays = dict[str, np.ndarray]
 
 
 def to_array(tensor: "torch.Tensor") -> np.ndarray:
-    """Return a tensor as an array in host memory."""
+    """Convert a tensor to an array in host memory."""
     array: np.ndarray = tensor.detach().cpu().numpy()
     return array
 
 
 def to_tensor(array: np.ndarray) -> "torch.Tensor":
-    """Return a copy of an array as a tensor; arrays from the object store are read-only."""
+    """Copy an array to a tensor; arrays from the object store are read-only."""
     return torch.from_numpy(np.array(array))
 
 
 def as_tensor(array: np.ndarray) -> "torch.Tensor":
-    """Return an array as a tensor that shares its memory; do not write to it."""
+    """Convert an array to a tensor that shares its memory; do not write to it."""
     with warnings.catch_warnings():
-        # torch warns of read-only arrays, such as views of the object store.
+        # torch warns about read-only arrays, such as views of the object store.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """Train one client for one round; in round 0, answer the method's survey instead."""
+    """Train one client for one round, or respond to the method's survey in round 0."""
 
     round: int
     client: int
-    state: Arrays = field(default_factory=dict)  # the client's persistent state
-    kept: Arrays = field(default_factory=dict)  # what stages left with the client
-    instructions: Mapping[str, float] = field(default_factory=dict)  # of stages, by name
+    state: Arrays = field(default_factory=dict)  # the client's state
+    kept: Arrays = field(default_factory=dict)  # state of stages on the client
+    # numbers from stages, keyed by name
+    instructions: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EvalJob:
     """Evaluate the broadcast on rows ``start:stop`` of the scored rows of a set.
 
-    With a ``client``, its own model is evaluated: the broadcast with the client's state. The
-    rows are then counted among those of this client, if the set's rows belong to clients. With
-    ``each``, the score of every row is also returned.
+    With a ``client``, evaluate its personalized model: the broadcast with the client's state. If
+    the set's rows belong to clients, ``start:stop`` then counts only the rows of this client. With
+    ``each``, also return the score of every row.
     """
 
     round: int
@@ -80,19 +82,20 @@ def units_of_work(jobs: Sequence[TrainJob], stacked: int) -> list[list[int]]:
     return [positions[i : i + size] for i in range(0, len(positions), size)]
 
 
-#: Uploads of a round that are compared: as many as clients in the paper's covariance matrices.
+#: Maximum number of uploads to compare per round, as in the paper's covariance matrices.
 MOST_CLIENTS = 20
 
 
 @dataclass(frozen=True)
 class Upload:
-    """What one client uploads."""
+    """Upload of one client."""
 
     client: int
     rows: int  # size of the client's shard, n_c
     arrays: ArrayState
     active: np.ndarray | None = None  # [U] bool, units that the client trained; None means all
-    tokens: int = 0  # labels in the shard, T_c; counted only for federation.weighting=tokens
+    # number of labels in the shard, T_c; counted only for federation.weighting=tokens
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,17 +103,17 @@ class TrainReport:
     """The rest of a training job's result; small, and always read by the server."""
 
     client: int
-    state: Arrays  # the client's new persistent state
+    state: Arrays  # the client's new state
     loss: float  # mean training loss over the local steps
-    seconds: float  # of only the local steps
+    seconds: float  # duration of the local steps only
     uploaded: int  # numbers that a real deployment would send
-    unsent: int = 0  # and numbers of the shared part that it would not; see LocalRun
-    metrics: dict[str, float] = field(default_factory=dict)  # of the method
+    unsent: int = 0  # numbers of the shared part that it would not send; see LocalRun
+    metrics: dict[str, float] = field(default_factory=dict)  # metrics of the method
     spectra: Arrays = field(default_factory=dict)
-    uploaded_bytes: int | None = None  # of an encoding; None: four for each number
-    kept: Arrays = field(default_factory=dict)  # what stages leave with the client
-    stages: dict[str, float] = field(default_factory=dict)  # numbers of theirs, by name
-    memory: PeakMemory | None = None  # of its worker so far
+    uploaded_bytes: int | None = None  # size of the encoding; None means 4 bytes per number
+    kept: Arrays = field(default_factory=dict)  # new state of stages on the client
+    stages: dict[str, float] = field(default_factory=dict)  # numbers of stages, keyed by name
+    memory: PeakMemory | None = None  # peak memory of its worker so far
 
 
 @dataclass(frozen=True)
@@ -121,27 +124,29 @@ class EvalReport:
     start: int
     sums: EvalSums
     rows: RowSet = "test"
-    client: int | None = None  # whose own model was evaluated; None for the global one
+    client: int | None = None  # client of the personalized model; None for the global model
     # With EvalJob.each: "row" int64 [b], index in the dataset's split; "score" float32 [b].
     each: Arrays = field(default_factory=dict)
-    memory: PeakMemory | None = None  # of its worker so far
+    memory: PeakMemory | None = None  # peak memory of its worker so far
 
 
 @dataclass
 class Outcome:
     """Results of a list of jobs, each kind in the order of its jobs."""
 
-    #: Handles: the uploads stay where they were made. With ``sums``, those of the first clients.
+    #: Handles: the uploads stay in the process that made them. With ``sums``, only the first
+    #: uploads.
     uploads: list[Any]
     reports: list[TrainReport]
     evaluations: list[EvalReport]
-    events: list[str] = field(default_factory=list)  # one line for each restart or loss
-    sums: list[Any] = field(default_factory=list)  # handles: of groups of uploads, in order
+    events: list[str] = field(default_factory=list)  # one line per restart or loss
+    # handles of the sums of groups of uploads, in order
+    sums: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The form of a valid upload: the lengths of ``shared`` and, by name, ``extra``; the units."""
+    """The form of a valid upload: lengths of ``shared`` and of ``extra`` by name, and the units."""
 
     lengths: Mapping[str, int]
     unit_sizes: np.ndarray  # [U] int64, sums to lengths["shared"]
@@ -149,51 +154,66 @@ class Expected:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Description of a worker context, from which the server works without a backbone.
+    """Description of a worker context, with which the server works without a backbone.
 
-    ``info`` describes the data; with it, the model of a checkpoint is built without them.
-    ``sources`` identifies what the configuration names only by its place: the SHA-256 of the
-    dataset's ``rows`` and, for texts, of their ``tokens``, the tokens that stand for the classes
-    (``answers``), and the weights and configuration of the ``backbone``.
-    Unknown sources are left out. ``client_mix`` is there if clients are scored by it
-    (``evaluation.per_client``). ``scored`` is the number of rows of every set that is scored, and
-    ``client_rows`` [C] that of every client if each client's own model is scored. ``flops`` and
-    ``shard_sizes`` [C] are there if a stage needs them. ``stack`` is the stack of the worker.
+    Attributes:
+        info: Description of the data, with which the model of a checkpoint is built without data.
+        layout: Names of the trainables.
+        wire: Names of the uploaded trainables.
+        initial: [P] float32, the untrained vector.
+        expected: Form of a valid upload.
+        metrics: Metrics of the task.
+        scored: Number of scored rows of every set.
+        parameters: Numbers of trained parameters: ``adapter``, ``scalars``, ``head`` (the
+            classification head).
+        heads: Number of core heads on each adapted matrix, keyed by transformer block.
+        block_norms: ``||W||_F^2`` of the adapted matrices, summed per block.
+        stack: Stack of the worker.
+        ranks: Rank of the core heads of each block; the largest rank if its matrices differ.
+        sources: Identity of content that the configuration refers to by location: the SHA-256 of
+            the dataset's ``rows`` and, for texts, of their ``tokens``, the tokens for the classes
+            (``answers``), and the weights and configuration of the ``backbone``. Unknown sources
+            are omitted.
+        client_mix: [C, K], number of rows per client and class, if clients are scored by it
+            (``evaluation.per_client``).
+        client_rows: [C], number of rows of every set on which each client's personalized model is
+            scored, if it is.
+        flops: FLOPs of a local step, if a stage needs them.
+        shard_sizes: [C], number of training rows per client, if a stage needs them.
     """
 
     info: DatasetInfo
     layout: Layout
     wire: tuple[str, ...]
-    initial: np.ndarray  # [P] float32, the untrained vector
+    initial: np.ndarray
     expected: Expected
     metrics: Metrics
     scored: dict[RowSet, int]
-    parameters: dict[str, int]  # adapter, scalars, head (the classification head)
-    heads: dict[str, int]  # core heads on each adapted matrix, by transformer block
-    block_norms: dict[str, float]  # ||W||_F^2 of the adapted matrices, summed by block
+    parameters: dict[str, int]
+    heads: dict[str, int]
+    block_norms: dict[str, float]
     stack: Stack
-    #: Rank of the core heads of a block, of its matrix of largest rank.
     ranks: dict[str, int] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
-    client_mix: np.ndarray | None = None  # [C, K] rows of every client and class
+    client_mix: np.ndarray | None = None
     client_rows: dict[RowSet, np.ndarray] = field(default_factory=dict)
     flops: StepFlops | None = None
     shard_sizes: np.ndarray | None = None
 
 
 def changed_sources(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return the sources known in both that differ, as text for a message; empty if none do."""
+    """Return the sources known in both that differ, as text for a message, or an empty string."""
     titles = {
         "rows": "data", "tokens": "tokens of the data", "answers": "answers of the classes",
         "backbone": "weights of the backbone",
     }  # fmt: skip
     changed = [s for s in titles if s in before and s in now and before[s] != now[s]]
     if "rows" in changed and "tokens" in changed:
-        changed.remove("tokens")  # new rows imply new tokens
+        changed.remove("tokens")  # New rows imply new tokens.
     return " and ".join(titles[source] for source in changed)
 
 
 def comparable(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Return whether the backbone's sources are of one kind: a folder's hash, or a hub's commit."""
+    """Return whether the backbone's sources are of one kind: a folder's hash or a hub's commit."""
     backbones = [s["backbone"] for s in (before, now) if "backbone" in s]
     return len({source.startswith("sha256:") for source in backbones}) < 2

@@ -1,6 +1,6 @@
 """Prepare the data and the partition of an experiment.
 
-The driver does this once; every worker gets the result.
+The driver does this once; every worker receives the result.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,12 +30,13 @@ class Prepared:
     """The data of a run, computed once by the driver and sent to every worker.
 
     Attributes:
-        dataset: the dataset as the task trains on it.
-        shards: the training rows of each client.
-        sources: hashes of the data; see :class:`~trishul_ray.federation.messages.WorkerSpec`.
-        passed: the backbone, if it was passed from Python.
-        cut: what encoding has cut of the rows of a split, a text each with its count.
-        tokens: labels in the rows of each client, int64 [C]; only if clients are weighed by them.
+        dataset: The dataset as the task trains on it.
+        shards: The training rows of each client.
+        sources: Hashes of the data; see :class:`~trishul_ray.federation.messages.WorkerSpec`.
+        passed: The backbone, if it was passed from Python.
+        cut: Remarks on the truncation of rows by the encoding, with counts.
+        tokens: int64 [C], number of labels in the rows of each client; only if clients are weighted
+            by them.
     """
 
     dataset: PreparedDataset
@@ -47,11 +48,11 @@ class Prepared:
 
 
 def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None) -> Prepared:
-    """Return the data and the partition of an experiment; the data are cached on disk.
+    """Prepare the data and the partition of an experiment; the data are cached on disk.
 
     Raises:
-        InputError: the dataset was not found, is not what the experiment was loaded with, or cannot
-            be partitioned as configured.
+        InputError: The dataset was not found, has changed since the experiment was loaded, or
+            cannot be partitioned as configured.
     """
     check_content(experiment)
     backbone = backbone_of(experiment.model, experiment.storage.places)
@@ -78,7 +79,7 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
 def _client_tokens(
     experiment: Experiment, task: Task, dataset: PreparedDataset, shards: Partition
 ) -> np.ndarray | None:
-    """Return the labels in each client's rows [C] if clients are weighed by them, else None."""
+    """Count the labels in each client's rows [C] if they weight the clients, or return None."""
     if experiment.federation.weighting != "tokens":
         return None
     if (counts := task.count_labels(dataset.train)) is None:
@@ -90,10 +91,10 @@ def _client_tokens(
 
 
 def _check_passed(backbone: Backbone, task: Task, dataset: PreparedDataset) -> None:
-    """Check that a model passed from Python takes rows of the dataset and returns their logits.
+    """Check that a model passed from Python accepts rows of the dataset and returns logits.
 
     Raises:
-        InputError: it does not; the message has the shapes of what it was given and returned.
+        InputError: It does not; the message has the shapes of its input and output.
     """
     model = backbone.load(task.model_kind, task.num_classes, seed=0)
     rows = dataset.train.batch(np.arange(min(2, len(dataset.train))))
@@ -105,7 +106,7 @@ def _check_passed(backbone: Backbone, task: Task, dataset: PreparedDataset) -> N
     try:
         with torch.inference_mode():
             outputs = model(**inputs)
-    except Exception as error:  # the module's own code
+    except Exception as error:  # The module's code may raise anything.
         raise InputError(f"{where} ({given}), fails: {first_line(error)}") from error
     logits = getattr(outputs, "logits", outputs)
     if not torch.is_tensor(logits):
@@ -126,10 +127,10 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def prepare_rows(experiment: Experiment, progress: ProgressCallback | None = None) -> Prepared:
-    """Return the same partition as :func:`prepare_run` over raw texts, without a backbone.
+    """Prepare the same partition as :func:`prepare_run` over raw texts, without a backbone.
 
     Raises:
-        InputError: the dataset was not found, or cannot be partitioned as configured.
+        InputError: The dataset was not found, or cannot be partitioned as configured.
     """
     dataset, sources = _chosen_rows(experiment, progress)
     return Prepared(dataset, partition_rows(dataset, experiment), sources)
@@ -138,7 +139,7 @@ def prepare_rows(experiment: Experiment, progress: ProgressCallback | None = Non
 def prepare_dataset(
     experiment: Experiment, progress: ProgressCallback | None = None
 ) -> tuple[PreparedDataset, Task, dict[str, str]]:
-    """Return the dataset as the task trains on it, the task, and the hashes of the data."""
+    """Prepare the dataset as the task trains on it, the task, and the hashes of the data."""
     check_content(experiment)
     backbone = backbone_of(experiment.model, experiment.storage.places)
     rows, sources = _chosen_rows(experiment, progress)
@@ -149,7 +150,7 @@ def prepare_dataset(
 def _chosen_rows(
     experiment: Experiment, progress: ProgressCallback | None
 ) -> tuple[PreparedDataset, dict[str, str]]:
-    """Return the rows that the experiment uses, raw, and the hash of all of the dataset."""
+    """Load the raw rows that the experiment uses, and the hash of the whole dataset."""
     places = experiment.storage.places
     rows = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
     return choose_rows(rows, experiment.data, cache=places.cache), {"rows": rows.fingerprint}
@@ -161,21 +162,22 @@ def _encode_rows(
     backbone: Backbone,
     progress: ProgressCallback | None,
 ) -> tuple[PreparedDataset, Task, dict[str, str]]:
-    """Return the rows as the task trains on them, the task, and what depends on the tokenizer."""
+    """Encode the rows for the task; return them, the task, and tokenizer-dependent sources."""
     task = build_task(experiment.task, rows.info, backbone)
     if task.encoder is None:
         return rows, task, {}
     dataset = encode(rows, task.encoder, cache=backbone.places.cache, progress=progress)
     sources = {"tokens": dataset.fingerprint}
-    if isinstance(task, Verbalizer):  # the names of the classes may be the answers
+    if isinstance(task, Verbalizer):  # The names of the classes may be the answers.
         sources["answers"] = ",".join(map(str, task.answer_ids))
     return dataset, task, sources
 
 
 def coverage_of(experiment: Experiment, prepared: Prepared) -> Coverage:
-    """Return how many rows of its dataset the experiment trains on and scores, and the cuts."""
+    """Count the rows of the dataset that the experiment trains on and scores, and the cuts."""
     limits = experiment.data.train_limit, experiment.evaluation.limit
     found = replace(measure_coverage(prepared.dataset, *limits), cut=prepared.cut)
-    if experiment.data.test_groups:  # more than published: including groups of the training rows
+    # more than published, because it includes groups of the training rows
+    if experiment.data.test_groups:
         found = replace(found, test=replace(found.test, official=found.test.held))
     return found

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-#: Marks fields that a checkpoint leaves out while they are empty.
+#: Marks fields that a checkpoint omits if they are empty.
 OPTIONAL = {"optional": True}
 
 
@@ -10,31 +10,34 @@ OPTIONAL = {"optional": True}
 class RoundRecord:
     """The record of a round: a row of metrics.parquet, and values that are not numbers.
 
-    It is complete one step later, when the model after the round has been scored.
+    It is complete one step later, after the model after the round has been scored.
 
     Attributes:
-        round: Number of the round; 0 is the untouched backbone, before which clients may have
-            answered a survey.
+        round: Number of the round; 0 is the untuned backbone, before which clients may have
+            responded to a survey.
         clients: The cohort, ascending.
-        refused: Reason why an upload was rejected, by client.
-        missing: Outcome of selected clients that did not train, by client: they were not needed
-            any more (surplus), came after the deadline (late), or were lost.
-        accepted_uploads: How many numbers each accepted client sent, by ascending client.
+        refused: Reasons for rejected uploads, keyed by client.
+        missing: Reasons why selected clients did not train, keyed by client: not needed any more
+            (surplus), after the deadline (late), or lost.
+        accepted_uploads: Number of entries that each accepted client sent, in ascending order of
+            clients.
         train_loss: Mean over the cohort and its local steps.
-        uploaded_parameters: Numbers that all clients sent.
-        downloaded_parameters: Numbers that all clients received.
-        uploaded_bytes: Bytes that they sent, if they were encoded; None: four for each number.
+        uploaded_parameters: Number of entries that all clients sent.
+        downloaded_parameters: Number of entries that all clients received.
+        uploaded_bytes: Bytes that all clients sent, if they were encoded; None means 4 bytes per
+            entry.
         downloaded_bytes: Bytes that all clients received, likewise.
-        client_seconds: Mean time of a client's local steps.
-        diagnostics: Diagnostics of the uploads, by name; empty if the round is not diagnosed.
+        client_seconds: Mean duration of a client's local steps.
+        diagnostics: Diagnostics of the uploads, keyed by name; empty if the round is not diagnosed.
         seconds: Duration of the round.
-        scores: Metrics of the model after the round, by name; empty if it was not scored.
-        recall: Recall of each class on the test rows, None for a class without any.
-        per_client: Headline on each client's test rows; only of the last scored round.
-        stages: Numbers of stages, by name.
-        personal: Headline of each client's own model on them, likewise.
+        scores: Metrics of the model after the round, keyed by name; empty if it was not scored.
+        recall: Recall of each class on the test rows; None for a class without test rows.
+        per_client: Primary metric on each client's test rows; only in the last scored round.
+        personal: Primary metric of each client's personalized model on its test rows, likewise.
+        participation: Number of rounds in which each client counted, likewise, except held-out
+            clients.
+        stages: Numbers of stages, keyed by name.
         state_sha256: Digest of the global state after the round; see ``state_digest``.
-        participation: In how many rounds each client has counted, likewise; without those held out.
     """
 
     round: int
@@ -67,7 +70,7 @@ class RoundRecord:
         return 4 * numbers if coded is None and numbers is not None else coded
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers that are known, by the names of MLflow and of metrics.parquet."""
+        """Return the known numbers, keyed by their names in MLflow and metrics.parquet."""
         up, down = self.uploaded_parameters, self.downloaded_parameters
         numbers = {
             "train_loss": self.train_loss,

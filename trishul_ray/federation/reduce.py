@@ -1,9 +1,10 @@
-"""Validate uploads and average them unit by unit.
+"""Validate uploads and average them per unit.
 
 ``H_u <- sum_c w_c m_cu X_cu / sum_c w_c m_cu`` for every unit u (one core head, or one whole
-tensor), over the clients that trained it (eq. server_aggregation). Sums run in float64 over clients
-in ascending order, in groups of ``FAN_IN`` whose sums are then added in order. This tree depends
-only on the cohort, so the bytes do not depend on the number of workers. Nothing here needs Ray.
+tensor), over the clients that trained it (eq. server_aggregation). Sums are computed in float64
+over clients in ascending order, in groups of ``FAN_IN`` whose sums are then added in order. This
+tree depends only on the cohort, so the bytes do not depend on the number of workers. This module
+does not need Ray.
 
 Legend: W entries of the shared part, U units, m clients.
 """
@@ -19,7 +20,7 @@ from trishul_ray.methods.base import Method
 from trishul_ray.methods.base.messages import State
 from trishul_ray.stages import ArrayState, Partial
 
-#: Uploads summed by one worker. A round of no more uploads is summed on the server.
+#: Number of uploads that one worker sums. The server sums rounds of at most this many uploads.
 FAN_IN = 16
 
 #: Uploads with a larger entry are rejected: a float32 sum would soon overflow.
@@ -27,15 +28,15 @@ LARGEST_ENTRY = 1e12
 
 
 def configured_weight(weighting: str, upload: Upload) -> float:
-    """Return the weight of an upload by ``federation.weighting``."""
+    """Return the weight of an upload according to ``federation.weighting``."""
     return float({"size": upload.rows, "tokens": upload.tokens}.get(weighting, 1))
 
 
 @dataclass(frozen=True)
 class Reducer:
-    """How a method's uploads are validated, weighted and summed; can be pickled to any worker.
+    """Validate, weight and sum a method's uploads; it can be pickled to any worker.
 
-    Without ``expected``, uploads are answers to a survey, added without weights.
+    Without ``expected``, uploads are responses to a survey, summed without weights.
     """
 
     method: Method
@@ -62,14 +63,14 @@ class Reducer:
         return weights if upload.active is None else weights * upload.active
 
     def contribution(self, upload: Upload) -> ArrayState:
-        """Return what of an upload is averaged."""
+        """Return the tensors of an upload to average."""
         if self.expected is None:
             return upload.arrays
         state = self.method.contribution(upload.arrays.map(as_tensor), self.layout)
         return state.map(to_array)
 
     def term(self, upload: Upload, weight: float, unit_weight: np.ndarray | float) -> ArrayState:
-        """Return what of an upload is summed: its contribution times its weights, in float64."""
+        """Return the tensors of an upload to sum: its weighted contribution, in float64."""
 
         def scaled(array: np.ndarray, by: np.ndarray | float) -> np.ndarray:
             product: np.ndarray = array.astype(np.float64) * by
@@ -91,10 +92,10 @@ def unit_sizes(layout: Layout, wire: Sequence[str]) -> np.ndarray:
 
 
 def round_units(method: Method, layout: Layout, round_number: int) -> np.ndarray | None:
-    """Return the units that clients train and send in a round, [U] bool; None if all.
+    """Return the units that clients train and send in a round, [U] bool; None means all.
 
     Raises:
-        ValueError: The method names tensors that are not on its wire.
+        ValueError: The method returns names that are not in :meth:`Method.wire`.
     """
     wire, names = method.wire(layout), set(method.round_wire(layout, round_number))
     if unknown := sorted(names - set(wire)):
@@ -105,7 +106,7 @@ def round_units(method: Method, layout: Layout, round_number: int) -> np.ndarray
 
 
 def rejection_reason(upload: Upload, expected: Expected | None) -> str | None:
-    """Return why an upload must not be added, or None if it is valid; see :class:`Reducer`."""
+    """Return the reason to reject an upload, or None if it is valid; see :class:`Reducer`."""
     arrays = {"shared": upload.arrays.shared, **upload.arrays.extra}
     lengths = {} if expected is None else expected.lengths
     if expected is not None and (differing := sorted(lengths.keys() ^ arrays.keys())):
@@ -126,7 +127,7 @@ def rejection_reason(upload: Upload, expected: Expected | None) -> str | None:
 
 
 def partial_sum(uploads: Sequence[Upload], reducer: Reducer) -> Partial:
-    """Validate and sum one group of uploads, in the order given (ascending client)."""
+    """Validate and sum one group of uploads, in the given order (ascending client)."""
     units = 0 if reducer.expected is None else len(reducer.expected.unit_sizes)
     total = Partial(None, 0.0, np.zeros(units), np.zeros(units, dtype=np.int64))
     for upload in uploads:
@@ -145,7 +146,7 @@ def partial_sum(uploads: Sequence[Upload], reducer: Reducer) -> Partial:
 
 
 def _add(first: ArrayState, second: ArrayState) -> ArrayState:
-    """Add contributions, ``first`` in place where it may be written."""
+    """Add contributions, into ``first`` if it is writable."""
 
     def added(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         total: np.ndarray = np.add(a, b, out=a if a.flags.writeable else None)
@@ -159,7 +160,7 @@ def _add(first: ArrayState, second: ArrayState) -> ArrayState:
 
 
 def combine(partials: Sequence[Partial]) -> Partial:
-    """Add the sums of groups, in the order given."""
+    """Add the sums of groups, in the given order."""
     first, *rest = partials
     for other in rest:
         if first.sums is None or other.sums is None:
@@ -181,7 +182,7 @@ def groups(cohort: Sequence[object]) -> list[list[int]]:
 
 
 def sum_groups(uploads: Sequence[Upload], reducer: Reducer) -> list[Partial]:
-    """Return the sum of each group of uploads."""
+    """Sum each group of uploads."""
     return [partial_sum([uploads[i] for i in group], reducer) for group in groups(uploads)]
 
 
@@ -189,8 +190,8 @@ def finish(total: Partial, before: ArrayState, reducer: Reducer) -> tuple[ArrayS
     """Divide the sums by the weights; a unit that no client trained keeps its old value.
 
     Returns:
-        The mean (uploaded tensors in float32, tensors that the method adds in float64), and [U]
-        bool, the units whose sum has a weight.
+        The mean (uploaded tensors in float32, additional tensors of the method in float64), and [U]
+        bool, the units whose sum has a positive weight.
     """
     assert total.sums is not None, "no upload is valid"
     trained, sums = total.unit_weight > 0, total.sums

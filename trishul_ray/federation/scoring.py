@@ -1,4 +1,4 @@
-"""Scores of the model after a round: the jobs that compute them, and the record that gets them."""
+"""Scores of the model after a round: the jobs that compute them, and their entry in the record."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Scoring:
     Args:
         experiment: The experiment.
         spec: The spec of the workers.
-        participants: Clients that may take part, ascending int64.
+        participants: int64, clients that may take part, ascending.
         personal: Whether clients keep a part of their models.
     """
 
@@ -41,7 +41,7 @@ class Scoring:
         self._names = client_names(spec.info, experiment.partition, clients)
 
     def jobs(self, now: Checkpoint) -> list[EvalJob]:
-        """Return the jobs that score the model of a checkpoint; none if it is not scored."""
+        """Return the jobs that score the model of a checkpoint, or no jobs if it is not scored."""
         number, size = now.round, self.options.batch_size
         if not self.options.scores(number, self.rounds):
             return []
@@ -70,11 +70,11 @@ class Scoring:
     def _score(
         self, records: Sequence[RoundRecord], rows: RowSet, reports: list[EvalReport]
     ) -> None:
-        """Add to the last record the metrics of a set of rows.
+        """Add the metrics of a set of rows to the last record.
 
-        For the test rows, also add the scores by class and, with ``evaluation.per_client``, by
-        client: of the global model and of personalized models. Only the last scored record has
-        scores by client.
+        For the test rows, also add the recall per class and, with ``evaluation.per_client``, scores
+        per client of the global model and of personalized models. Only the last scored record has
+        scores per client.
         """
         record, metrics, mix = records[-1], self.spec.metrics, self.spec.client_mix
         sums = [report.sums for report in reports if report.client is None]
@@ -84,7 +84,7 @@ class Scoring:
         if self.options.per_client:
             by_client = metrics.by_client(sums) if mix is None else score_by_mix(recall, mix)
             if self.personal:
-                # The model of a client that has kept nothing yet is the global one.
+                # The personalized model of a client without a state is the global model.
                 own = by_client | self._personal_scores(reports)
             took_part = self._participation(records)
             found |= client_metrics(by_client, own, took_part)
@@ -104,9 +104,9 @@ class Scoring:
             record.participation = named(took_part)
 
     def _participation(self, records: Sequence[RoundRecord]) -> dict[int, int]:
-        """Return in how many rounds each participant of the run has counted.
+        """Count the rounds in which each participant of the run counted.
 
-        Empty if the scored clients are clients of the data and not of the run.
+        The result is empty if the scored clients belong to the data instead of the run.
         """
         if self.spec.client_mix is None and not self._names:
             return {}
@@ -119,7 +119,7 @@ class Scoring:
         return {client: counts[client] for client in self.participants.tolist()}
 
     def _personal_scores(self, reports: Sequence[EvalReport]) -> dict[int, float]:
-        """Return the score of each client's own model on this client's rows, or by its mix."""
+        """Score each client's personalized model on the client's rows, or by its class mix."""
         metrics, mix = self.spec.metrics, self.spec.client_mix
         sums: dict[int, list[EvalSums]] = {}
         for report in reports:

@@ -1,7 +1,7 @@
 """The server of a run: its cohorts, rounds, records and checkpoints.
 
-Both backends use the same server. An executor runs the jobs, in this process or on Ray actors;
-everything that decides a number happens here, in an order that does not depend on the executor.
+Both backends use the same server. An executor runs the jobs, in this process or on Ray actors.
+Every decision that affects results is made here, in an order that does not depend on the executor.
 
 Evaluation does not delay training: the model after round t is the broadcast of round t + 1, so
 evaluation and training run together, and the record of round t is complete one round later.
@@ -62,16 +62,16 @@ class RoundReport:
     events: list[str]
     round: int  # the last aggregated round
     finished: bool
-    headline: str  # the task's main metric
+    headline: str  # primary metric of the task
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """The state and records from which the results of a finished run are computed."""
+    """State and records from which the results of a finished run are computed."""
 
-    checkpoint: Checkpoint  # the last one, without the states of clients
+    checkpoint: Checkpoint  # the last one, without client states
     spec: WorkerSpec
-    broadcast: ArrayState  # of the round after the last one
+    broadcast: ArrayState  # broadcast of the round after the last one
     memory: PeakMemory | None = None  # see Server
 
     @property
@@ -81,20 +81,20 @@ class RunResult:
 
 
 class Server:
-    """One federated run. Call :meth:`step` until :attr:`finished`.
+    """One federated run: call :meth:`step` until :attr:`finished`.
 
-    The constructor starts the run, or restores the newest valid checkpoint. ``attempt`` names the
-    run in the tracking server; a restored run keeps its name.
+    The constructor starts the run, or restores the newest valid checkpoint. ``attempt`` is the name
+    of the run in the tracking server; a restored run keeps its name.
 
     Attributes:
-        checkpoint: Everything that the next round needs; saved after every step.
+        checkpoint: The complete state of the run, saved after every step.
         spec: The spec of the workers.
         participants: The clients that may take part, ascending.
         events: Events since the last report, one line per event.
-        memory: Largest peak of a worker since this process began.
+        memory: Largest peak memory of a worker since this process started.
 
     Raises:
-        RunError: the data, the backbone or the stack differ from the checkpoint's.
+        RunError: The data, the backbone or the stack differ from those of the checkpoint.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Server:
         )
 
     def _record_stacks(self, number: int) -> None:
-        """Record new stacks of workers, which compute from a round on.
+        """Record new stacks of workers, which compute from this round on.
 
         Raises:
             RunError: The run has another stack, and ``resources.mixed_stack`` is not set.
@@ -159,7 +159,7 @@ class Server:
             used.append(replace(stack, first_round=number))
 
     def _begin(self) -> list[str]:
-        """Let the stages prepare for the rounds; return lines for the reader of the run."""
+        """Prepare the stages for the rounds, and return notices for the user."""
         fed, spec = self.experiment.federation, self.spec
         method, layout = self.method, spec.layout
         every = np.array(
@@ -179,7 +179,7 @@ class Server:
         return self.stages.begin(plan, self.checkpoint.stages)
 
     def _initial_state(self) -> ArrayState:
-        """Return the state before round 1; a survey comes before it, as round 0."""
+        """Return the state before round 1, after the survey, which is round 0."""
         survey = self.survey()
         plan = self.method.survey_plan
         decisive = survey if plan is not None and plan.decides_adapters else {}
@@ -199,7 +199,8 @@ class Server:
         size = min(plan.clients, fed.participants)
         drawn = sorted(rng.choice(self.participants, size, replace=False).tolist())
         cohort = self.stages.cohort(0, Cohort(drawn)).clients
-        # An empty cohort needs the names and shapes of answers: take one, which counts as zeros.
+        # An empty cohort needs the names and shapes of responses: one client provides them, as
+        # zeros.
         jobs = [self._job(0, client) for client in cohort or self.participants[:1].tolist()]
         state, record = self.checkpoint.state, self.checkpoint.records[0]
         reducer = Reducer(self.method, self.spec.layout, fed.weighting, None)
@@ -207,7 +208,7 @@ class Server:
         self.events += outcome.events
         total = self._sum(0, outcome, reducer)
         record.uploaded_parameters = sum(r.uploaded for r in outcome.reports if r.client in cohort)
-        assert total.sums is not None  # one is valid
+        assert total.sums is not None  # at least one is valid
         sums = {k: v if cohort else np.zeros_like(v) for k, v in total.sums.extra.items()}
         found = self.stages.survey(sums)
         if found is None:
@@ -216,17 +217,17 @@ class Server:
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds are done and the last one is evaluated."""
+        """Whether all rounds are complete and the last one is evaluated."""
         return self.checkpoint.is_last(self.experiment.federation.rounds)
 
     def step(self) -> RoundReport:
         """Train and aggregate the next round, and evaluate the model after the previous one.
 
         Returns:
-            The record that this step completes (that of the previous round), and new events.
+            The record that this step completes, of the previous round, and new events.
 
         Raises:
-            FailsAgainError: too few uploads are valid.
+            FailsAgainError: Too few uploads are valid.
         """
         now, number = self.checkpoint, self.checkpoint.round + 1
         previous = now.records[-1]
@@ -240,7 +241,7 @@ class Server:
         return self._report([previous])
 
     def _run_round(self, number: int) -> RoundRecord:
-        """Broadcast, train and aggregate; return the record. Even an empty cohort is a round."""
+        """Broadcast, train and aggregate, even with an empty cohort, and return the record."""
         began = time.perf_counter()
         sent = self.stages.broadcast(number, self.broadcast())
         cohort = self._cohort(number, sent)
@@ -258,10 +259,11 @@ class Server:
         return record
 
     def _train(self, number: int, sent: Sent, cohort: Cohort, comparison: Comparison) -> Outcome:
-        """Train the clients of a round, and score the model after the previous one.
+        """Train the clients of a round, and score the model after the previous round.
 
         The uploads of a diagnosed round are compared as soon as all clients have trained. If a
-        stage encodes the broadcast, evaluation waits for training, since it reads the exact state.
+        stage encodes the broadcast, evaluation waits for training, because it reads the exact
+        state.
         """
         train = [self._job(number, client) for client in cohort.clients]
         evaluation = self.scoring.jobs(self.checkpoint)
@@ -279,7 +281,7 @@ class Server:
         return outcome
 
     def _note(self, outcome: Outcome) -> None:
-        """Store the scores of the model before this round, the peak of memory, and events."""
+        """Store the scores of the model before this round, the peak memory, and events."""
         self.scoring.add(self.checkpoint, outcome.evaluations)
         peaks = [self.memory, *(report.memory for report in outcome.reports)]
         peaks += (report.memory for report in outcome.evaluations)
@@ -287,7 +289,7 @@ class Server:
         self.events += outcome.events
 
     def draw(self, number: int) -> list[int]:
-        """Return clients for a round, ascending, drawn without replacement."""
+        """Sample clients for a round without replacement, in ascending order."""
         fed, seed = self.experiment.federation, self.experiment.draw_seed
         drawn = uniform_cohort(seed, number, len(self.participants), fed.clients_per_round)
         clients: list[int] = self.participants[drawn].tolist()
@@ -300,7 +302,7 @@ class Server:
         return self.stages.cohort(number, drawn)
 
     def _job(self, number: int, client: int) -> TrainJob:
-        """Return the job of a client in a round, with its state."""
+        """Create the job of a client in a round, with its state."""
         state = self.checkpoint.client_states.get(client, {})
         kept = self.checkpoint.kept.get(client, {})
         return TrainJob(number, client, state, kept, self.stages.instruct(number))
@@ -322,7 +324,8 @@ class Server:
         jobs = [self._job(comparison.number, client) for client in others]
         try:
             more = self.executor.run(comparison.broadcast, jobs)
-        except FailsAgainError as error:  # of a client outside the cohort
+        # The failed client is not in the cohort, so the run can continue.
+        except FailsAgainError as error:
             self.events.append(f"evaluation.diagnostics_cohort=all: no comparison: {error}")
             return {}
         self.events += more.events
@@ -336,11 +339,11 @@ class Server:
         outcome: Outcome,
         comparison: Comparison,
     ) -> RoundRecord:
-        """Aggregate the uploads of a round into the next state and return the round's record."""
+        """Aggregate the uploads of a round into the next state, and return the round's record."""
         now = self.checkpoint
         total = self._sum(number, outcome, self.reducer)
         mean = self.aggregator.mean(number, now.state, total, outcome)
-        # Before the state changes: fetching may fail if a node is lost.
+        # Before the state changes, because fetching may fail if a node is lost.
         first = outcome.uploads[:MOST_CLIENTS]
         found = comparison.result(first) if comparison.is_due else None
         facts = self.aggregator.facts(number, sent.read, mean, total, outcome)
@@ -378,10 +381,10 @@ class Server:
         now.matrices = append_round(now.matrices, record.round, found.matrices)
 
     def _sum(self, number: int, outcome: Outcome, reducer: Reducer) -> Partial:
-        """Validate and sum the uploads of a round; report rejected uploads.
+        """Validate and sum the uploads of a round, and report rejected uploads.
 
         Raises:
-            FailsAgainError: Too few are valid.
+            FailsAgainError: Too few uploads are valid.
         """
         if not outcome.reports:
             return Partial(None, 0.0, np.zeros(0), np.zeros(0))
@@ -389,7 +392,8 @@ class Server:
         quorum, sent = self.experiment.federation.quorum, len(outcome.reports)
         for client, reason in sorted(total.refused.items()):
             self.events.append(f"round {number}: upload of client {client} rejected: {reason}")
-        hidden = self.stages.hide_clients  # a rejected upload counts as zeros
+        # If clients are hidden, a rejected upload counts as zeros.
+        hidden = self.stages.hide_clients
         needed = self.stages.quorum if number else {}
         if len(total.clients) < max([quorum * sent, *needed.values()]) and not hidden:
             remedy = f"a smaller learning rate (optimizer.lr={self.experiment.optimizer.lr:g})"
@@ -414,6 +418,6 @@ class Server:
 
     def result(self) -> RunResult:
         """Return the result of a finished run."""
-        # States of clients may be large, and the result is sent to the driver.
+        # Client states may be large, and the result is sent to the driver.
         whole = replace(self.checkpoint, client_states={}, kept={})
         return RunResult(whole, self.spec, self.broadcast(), self.memory)

@@ -1,4 +1,4 @@
-"""Numbers and bytes that the clients of a run receive and send, as the records have them."""
+"""Numbers and bytes that the clients of a run receive and send, as stored in the records."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from trishul_ray.stages import ClientRound, Cohort, Partial, Sent, Traffic
 
 
 class Transfers:
-    """Counts of what clients transfer, given what they have received in earlier rounds.
+    """Count the transfers of clients, given their earlier rounds.
 
     Args:
         method: The method.
@@ -24,28 +24,28 @@ class Transfers:
 
     def __init__(self, method: Method, spec: WorkerSpec, records: Sequence[RoundRecord]) -> None:
         self.method, self.spec = method, spec
-        self._uploads: list[list[int]] = []  # by round: numbers that each accepted client sent
-        self._received: dict[int, int] = {}  # by client: the last round whose broadcast it received
+        self._uploads: list[list[int]] = []  # per round, the numbers that each accepted client sent
+        self._received: dict[int, int] = {}  # last round whose broadcast each client received
         for record in records:
             self.remember(record)
 
     def remember(self, record: RoundRecord) -> None:
-        """Store which clients have received the broadcast of a round, and what they sent."""
+        """Store which clients received the broadcast of a round, and the sizes of uploads."""
         self._received |= dict.fromkeys([*record.clients, *map(int, record.missing)], record.round)
         self._uploads.append(record.accepted_uploads)
 
     def expected(self, sent: Sent, last: RoundRecord, clients: Sequence[int]) -> Traffic:
-        """Return the bytes that clients of the next round are expected to transfer.
+        """Return the expected traffic of clients in the next round, in bytes.
 
-        The clock selects clients before they train: a client is expected to send the mean of the
-        ``last`` round, and in round 1 four bytes for each number.
+        The clock selects clients before they train. The expected upload is the mean of the ``last``
+        round, or in round 1 four bytes per number.
         """
         tensors = sent.state.map(as_tensor)
         up = 4.0 * sum(self.spec.expected.lengths.values())
         if last.clients:
             up = last.metrics()["uploaded_bytes"] / len(last.clients)
         received = [self._received.get(client) for client in clients]
-        # Clients that received their last broadcast in the same round download the same.
+        # Clients that received their last broadcast in the same round download the same tensors.
         sizes = {each: self._download(tensors, 0, each) for each in set(received)}
         setup = self.method.setup_parameters(tensors, self.spec.layout)
         down = [4 * sizes[each] if sent.size is None else sent.size for each in received]
@@ -60,14 +60,14 @@ class Transfers:
         reports: Sequence[TrainReport],
         total: Partial,
     ) -> tuple[RoundRecord, list[ClientRound]]:
-        """Return the record of a round, and each client's part in it.
+        """Create the record of a round, and the transfers of each client.
 
         Args:
             number: The round.
             sent: Its broadcast.
             cohort: Its clients.
-            reports: Theirs, by ascending client.
-            total: The sum of their uploads.
+            reports: Reports of the clients, in ascending order.
+            total: The sum of the uploads.
         """
         tensors, size = sent.read.map(as_tensor), sent.size
         uploaded = {report.client: report.uploaded for report in reports}
@@ -102,18 +102,18 @@ class Transfers:
     def _download(self, broadcast: State, unsent: int, received: int | None) -> int:
         """Return how many numbers of a broadcast a client downloads.
 
-        The broadcast of round r has the aggregates of the rounds before r, so that a client that
-        received it misses those of round r and later.
+        The broadcast of round r has the aggregates of the rounds before r, so a client that
+        received it misses the aggregates of round r and later.
         """
         missed = self._uploads[max(1, received or 0) :]
         return self.method.download_parameters(broadcast, self.spec.layout, unsent, missed)
 
 
 def over_clients(reports: Sequence[TrainReport], summed: AbstractSet[str]) -> dict[str, float]:
-    """Return what stages report of a round's clients: means, or sums of the ``summed`` names."""
+    """Average the numbers that stages report for a round's clients, or sum the ``summed`` names."""
     found: dict[str, list[float]] = {}
     for report in reports:
         for name, value in report.stages.items():
-            if math.isfinite(value):  # a rejected upload may have others
+            if math.isfinite(value):  # The numbers of a rejected upload may not be finite.
                 found.setdefault(name, []).append(value)
     return {n: float(np.sum(v) if n in summed else np.mean(v)) for n, v in found.items()}

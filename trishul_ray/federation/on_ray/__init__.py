@@ -1,1 +1,1 @@
-"""The Ray shell around the federation: session, slices, actors, pool, driver."""
+"""Run the federation on Ray: session, slices, actors, pool, driver."""

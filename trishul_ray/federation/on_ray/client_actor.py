@@ -1,7 +1,7 @@
 """The actor that runs the rounds of clients.
 
 Torch, transformers and pydantic are imported inside the methods: a coordinator requests its clients
-before it imports anything heavy, so that all of them start at the same time.
+before its heavy imports, so that all of them start at the same time.
 """
 
 import os
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from trishul_ray.federation.worker.context import BackboneCache
     from trishul_ray.stages import ArrayState, Partial
 
-#: After this many seconds, a missing upload counts as lost. If a node dies while its objects are on
-#: their way, Ray itself notices only after ten minutes.
+#: Seconds after which a missing upload counts as lost. If a node dies while its objects are being
+#: transferred, Ray itself notices only after ten minutes.
 FETCH_SECONDS = 120.0
 
 
 @ray.remote(max_restarts=0, max_task_retries=0)
 class ClientActor:
-    """Runs the rounds of any client of the open run; its owner replaces it if it dies.
+    """Run the rounds of any client of the open run; the owner replaces the actor if it dies.
 
-    The actor may outlive a run. The next one reuses the backbone if it is the same.
+    The actor may outlive a run. The next run reuses its backbone if it is the same.
     """
 
     _executor: "InlineExecutor"
@@ -65,7 +65,7 @@ class ClientActor:
         experiment = run.load()
         on_gpu = self._gpu_share and experiment.resources.device != "cpu"
         if on_gpu and (reason := why_unusable()):
-            # It would train on the CPU, with as many CPUs as feed a GPU.
+            # Otherwise it would train on the CPU, with only the CPUs meant to feed a GPU.
             raise InputError(f"node {socket.gethostname()} has a GPU for this actor, but {reason}")
         self._executor = InlineExecutor(experiment, ray.get(run.prepared[0]), self._backbones)
         self._backbones = self._executor.backbones
@@ -78,7 +78,7 @@ class ClientActor:
     def train(
         self, broadcast: "ArrayState", *jobs: "TrainJob"
     ) -> "tuple[list[TrainReport] | Upload, ...]":
-        """Train one client, or several together; ``num_returns`` is one more than the jobs.
+        """Train one client, or several together; ``num_returns`` is the number of jobs plus one.
 
         The uploads are separate return values, so that they stay on this node.
         """
@@ -94,7 +94,7 @@ class ClientActor:
         """Validate and sum one group of uploads, so that they bypass the coordinator.
 
         Raises:
-            GetTimeoutError: An upload has not come in :data:`FETCH_SECONDS`.
+            GetTimeoutError: An upload has not arrived within :data:`FETCH_SECONDS`.
         """
         from trishul_ray.federation.reduce import partial_sum
 

@@ -1,4 +1,4 @@
-"""The actor that serves a run: it owns the client actors, and outlives a run like them."""
+"""The actor that runs the server of a run and owns the client actors; all of them outlive runs."""
 
 import os
 from functools import partial
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @ray.remote(max_restarts=0, max_task_retries=0)
 class Coordinator:
-    """Runs the server of a run: samples, broadcasts through the object store, reduces, saves.
+    """Run the server: sample clients, broadcast through the object store, reduce, save.
 
     It does not read the data. ``begin`` opens a run; the next run uses the same client actors.
     """
@@ -34,12 +34,12 @@ class Coordinator:
             num_cpus=slices.cpus, num_gpus=slices.gpus
         )
         self._start = partial(actor_class.remote, slices.gpus, environment)
-        # Before anything heavy is imported: they start in the meantime.
+        # Start the clients first, so that they overlap with the heavy imports.
         self._clients = [self._start() for _ in range(slices.actors)]
         self._pool: ActorPool | None = None
 
     def check_fits(self, experiment: Json) -> None:
-        """Raise an InputError if the parts of an experiment do not fit together."""
+        """Raise an InputError if the parts of an experiment are not compatible."""
         from trishul_ray.experiment.experiment import received
         from trishul_ray.experiment.fit import check_fits
 
@@ -59,7 +59,7 @@ class Coordinator:
         self._metrics = RunMetrics(experiment)
         self._pool = ActorPool(run, self._clients, self._start, self._limit, self._metrics)
         checkpoints = open_checkpoints(experiment)
-        checkpoints.store.remove_unfinished()  # files of a killed predecessor
+        checkpoints.store.remove_unfinished()  # A killed predecessor may have left files.
         self._server = Server(experiment, self._pool, checkpoints, run.attempt)
         return self._server.progress()
 
@@ -69,7 +69,7 @@ class Coordinator:
 
         report = self._server.step()
         self._metrics.add_rounds(report.records)
-        return_freed()  # it waits for the clients of the next round
+        return_freed()  # The process now waits for the clients of the next round.
         return report
 
     def final(self) -> "RunResult":

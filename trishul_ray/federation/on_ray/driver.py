@@ -1,4 +1,4 @@
-"""Driving a federation from outside: in this process, or through a coordinator actor.
+"""Drive a federation from outside: in this process, or through a coordinator actor.
 
 Both drivers have the same methods: ``begin``, then ``step`` until finished, then ``final``.
 """
@@ -35,7 +35,7 @@ WAITING_NOTICE_SECONDS = 10.0
 
 
 def slices_for_run(experiment: Experiment, held: Slices | None = None) -> Slices:
-    """Return the slices of a run: the bundles of its trial, or a share of the whole cluster.
+    """Return the slices of a run: the bundles of its trial, or a part of the cluster.
 
     ``held`` are slices of this process that the run may use.
 
@@ -56,19 +56,19 @@ def _in_trial() -> bool:
 
 
 class Workers:
-    """A coordinator and its client actors, which one run after another may use.
+    """A coordinator and its client actors, which consecutive runs can reuse.
 
     A run reuses the actors, with their loaded backbones, if it needs the same slices and the same
-    process-wide settings; otherwise they end and new ones start. The bytes of a run do not depend
-    on it. Runs of ``resources.backend=inline`` also keep their backbones here.
+    process-wide settings; otherwise new actors replace them. Reuse does not affect the bytes of a
+    run. Runs with ``resources.backend=inline`` also keep their backbones here.
 
     Use it as a context manager while Ray runs (in a trial, or inside ``ray_session``), for one run
     at a time.
     """
 
     def __init__(self) -> None:
-        self.backbones = BackboneCache()  # of runs in this process
-        self.slices: Slices | None = None  # that the actors hold
+        self.backbones = BackboneCache()  # backbones of runs in this process
+        self.slices: Slices | None = None  # slices of the actors
         self._coordinator: Any = None
         self._settings: Any = None
 
@@ -79,14 +79,14 @@ class Workers:
         self.close()
 
     def coordinator(self, experiment: Experiment, slices: Slices) -> Any:
-        """Return a coordinator actor for a run, the present one if it fits."""
+        """Return a coordinator actor for a run; reuse the current one if it fits."""
         local = Store.open(experiment.storage.runs).is_local
         environment, resources = WorkerEnvironment.of_this_process(), experiment.resources
         settings = (slices, environment, local, resources, experiment.model.precision == "tf32")
         if self._coordinator is None or settings != self._settings:
             self.close()
-            node = None  # a trial's actors belong into its bundles
-            if local and not _in_trial():  # next to the folder of the runs
+            node = None  # The actors of a trial run in its bundles.
+            if local and not _in_trial():  # Place the coordinator next to the folder of the runs.
                 id = ray.get_runtime_context().get_node_id()
                 node = NodeAffinitySchedulingStrategy(id, soft=False)
             self._coordinator = Coordinator.options(  # type: ignore[attr-defined]  # by ray.remote
@@ -96,7 +96,7 @@ class Workers:
         return self._coordinator
 
     def request(self, experiment: Experiment) -> None:
-        """Let the actors of a run start while its caller prepares it.
+        """Start the actors of a run while its caller prepares it.
 
         Raises:
             InputError: The requested resources are not available.
@@ -106,9 +106,10 @@ class Workers:
     def check_fits(self, experiment: Experiment) -> None:
         """Call :func:`~trishul_ray.experiment.fit.check_fits` where the models are imported.
 
-        A coordinator has imported them already; in this process it would take seconds.
+        A coordinator has already imported them; in this process it would take seconds.
         """
-        passed = passed_model(experiment.model) is not None  # only this process has it
+        # Only this process has a model passed from Python.
+        passed = passed_model(experiment.model) is not None
         if self._coordinator is None or passed:
             check_fits(experiment)
             return
@@ -119,20 +120,20 @@ class Workers:
             raise RunError(f"the coordinator died ({cause_of(error)})") from error
 
     def close(self) -> None:
-        """End the coordinator, and with it its client actors; forget the backbones."""
+        """Terminate the coordinator and its client actors, and discard the backbones."""
         if self._coordinator is not None:
-            with suppress(RayError):  # the cluster may already be gone
+            with suppress(RayError):  # The cluster may already be gone.
                 ray.kill(self._coordinator)
         self._coordinator, self.slices = None, None
         self.backbones = BackboneCache()
 
 
 class RayDriver:
-    """A run on a coordinator actor and its client actors, which stay with ``workers``.
+    """Drive a run on a coordinator actor and its client actors, which stay with ``workers``.
 
-    If the coordinator dies, or objects are lost with a node, another coordinator resumes the newest
-    checkpoint, ``resources.max_restarts`` times between two rounds. ``notify`` is called once with
-    a line of text if the clients have to wait for resources.
+    If the coordinator dies, or objects are lost with a node, another coordinator resumes from the
+    newest checkpoint, up to ``resources.max_restarts`` times between two rounds. ``notify`` is
+    called once with a line of text if the clients have to wait for resources.
     """
 
     def __init__(
@@ -145,14 +146,14 @@ class RayDriver:
         notify: Callable[[str], None],
     ) -> None:
         self.slices = slices
-        held = _in_trial() or workers.slices is not None  # the bundles of a trial are reserved
+        held = _in_trial() or workers.slices is not None  # The bundles of a trial are reserved.
         fits = held or slices.count_in(ray.available_resources())
         self._notify_waiting = None if fits else notify
         self._experiment, self._workers = experiment, workers
         self.actor = workers.coordinator(experiment, slices)
-        self._losses = 0  # since the last round
-        self._events: list[str] = []  # since the last report
-        self._last_round = -1  # the last round whose record was returned
+        self._losses = 0  # number of losses since the last round
+        self._events: list[str] = []  # events since the last report
+        self._last_round = -1  # last round whose record was returned
         self._run = RunRequest(experiment.to_dict(sources=True), attempt, [ray.put(prepared)])
 
     def begin(self) -> RoundReport:
@@ -169,7 +170,7 @@ class RayDriver:
                 self._replace_coordinator(error)
 
     def step(self) -> RoundReport:
-        """Run one round. If the coordinator dies in it, return where its successor starts.
+        """Run one round, or begin again with another coordinator if the coordinator dies.
 
         Raises:
             RunError: The round failed, or ``resources.max_restarts`` are used up.
@@ -212,7 +213,7 @@ class RayDriver:
         self.actor = self._workers.coordinator(self._experiment, self.slices)
 
     def _report(self, reference: Any) -> RoundReport:
-        """Wait for a report; drop the records that a predecessor of the coordinator returned."""
+        """Wait for a report; drop the records that an earlier coordinator returned."""
         report: RoundReport = self._wait(reference)
         new = [record for record in report.records if record.round > self._last_round]
         self._last_round = max([self._last_round, *(record.round for record in new)])
@@ -220,7 +221,7 @@ class RayDriver:
         return replace(report, records=new, events=[*events, *report.events])
 
     def _wait(self, reference: Any) -> Any:
-        """Return the coordinator's result; the first time, report that it waits for resources."""
+        """Wait for the coordinator's result; the first time, report that it waits for resources."""
         future = reference.future()
         if self._notify_waiting and not futures.wait([future], WAITING_NOTICE_SECONDS).done:
             self._notify_waiting(f"waiting for resources on the cluster for {self.slices}")
@@ -231,7 +232,7 @@ class RayDriver:
 def _result_of(future: futures.Future[Any]) -> Any:
     """Return a coordinator's result, and raise its errors unchanged.
 
-    A signal interrupts a future at once; ``ray.get`` looks for signals once a second.
+    A signal interrupts a future immediately; ``ray.get`` checks for signals once per second.
     """
     try:
         return future.result()
@@ -270,7 +271,7 @@ def open_driver(
             else:
                 slices = slices_for_run(experiment, workers.slices)
                 driver = RayDriver(experiment, prepared, attempt, workers, slices, notify)
-                # Nodes that an autoscaler will add for this run count as well.
+                # Count nodes that an autoscaler will add for this run.
                 cpus = ray.cluster_resources().get("CPU", 0.0)
                 actors, cores = slices.actors, max(cpus, slices.total()["CPU"])
             threads = experiment.resources.threads
@@ -278,7 +279,7 @@ def open_driver(
                 notify(warning)
             yield driver
         except GeneratorExit:
-            raise  # the run is stopped between two rounds: no call is under way
+            raise  # The run was stopped between two rounds, so no call is pending.
         except BaseException:
             workers.close()
             raise

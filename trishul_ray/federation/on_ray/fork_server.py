@@ -1,17 +1,18 @@
 """Fork the workers of a local Ray from a process that has already imported PyTorch.
 
-An actor that imports torch and transformers takes five CPU seconds and 320 MiB. So one process, the
-fork server, imports them once, and every worker is a fork of it that shares the memory of the
-libraries: 0.3 CPU seconds and 80 MiB (benchmarks/starting.py). Ray starts its workers with the
-command of ``runtime_env.py_executable``. Here it is this file as a script, which requests a fork
-from the fork server and ends. Without a response, it becomes the worker itself if its raylet lives.
+An actor that imports torch and transformers takes five CPU seconds and 320 MiB. Therefore one
+process, the fork server, imports them once, and every worker is a fork of it that shares the memory
+of the libraries: 0.3 CPU seconds and 80 MiB (benchmarks/starting.py). Ray starts its workers with
+the command in ``runtime_env.py_executable``. Here the command runs this file as a script, which
+requests a fork from the fork server and exits. Without a response, it becomes the worker itself if
+its raylet is alive.
 
     driver -- starts --> fork server             raylet -- starts --> this file as a script
                               |  <-- arguments, environment, streams --  |
                               +-- fork --> worker (registers with the raylet by its own process id)
 
-The fork server imports neither Ray, which reads its environment when it is imported, nor anything
-that initializes a GPU.
+The fork server does not import Ray, which reads its environment on import, or anything that
+initializes a GPU.
 """
 
 import atexit
@@ -33,21 +34,21 @@ import time
 from importlib import import_module
 from typing import Self
 
-#: Modules that a coordinator and a client import when their first run begins.
+#: Modules that a coordinator and a client import when their first run starts.
 PRELOADED = (
     "trishul_ray.federation.server",
     "trishul_ray.federation.worker.local",
     "trishul_ray.models.attention",
 )
-#: Seconds between two looks of a worker at its raylet.
+#: Seconds between two checks of a worker that its raylet is alive.
 LOOK_SECONDS = 1.0
-#: Seconds for destructors after the end of Python. Those of Ray 2.60 may wait for a lock that their
-#: thread holds (PostingPublisher).
+#: Seconds for destructors at exit. Those of Ray 2.60 may wait for a lock that their thread already
+#: has (PostingPublisher).
 EXIT_SECONDS = 5
 
 
 class ForkServer:
-    """A process that forks the workers of a local Ray; a context manager, ready at once.
+    """A process that forks the workers of a local Ray; a context manager, ready immediately.
 
     Attributes:
         py_executable: The command for ``ray.init(runtime_env={"py_executable": ...})``.
@@ -56,20 +57,20 @@ class ForkServer:
 
     def __init__(self) -> None:
         name = f"trishul-{secrets.token_hex(8)}"
-        # -I -S: it imports nothing but the standard library.
+        # -I -S: it imports only the standard library.
         self.py_executable = shlex.join([sys.executable, "-I", "-S", __file__, name])
         search = os.pathsep.join(entry for entry in sys.path if entry)
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(f"\0{name}")  # in Linux's abstract namespace: no file is left behind
+            listener.bind(f"\0{name}")  # in Linux's abstract namespace, which leaves no file behind
             listener.listen(128)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(listener.fileno())],
-                stdin=subprocess.PIPE,  # by its end the server ends with this process
+                stdin=subprocess.PIPE,  # the server exits when this process closes it
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": search},
                 pass_fds=[listener.fileno()],
-                start_new_session=True,  # Ctrl-C is for the driver
+                start_new_session=True,  # Ctrl-C is only for the driver
             )
         self.pid = self._process.pid
 
@@ -77,18 +78,18 @@ class ForkServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the fork server; its workers go on."""
+        """Terminate the fork server; its workers continue."""
         with self._process:
             self._process.kill()
 
 
 def _serve(listener: socket.socket) -> list[str]:
-    """Fork a worker for every request; return its arguments in each of them.
+    """Fork a worker for every request, and return the worker's arguments in the worker.
 
-    The server itself ends when its standard input does.
+    The server itself exits when its standard input is closed.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that workers do not end as zombies
-    gc.freeze()  # a collection in a worker would write to, and so copy, every shared page
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Prevent workers from becoming zombies.
+    gc.freeze()  # A collection in a worker would write to, and so copy, every shared page.
     while 0 not in select.select([listener.fileno(), 0], [], [])[0]:
         connection, _ = listener.accept()
         with connection:
@@ -100,7 +101,7 @@ def _serve(listener: socket.socket) -> list[str]:
                 listener.close()
                 arguments = _become(streams, **json.loads(request))
                 connection.sendall(b"1")
-                # Not before the answer, without which a worker that nothing ends would be started.
+                # Only after the response; otherwise a worker could start that nothing terminates.
                 raylet = os.environ["RAY_RAYLET_PID"]
                 threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
                 atexit.register(signal.alarm, EXIT_SECONDS)
@@ -113,8 +114,8 @@ def _serve(listener: socket.socket) -> list[str]:
 def _become(
     streams: list[int], arguments: list[str], environment: dict[str, str], directory: str
 ) -> list[str]:
-    """Take over what a worker was started with."""
-    os.setsid()  # Ray ends the process group of a worker together with the worker
+    """Apply the streams, environment and directory of a worker."""
+    os.setsid()  # Ray terminates the process group of a worker together with the worker.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for target, stream in enumerate(streams):
         os.dup2(stream, target)
@@ -128,7 +129,7 @@ def _become(
 
 
 def _end_with(raylet: str) -> None:
-    """End this process soon after its raylet: Ray may notice only after half a minute."""
+    """Terminate this process soon after its raylet; Ray may notice only after half a minute."""
     while _lives(raylet):
         time.sleep(LOOK_SECONDS)
     os._exit(1)
@@ -139,14 +140,14 @@ def _lives(pid: str) -> bool:
 
 
 def _same_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end of a connection is this user's."""
+    """Return whether the process at the other end of a connection belongs to this user."""
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
 
 def _ask(name: str, arguments: list[str]) -> bool:
-    """Return whether the server forks a worker with the environment and streams of this process."""
+    """Request a fork with the environment and streams of this process; return its success."""
     request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}
     try:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -163,7 +164,7 @@ def _ask(name: str, arguments: list[str]) -> bool:
 
 if __name__ == "__main__":
     if sys.argv[1].isdigit():  # the server, and then each worker
-        gc.disable()  # imported modules stay: a search for garbage takes a fifth of the time
+        gc.disable()  # Imported modules stay; garbage collection would take a fifth of the time.
         for module in PRELOADED:
             import_module(module)
         sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,6 +1,6 @@
-"""Metrics of runs for Prometheus, which Ray's agent on each node of a cluster serves.
+"""Prometheus metrics of runs, which Ray's agent on each node of a cluster serves.
 
-A local Ray that this package starts collects none.
+A local Ray that this package starts does not collect them.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from ray.util.metrics import Counter, Gauge
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.records import RoundRecord
 
-#: Gauges and counters, by name; Ray adds ``ray_`` to a name, and ``_total`` to a counter's.
+#: Gauges and counters, keyed by name; Ray adds ``ray_`` to a name, and ``_total`` to a counter's.
 METRICS: dict[str, tuple[type[Counter] | type[Gauge], str]] = {
     "trishul_round": (Gauge, "Last aggregated round"),
     "trishul_rounds": (Gauge, "Rounds of the run"),
@@ -34,22 +34,22 @@ def _metric(name: str) -> Counter | Gauge:
 
 
 class RunMetrics:
-    """The metrics of one run, with its id and its method as tags."""
+    """The metrics of one run, tagged with its id and method."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._tags = {"run": experiment.id, "method": experiment.method.name}
         self._fed = experiment.federation
 
     def update(self, name: str, value: float = 1) -> None:
-        """Set a gauge, or add to a counter."""
+        """Set a gauge, or increment a counter."""
         metric = _metric(name)
         if isinstance(metric, Gauge):
             metric.set(value, self._tags)
-        elif value:  # Ray rejects 0
+        elif value:  # Ray rejects 0.
             metric.inc(value, self._tags)
 
     def add_rounds(self, records: Iterable[RoundRecord]) -> None:
-        """Add complete records of rounds."""
+        """Update the metrics from complete records of rounds."""
         for record in records:
             row, clients = record.row(), len(record.clients)
             self.update("trishul_round", record.round)

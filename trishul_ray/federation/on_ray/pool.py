@@ -1,8 +1,9 @@
-"""A pool of client actors that take jobs as they become idle: the executor of the Ray backend.
+"""The executor of the Ray backend: a pool of client actors that run jobs as they become idle.
 
-The actor that runs a job cannot change its result, so any idle actor takes the next job. Ray never
-restarts an actor: the pool replaces one that died, and gives its job to the next idle actor. The
-pool opens no placement group: inside a Ray Tune trial, the trial's bundles capture its actors.
+The result of a job does not depend on the actor, so any idle actor runs the next job. Ray never
+restarts an actor: the pool replaces an actor that died, and gives its job to the next idle actor.
+The pool does not create a placement group: inside a Ray Tune trial, the trial's bundles capture its
+actors.
 """
 
 import re
@@ -38,12 +39,12 @@ from trishul_ray.stages import ArrayState, Partial
 
 def cause_of(error: Exception) -> str:
     """Return the reason of an actor's failure in one line, without the remote traceback."""
-    # Raised in an actor, a RayActorError is both.
+    # A RayActorError raised in an actor is also a RayTaskError.
     if isinstance(error, RayTaskError):
         inner = error.cause
         if inner is None or type(inner).__module__.startswith("trishul_ray."):
             return first_line(inner or error)
-        # A fault of a plug-in, or a bug: its type and place help.
+        # The fault is in a plug-in or is a bug: report its type and location.
         frames = re.findall(r'File "([^"]+)", line (\d+)', str(error))
         own = [(file, number) for file, number in frames if "site-packages" not in file]
         place = f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
@@ -56,9 +57,9 @@ def cause_of(error: Exception) -> str:
 
 
 def run_error(action: str, error: RayTaskError) -> Exception:
-    """Return our own errors and errors of Ray unchanged, and any other as a failure of the run.
+    """Return errors of this package and of Ray unchanged, and wrap others in a RunError.
 
-    An error of Ray says that an object was lost with its node: nothing failed in our code.
+    A Ray error means that an object was lost with its node, not that this package failed.
     """
     if isinstance(error.cause, InputError | RunError | RayError):
         return error.cause
@@ -67,12 +68,12 @@ def run_error(action: str, error: RayTaskError) -> Exception:
 
 @dataclass
 class Call:
-    """A call that any actor may take.
+    """A call that any actor can execute.
 
     Attributes:
         name: The action, for an error message.
-        submit: Makes the call on an actor; returns the reference of its result.
-        ended: Receives the result, and returns the calls that can follow, if any.
+        submit: Function that submits the call to an actor, and returns the reference of its result.
+        ended: Function that receives the result, and returns subsequent calls, if any.
     """
 
     name: str
@@ -83,15 +84,16 @@ class Call:
 class ActorPool:
     """The client actors of one run, owned by the process that started them; they end with it.
 
-    The constructor waits for the first actor; the others join as they start. So a run on a busy
-    cluster begins with the actors it gets, and two runs that each have a part of the resources that
-    both need never wait for each other.
+    The constructor waits for the first actor; the others join as they start. Thus a run on a busy
+    cluster starts with the available actors, and two runs that each have a part of the resources
+    that both need never wait for each other.
 
     Args:
         run: The run.
         actors: Actors that were requested.
-        start: Requests another actor.
-        replacements: How many dead actors are replaced between the ends of two rounds.
+        start: Function that requests another actor.
+        replacements: Maximum number of dead actors to replace between the ends of two rounds.
+        metrics: The metrics of the run.
 
     Raises:
         InputError: An actor could not build its worker context from its input.
@@ -108,7 +110,8 @@ class ActorPool:
     ) -> None:
         self._run, self._start, self._metrics = run, start, metrics
         self._replacements = self._left = replacements
-        self._pids: dict[Any, int] = {}  # of the actors that take jobs, as they started
+        # process ids of the actors that run jobs, in starting order
+        self._pids: dict[Any, int] = {}
         self._opening: dict[Any, Any] = {}  # reference of the result of open() -> actor
         self._events: list[str] = []
         self._spec: WorkerSpec | None = None
@@ -163,7 +166,7 @@ class ActorPool:
         Raises:
             RunError: No actor is left.
         """
-        ray.kill(actor)  # it may only be unreachable: free its resources
+        ray.kill(actor)  # It may only be unreachable: free its resources.
         pid = self._pids.pop(actor, None)
         loss = "a client actor did not start" if pid is None else f"client actor {pid} died"
         self._events.append(f"{loss} ({cause_of(error)})")
@@ -179,7 +182,7 @@ class ActorPool:
             )
 
     def _run_calls(self, calls: Sequence[Call]) -> None:
-        """Make each call on an idle actor, and the calls that follow it before all others."""
+        """Execute each call on an idle actor, and the calls that follow it before all others."""
         waiting, idle = deque(calls), deque(self._pids)
         running: dict[Any, tuple[Call, Any]] = {}  # reference -> call and actor
         while waiting or running:
@@ -206,7 +209,7 @@ class ActorPool:
         self._left = self._replacements
 
     def describe(self, survey: Arrays) -> WorkerSpec:
-        """Return the spec of the first actor that responds; all build the same."""
+        """Return the spec of the first actor that responds; all actors build the same spec."""
         found = [self._spec]
         if survey:
             sent = ray.put(survey)
@@ -214,7 +217,7 @@ class ActorPool:
                 [Call("an adapter", lambda actor: actor.describe.remote(sent), found.append)]
             )
         self._spec = found[-1]
-        assert self._spec is not None  # the constructor waits for it
+        assert self._spec is not None  # The constructor waits for it.
         return self._spec
 
     def run(
@@ -226,8 +229,8 @@ class ActorPool:
     ) -> Outcome:
         """Run all jobs on idle actors; see ``Executor.run``.
 
-        Clients that are stacked train in one call. A group of uploads is summed by the next idle
-        actor; the uploads are then released.
+        Stacked clients train in one call. The next idle actor sums a group of uploads, which are
+        then released.
 
         Raises:
             RunError: A job failed, or no actor is left.
@@ -238,11 +241,12 @@ class ActorPool:
         summed = reducer is not None and len(train) > FAN_IN
         parts = dict(enumerate(groups(train))) if summed else {}
         first = range(len(train))[:MOST_CLIENTS]
-        uploads: dict[int, Any] = {}  # references; this and the next by the position of their jobs
+        # references; keyed by the position of the job, like the following dictionaries
+        uploads: dict[int, Any] = {}
         reports: dict[int, Any] = {}
         evaluations: dict[int, Any] = {}
-        sums: dict[int, Any] = {}  # references, by group
-        sent = ray.put(broadcast)  # once for all jobs
+        sums: dict[int, Any] = {}  # references, keyed by group
+        sent = ray.put(broadcast)  # only once for all jobs
         shared = ray.put(reducer) if summed else None
 
         def train_unit(unit: list[int]) -> Call:
@@ -292,7 +296,7 @@ class ActorPool:
         )
 
     def reduce(self, outcome: Outcome, reducer: Reducer) -> Partial:
-        """Add the sums of groups. Uploads that no actor has summed are summed here."""
+        """Add the sums of groups; sum uploads here that no actor has summed."""
         if outcome.sums:
             return combine(ray.get(outcome.sums, timeout=FETCH_SECONDS))
         return combine(sum_groups(self.fetch(outcome.uploads), reducer))

@@ -1,6 +1,6 @@
-"""Settings of a driver and of a run, which travel to the actors.
+"""Settings of a driver and of a run that are sent to the actors.
 
-Imports nothing heavy: a coordinator requests its clients before it imports torch.
+This module has no heavy imports: a coordinator requests its clients before it imports torch.
 """
 
 import os
@@ -40,9 +40,8 @@ class RunRequest:
     Attributes:
         experiment: The fields of the experiment.
         attempt: Name of the run in the tracking server.
-        prepared: The object store reference of a
-            :class:`~trishul_ray.federation.prepare.Prepared`, in a list: an actor receives the
-            reference instead of the content.
+        prepared: The object store reference of a :class:`~trishul_ray.federation.prepare.Prepared`,
+            in a list, so that an actor receives the reference instead of the content.
     """
 
     experiment: Json

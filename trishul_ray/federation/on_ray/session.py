@@ -28,30 +28,30 @@ from trishul_ray.storage.durable import (
     temporary_folders,
 )
 
-#: Seconds in which a cluster must accept a connection.
+#: Seconds within which a cluster must accept a connection.
 CONNECT_SECONDS = 10.0
-#: Longest path in bytes of a folder for Ray: the path of a socket has at most 103 to 107 bytes.
+#: Maximum length in bytes of a folder for Ray: the path of a socket has at most 103 to 107 bytes.
 FOLDER_BYTES = 8
-#: Seconds for which a start of Ray may go on after a signal: Docker kills after ten.
+#: Maximum duration of a start of Ray after a signal: Docker kills after ten seconds.
 STUCK_SECONDS = 8.0
-#: A signal that arrives sooner belongs to the first: ``timeout`` and Slurm send two at once.
+#: A second signal within this time belongs to the first: ``timeout`` and Slurm send two at once.
 REPEAT_SECONDS = 1.0
-#: Seconds between two looks at the signals of other threads.
+#: Seconds between two checks for signals of other threads.
 LOOK_SECONDS = 0.1
 #: Variables that configure the token of Ray, in addition to ~/.ray/auth_token.
 _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-#: The same for all clusters that this process starts: Ray reads it once.
+#: The same for all clusters that this process starts, because Ray reads it only once.
 _TOKEN = secrets.token_hex(32)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def joins_cluster() -> bool:
-    """Return whether ``RAY_ADDRESS`` names a cluster to join."""
+    """Return whether ``RAY_ADDRESS`` is the address of a cluster to join."""
     return os.environ.get("RAY_ADDRESS") not in (None, "", "local")
 
 
 def opening() -> str:
-    """Return what :func:`ray_session` is about to do, for a display of progress."""
+    """Return the next action of :func:`ray_session`, for a progress display."""
     return "joining the Ray cluster" if joins_cluster() else "starting Ray"
 
 
@@ -70,23 +70,23 @@ def ray_session(
 ) -> Iterator[dict[str, float]]:
     """Join the cluster at ``RAY_ADDRESS``, use the current Ray, or start a local one.
 
-    A Ray that existed before stays. A local Ray ends with all its processes, also if this process
-    is killed. It has ``cpus`` CPUs (by default the number that this process may use), and requires
-    a token that only this process and its children know. Its files are in a temporary folder of
-    this user, which is removed, except for an hour after an error. The workers are forks of
-    ``fork_server`` (by default a new one) if :func:`forks_workers`.
+    A Ray that was already running is not shut down. A local Ray ends with all its processes, even
+    if this process is killed. It has ``cpus`` CPUs (by default the number that this process may
+    use), and requires a token that is known only to this process and its children. Its files are in
+    a temporary folder of this user, which is removed, or kept for an hour after an error. The
+    workers are forks of ``fork_server`` (by default a new one) if :func:`forks_workers`.
 
     Yields:
         The free resources, such as ``{"CPU": 4.0, "GPU": 1.0}``.
 
     Raises:
-        InputError: This machine cannot have a local Ray.
+        InputError: This machine cannot run a local Ray.
         RunError: The cluster cannot be reached or started.
     """
     if ray.is_initialized():
         yield ray.available_resources()
         return
-    # By default Ray hides all GPUs from an actor that holds none.
+    # By default Ray hides all GPUs from an actor that reserves none.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     with ExitStack() as stack:
         try:
@@ -108,11 +108,11 @@ def ray_session(
                 remedy = f"; its logs: {folder}/r/session_latest/logs"
                 if fork_server is None and forks_workers():
                     fork_server = stack.enter_context(ForkServer())
-                stack.callback(_end_ray)  # also after an interrupted start
+                stack.callback(_end_ray)  # Also after an interrupted start.
                 _start(cpus or usable_cores(), fork_server, f"{folder}/r")
         except (InputError, RunError):
             raise
-        except Exception as error:  # Ray raises a bare Exception if its processes do not start
+        except Exception as error:  # Ray raises a bare Exception if its processes do not start.
             why = first_line(error).rstrip(".")
             raise RunError(f"{action}: {why}{remedy}") from error
         yield ray.available_resources()
@@ -122,13 +122,14 @@ def _start(cpus: int, fork_server: ForkServer | None, folder: str) -> None:
     if not any(os.environ.get(name) for name in _TOKEN_SETTINGS):
         # Otherwise Ray writes a token to the home directory, which may be read-only or shared.
         os.environ["RAY_AUTH_TOKEN"] = _TOKEN
-    # Ray starts workers at niceness 15: any other process of this machine would starve them.
+    # Ray starts workers at niceness 15, so that any other process of this machine would starve
+    # them.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Only a dashboard reads the events of tasks.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-    # Nobody reads the metrics of a Ray without a dashboard.
+    # Without a dashboard, the metrics of Ray are not read.
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
-    if fork_server is not None:  # forks do not replace workers that start before there is work
+    if fork_server is not None:  # Forks do not replace workers that start before there are tasks.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     with _held_signals(), _ends_if_stuck(), without_monitors():
         ray.init(
@@ -141,12 +142,12 @@ def _start(cpus: int, fork_server: ForkServer | None, folder: str) -> None:
 
 @contextmanager
 def _held_signals() -> Iterator[Callable[[], None]]:
-    """Deliver signals that arrive in this context at its end, to the handlers from before it.
+    """Deliver signals that arrive in this context at its end, to the previous handlers.
 
     An exception of a handler would interrupt Ray's own start. Ray also sets handlers when it starts
-    and when it ends: they exit, or abort after three seconds. Processes that start in this context
-    inherit the blocked signals. So the raylet outlives a signal to all processes of a job (Slurm,
-    systemd), without which Ray would end this process with exit code 1.
+    and when it shuts down: they exit, or abort after three seconds. Processes that start in this
+    context inherit the blocked signals. Thus the raylet outlives a signal to all processes of a job
+    (Slurm, systemd); otherwise Ray would terminate this process with exit code 1.
 
     Yields:
         A function that replaces Ray's handlers.
@@ -181,9 +182,9 @@ def _held_signals() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _ends_if_stuck() -> Iterator[None]:
-    """End this process if this context, in which signals are held, does not end after a signal.
+    """Terminate this process if a context with held signals does not end after a signal.
 
-    It ends :data:`STUCK_SECONDS` after the signal, or with another one that arrives at least
+    This happens :data:`STUCK_SECONDS` after the signal, or on another signal that arrives at least
     :data:`REPEAT_SECONDS` later: nothing else interrupts Ray's C++ code. Ray's processes end with
     this process.
     """
@@ -193,13 +194,13 @@ def _ends_if_stuck() -> Iterator[None]:
     signals = {number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
     taken: list[int] = []
     ended = threading.Event()
-    reader, writer = socket.socketpair()  # Python writes signals that native threads receive
+    reader, writer = socket.socketpair()  # Python writes signals that native threads receive.
     writer.setblocking(False)
 
     def watch() -> None:
         first, stop = math.inf, 0
         while not ended.is_set():
-            if info := signal.sigtimedwait(signals, LOOK_SECONDS):  # this thread blocks them
+            if info := signal.sigtimedwait(signals, LOOK_SECONDS):  # This thread blocks them.
                 taken.append(info.si_signo)
                 writer.send(bytes([info.si_signo]))
             new = signals & {*reader.recv(64)} if select.select([reader], [], [], 0)[0] else set()
@@ -220,7 +221,7 @@ def _ends_if_stuck() -> Iterator[None]:
             ended.set()
             watcher.join()
             for number in taken:
-                signal.raise_signal(number)  # it waits until this thread unblocks it
+                signal.raise_signal(number)  # The signal is pending until this thread unblocks it.
 
 
 def _end_ray() -> None:
@@ -257,19 +258,19 @@ def _temporary_folder() -> Iterator[str]:
             if not isinstance(error, InputError):
                 keep_logs(folder)
             raise
-        with suppress(OSError):  # processes that are about to end would fill it again
+        with suppress(OSError):  # Processes that are about to exit would write to it again.
             os.replace(f"{folder}/r", f"{folder}/over")
 
 
 def _check_answers(address: str) -> None:
-    """Fail at once if nothing listens at an address: Ray retries for minutes."""
+    """Fail immediately if nothing listens at an address; Ray retries for minutes."""
     parts = urlsplit(address if "://" in address else f"//{address}")
     if parts.hostname and parts.port:
         socket.create_connection((parts.hostname, parts.port), CONNECT_SECONDS).close()
 
 
 def _check_loopback() -> None:
-    """Raise an InputError if 127.0.0.1 cannot be used: Ray retries for a quarter of an hour."""
+    """Raise an InputError if 127.0.0.1 cannot be used; Ray retries for a quarter of an hour."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), CONNECT_SECONDS).close()

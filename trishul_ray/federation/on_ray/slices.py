@@ -1,4 +1,4 @@
-"""The resources of a run: how many client actors it has, and what each of them reserves.
+"""The resources of a run: the number of its client actors, and the resources that each reserves.
 
 A single run checks its request against the cluster. A Ray Tune trial turns the same request into
 the bundles of its ``PlacementGroupFactory``::
@@ -30,7 +30,7 @@ class Slices:
         return [{k: v for k, v in bundle.items() if v > 0} for _ in range(self.actors)]
 
     def total(self) -> dict[str, float]:
-        """Return the resources of all client actors together."""
+        """Return the total resources of all client actors."""
         return {"CPU": self.actors * self.cpus, "GPU": self.actors * self.gpus}
 
     def count_in(self, free: Mapping[str, float]) -> int:
@@ -50,17 +50,17 @@ def plan_slices(
     *,
     may_grow: bool = False,
 ) -> Slices:
-    """Plan how many actors a run starts and what each of them reserves.
+    """Plan how many actors a run starts and which resources each of them reserves.
 
-    With ``clients_per_actor=1`` every registered client has an actor, whose CPU share shrinks if
-    necessary. With ``auto`` there is an actor per slice that is free now, at least one, at most one
-    per client of a cohort. The plan never changes a run's numbers.
+    With ``clients_per_actor=1`` every registered client has an actor, whose number of CPUs is
+    reduced if necessary. With ``auto`` there is one actor per slice that is free now, at least one,
+    and at most one per client of a cohort. The plan does not affect the results of a run.
 
     Args:
         experiment: The run.
         free: The resources that are free now.
         total: All resources of the cluster; by default the free ones.
-        may_grow: Whether an autoscaler may add nodes: a request that does not fit then waits.
+        may_grow: Whether an autoscaler may add nodes. A request that does not fit then waits.
 
     Raises:
         InputError: The cluster is too small for the requested resources.
@@ -68,7 +68,7 @@ def plan_slices(
     total = free if total is None else total
     resources, federation = experiment.resources, experiment.federation
     cpus_total, gpus_total = total.get("CPU", 0.0), total.get("GPU", 0.0)
-    # By the total: other users of the cluster must not change a client's device.
+    # Use the total: other users of the cluster must not change a client's device.
     use_gpu = resources.needs_gpu or (resources.device == "auto" and gpus_total > 0)
     share = 1.0 if resources.gpus_per_actor == "auto" else resources.gpus_per_actor
     gpus = share if use_gpu else 0.0
@@ -78,12 +78,12 @@ def plan_slices(
     if actors is None:
         fitting = Slices(1, cpus, gpus).count_in(free)
         if may_grow and Slices(1, cpus, gpus).count_in(total) == 0:
-            fitting = federation.clients_per_round  # on nodes that are still to come
+            fitting = federation.clients_per_round  # on nodes that the autoscaler will add
         actors = max(1, min(federation.clients_per_round, fitting))
     if may_grow:
         return Slices(actors, cpus, gpus)
     if actors * cpus > cpus_total and shrinks:
-        # A hundredth of a CPU is the finest share that survives Ray's rounding.
+        # A hundredth of a CPU is the finest fraction that survives Ray's rounding.
         cpus = int(100 * cpus_total / actors) / 100
     if actors * cpus > cpus_total or cpus <= 0 or actors * gpus > gpus_total:
         raise InputError(

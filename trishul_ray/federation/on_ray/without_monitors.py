@@ -1,10 +1,10 @@
-"""The only use of Ray's private interface: start a local Ray without its monitors.
+"""Start a local Ray without its monitors, the only use of Ray's private interface.
 
 Ray starts the server of the dashboard (even with ``include_dashboard=False``), the monitor of the
 autoscaler, the monitor of logs, and the dashboard's part of the agent. A local run uses none of
 them, and without them ``trishul run`` reaches its first round 1.4 s earlier on two cores
-(benchmarks/starting.py). Ray has no public switch for it. If a release renames these functions, Ray
-starts with its monitors.
+(benchmarks/starting.py). Ray has no public option for this. If a release renames these functions,
+Ray starts with its monitors.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
 
 @contextmanager
 def without_monitors() -> Iterator[None]:
-    """Start no monitors with a Ray that starts in this context."""
+    """Prevent a Ray that starts in this context from starting monitors."""
     with ExitStack() as stack:
         for owner, name, function in _REPLACED:
             if hasattr(owner, name):

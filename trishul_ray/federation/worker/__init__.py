@@ -1,1 +1,1 @@
-"""The work of a worker: local training, evaluation and surveys of clients."""
+"""Computations of a worker: local training, evaluation and surveys of clients."""

@@ -1,4 +1,4 @@
-"""What a worker keeps: a backbone with adapters, the data, the task and the method."""
+"""The context of a worker: a backbone with adapters, the data, the task and the method."""
 
 import socket
 from collections import OrderedDict
@@ -53,11 +53,11 @@ class LoadedBackbone:
     """A backbone without adapters, on its device.
 
     Attributes:
-        module: The model; whoever adapts it detaches the adapters before the next run.
+        module: The model. Code that adapts it must detach the adapters before the next run.
         source: Identity of its weights; see ``models.backbone.Resident``.
         drawn: Parameters that are drawn from the seed, because the checkpoint lacks them.
-        seed: The seed they are drawn from.
-        norms: Squared Frobenius norms of its weights by layer, as far as they have been computed.
+        seed: Seed of the drawn parameters.
+        norms: Squared Frobenius norms of its weights computed so far, keyed by layer.
     """
 
     module: nn.Module
@@ -68,10 +68,10 @@ class LoadedBackbone:
 
 
 class BackboneCache:
-    """Loads backbones and keeps the most recently used ones.
+    """Load backbones and keep the most recently used ones.
 
-    A backbone is kept as long as its configuration, its files and its device are the same; for
-    another seed, only its drawn head changes. One worker context at a time may use it.
+    A backbone is reused as long as its configuration, its files and its device are the same; for
+    another seed, only its drawn head changes. Only one worker context at a time may use it.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class BackboneCache:
         key = (weights, backbone.config.model_dump_json(), kind, device)
         kept = self._kept.pop(key, None)
         if kept is None:
-            # Before loading, so that a GPU need not hold both.
+            # Evict before loading, so that a GPU need not store both.
             limit = KEPT_ON_GPU if device.type == "cuda" else KEPT_ON_CPU
             while len(self._kept) >= limit:
                 self._kept.popitem(last=False)
@@ -113,7 +113,7 @@ class BackboneCache:
 
 @dataclass(kw_only=True)
 class ModelContext:
-    """What computes the global model of a run: the adapted backbone, the task and the method."""
+    """Objects that compute the global model of a run: adapted backbone, task and method."""
 
     settings: Experiment
     info: DatasetInfo
@@ -133,13 +133,13 @@ class ModelContext:
 
 @dataclass(kw_only=True)
 class WorkerContext(ModelContext):
-    """Everything that a worker keeps; clients differ only by shard, state and rng."""
+    """All persistent objects of a worker; clients differ only by shard, state and rng."""
 
     train: Split
-    scored: Mapping[RowSet, tuple[Split, np.ndarray]]  # the split of every set, and its rows
+    scored: Mapping[RowSet, tuple[Split, np.ndarray]]  # split and scored rows of every set
     shards: Partition
     stages: Stages
-    graphs: Graphs | None = None  # of local steps, if resources.cuda_graphs
+    graphs: Graphs | None = None  # graphs of local steps, if resources.cuda_graphs
     tokens: np.ndarray | None = None  # see Prepared
 
     @property
@@ -148,7 +148,7 @@ class WorkerContext(ModelContext):
         return self.scored["test"][0]
 
     def train_batch(self, rows: np.ndarray) -> dict[str, Tensor]:
-        """Return training rows as a prepared batch, whose copies may still be under way."""
+        """Return training rows as a prepared batch, whose copies may still be in progress."""
         return self.task.prepare_batch(self.train.batch(rows), self.device, self.dtype)
 
 
@@ -160,14 +160,14 @@ def build_context(
     The backbone may come from ``backbones``, if its previous context is closed.
 
     Raises:
-        InputError: backbone, budget and data do not fit together, or this node has other data
-            than the driver.
+        InputError: Backbone, budget and data are not compatible, or the data of this node differ
+            from the driver's.
     """
     if prepared.passed is not None:
         remember(prepared.passed)
     dataset = prepared.dataset
     if not dataset.folder.is_dir():
-        # The node does not see the driver's cache. Prepare the data again, once for all actors of
+        # The node does not have the driver's cache. Prepare the data again, once for all actors of
         # the node: the same source gives the same bytes.
         dataset, _, sources = prepare_dataset(experiment)
         if changed := changed_sources(prepared.sources, sources):
@@ -192,9 +192,9 @@ def build_context(
 def _scored_rows(
     dataset: PreparedDataset, limit: int | None, source: str
 ) -> dict[RowSet, tuple[Split, np.ndarray]]:
-    """Return the rows of the test and the validation split that are scored.
+    """Select the scored rows of the test and the validation split.
 
-    A subset is drawn by the raw rows, identified by ``source``, and not by the seed, so that all
+    A subset is drawn from the raw rows, identified by ``source`` instead of the seed, so that all
     seeds, methods and backbones are scored on the same rows.
     """
     streams: dict[RowSet, str] = {"test": "evaluation-subset", "validation": "validation-subset"}
@@ -213,10 +213,10 @@ def _scored_rows(
 def build_model_context(
     experiment: Experiment, info: DatasetInfo, backbones: BackboneCache | None = None
 ) -> ModelContext:
-    """Load the backbone and attach the method's adapters; the description of the data is enough.
+    """Load the backbone and attach the method's adapters, given only a description of the data.
 
     Raises:
-        InputError: backbone, budget and the kind of the data do not fit together, or the GPU cannot
+        InputError: Backbone, budget and the kind of the data are not compatible, or the GPU cannot
             be used.
         RunError: The memory of the device, or this process's share of it, is too small.
     """
@@ -281,7 +281,7 @@ def adapt_to(context: ModelContext, survey: Arrays) -> None:
 
 
 def worker_spec(context: WorkerContext) -> WorkerSpec:
-    """Return the description of a worker context for the server."""
+    """Describe a worker context for the server."""
     layout, method, model = context.model.layout, context.method, context.model
     wire = method.wire(layout)
     counts = count_parameters(model.adapters, model.specs)
@@ -318,7 +318,7 @@ def worker_spec(context: WorkerContext) -> WorkerSpec:
 
 
 def _client_mix(context: WorkerContext) -> np.ndarray | None:
-    """Return the rows of every client and class [C, K], if clients are scored by them.
+    """Count the rows of every client and class [C, K], if they score the clients.
 
     Raises:
         InputError: ``evaluation.per_client`` is set, but the data have neither clients nor classes.
@@ -334,10 +334,13 @@ def _client_mix(context: WorkerContext) -> np.ndarray | None:
 
 
 def _client_rows(context: WorkerContext) -> dict[RowSet, np.ndarray]:
-    """Return on how many rows of a set each client's own model is scored [C]; empty if it is not.
+    """Count the rows that score each client's personalized model [C], per set.
+
+    Returns:
+        The counts; empty if personalized models are not scored.
 
     Raises:
-        InputError: Test rows belong to clients, but not to those of the run.
+        InputError: Test rows belong to clients outside the run.
     """
     settings, by_client = context.settings, "client" in context.test.columns
     clients, held_out = settings.federation.clients, settings.federation.held_out
@@ -362,7 +365,7 @@ def _client_rows(context: WorkerContext) -> dict[RowSet, np.ndarray]:
 
 
 def rows_of(context: WorkerContext, name: RowSet, client: int | None) -> tuple[Split, np.ndarray]:
-    """Return the split of a set and its scored rows, or a client's where rows belong to clients."""
+    """Return the split of a set and its scored rows, of one client if rows belong to clients."""
     split, rows = context.scored[name]
     if client is not None and "client" in split.columns:
         rows = rows[split.column("client")[rows] == client]
@@ -378,9 +381,9 @@ def new_run(
     vector: Tensor | None = None,
     grad: Tensor | None = None,
 ) -> LocalRun:
-    """Return the local run of a client before its start; None is the global model, to evaluate.
+    """Create the local run of a client before its start, or of the global model for None.
 
-    By default its vector and gradient are new tensors.
+    By default, its vector and gradient are new tensors.
     """
     settings, fed = context.settings, context.settings.federation
     if vector is None:
@@ -419,9 +422,9 @@ def new_run(
 
 @contextmanager
 def client_stream(context: WorkerContext, purpose: str, *indices: int) -> Iterator[None]:
-    """Give a client's dropout, which draws from torch's global stream, a separate random stream.
+    """Give a client's dropout, which uses torch's global stream, a separate random stream.
 
-    Afterwards the global stream is restored and the model is back in evaluation mode.
+    Afterwards the global stream is restored and the model is in evaluation mode.
     """
     settings = context.settings
     devices = [context.device] if context.device.type == "cuda" else []
@@ -438,9 +441,10 @@ def client_stream(context: WorkerContext, purpose: str, *indices: int) -> Iterat
 def bound(
     context: ModelContext, trained: Trained | None, grad: Tensor | None = None
 ) -> Iterator[None]:
-    """Let the model compute with a trained state inside, or as pretrained; as before again after.
+    """Bind a trained state, or the pretrained model for None, and restore the previous state.
 
-    A step's hooks may ask for another gradient: ``run.gradient`` is inside the steps' own state.
+    A step's hooks may compute another gradient: ``run.gradient`` is called while the state of the
+    steps is bound.
     """
     before = context.model.bound
     if trained is None:
@@ -463,7 +467,7 @@ def global_model(
     state: Arrays | None = None,
     client: int | None = None,
 ) -> Trained:
-    """Return the global model that a broadcast describes; with a client's state, that client's."""
+    """Build the global model from a broadcast, or a personalized model from a client's state."""
     run = new_run(context, broadcast, round_number, None)
     run.client = client
     run.client_state = {k: to_tensor(v).to(context.device) for k, v in (state or {}).items()}

@@ -1,6 +1,6 @@
 """One chunk of the evaluation of a model, as a pure function.
 
-The model of a broadcast is bound once for all its chunks.
+The model of a broadcast is bound only once for all its chunks.
 """
 
 from contextlib import ExitStack
@@ -15,12 +15,12 @@ from trishul_ray.runtime.memory import memory_of, peak_memory
 from trishul_ray.stages import ArrayState
 from trishul_ray.tasks.sums import EvalSums
 
-#: What takes less memory.
+#: Advice for errors of too little memory.
 _LESS = "lower evaluation.batch_size or set model.precision=bf16"
 
 
 class EvaluatedModel:
-    """The global or a client's model that chunks of rows are scored with, bound once for all.
+    """The global or a personalized model to score, bound only once for all chunks of rows.
 
     Round 0 is the pretrained backbone, even for a method whose first broadcast already updates it
     (Fed-SB). The model stays bound until another one is needed, or until :meth:`release`.
@@ -32,7 +32,7 @@ class EvaluatedModel:
         self._made_of: tuple[tuple[int, int | None], list[np.ndarray]] | None = None
 
     def bind(self, broadcast: ArrayState, job: EvalJob) -> None:
-        """Let the model compute as a job needs it."""
+        """Bind the model that a job scores."""
         context, key = self.context, (job.round, job.client)
         arrays = [*_arrays_of(broadcast), *(job.state[name] for name in sorted(job.state))]
         if self._made_of is not None:
@@ -63,7 +63,7 @@ def _arrays_of(state: ArrayState) -> list[np.ndarray]:
 
 
 def evaluate_chunk(model: EvaluatedModel, broadcast: ArrayState, job: EvalJob) -> EvalReport:
-    """Return the sums of the metrics of a model on a chunk of scored rows.
+    """Compute the sums of the metrics of a model on a chunk of scored rows.
 
     Raises:
         RunError: The memory of the device, or this process's share of it, is too small.

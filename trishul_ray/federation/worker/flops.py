@@ -12,12 +12,13 @@ from trishul_ray.stages import StepFlops
 
 
 def count_flops(context: WorkerContext) -> StepFlops:
-    """Count the FLOPs of a local step, by the shapes of the first rows of the training split.
+    """Count the FLOPs of a local step, for the shapes of the first training rows.
 
-    Counted are the matrix products, convolutions and attention (as plain matrix products on every
-    device) of the loss and its gradient; not the elementwise work, the optimizer, or what a method
-    adds to a step. Without trainables a step would cost twice the forward pass: nothing has
-    gradients of weights then. The rest is the adapters' and the classification head's.
+    The count includes the matrix products, convolutions and attention (as plain matrix products on
+    every device) of the loss and its gradient. It excludes the elementwise operations, the
+    optimizer, and additions by the method. The backbone's part is twice the forward pass, because
+    without trainables no weights have gradients. The rest belongs to the adapters and the
+    classification head.
     """
     size = context.settings.federation.batch_size
     batch = context.train_batch(np.resize(np.arange(min(size, len(context.train))), size))
@@ -38,7 +39,7 @@ def count_flops(context: WorkerContext) -> StepFlops:
 
 
 def _flop_counter() -> FlopCounterMode:
-    """Return torch's counter; of itself it does not count products that are added in place."""
+    """Return torch's counter, extended by in-place products, which it does not count by default."""
 
     def product(added: torch.Size, first: torch.Size, second: torch.Size, **_: object) -> int:
         return 2 * first.numel() * second[-1]

@@ -1,8 +1,8 @@
 """One client's round, as a pure function.
 
-The same inputs give the same bytes in any process: every random draw comes from a stream named by
-``(seed, purpose, round, client)``, the optimizer is fresh, and the shared backbone is unchanged.
-Nothing here needs Ray.
+The same inputs give the same bytes in any process: every random draw comes from a stream identified
+by ``(seed, purpose, round, client)``, the optimizer is fresh, and the shared backbone is unchanged.
+This module does not need Ray.
 
 Legend: P trainables of a client, S local steps, b batch size, k clients that train together.
 """
@@ -43,7 +43,7 @@ from trishul_ray.stages import ArrayState, Change, Sender
 if TYPE_CHECKING:
     from trishul_ray.config.fields import OptimizerConfig
 
-#: Remedies for too little memory.
+#: Advice for errors of too little memory.
 _LESS = (
     "lower federation.batch_size or federation.stacked, set model.gradient_checkpointing=true or "
     "model.precision=bf16"
@@ -63,15 +63,15 @@ def train_clients(
     """Run clients' rounds: ``(broadcast, client state, shard, round, rng) -> (update, state)``.
 
     Several clients share the forward and backward pass of each step. Their results differ from
-    those of separate calls only in the last bits, and their seconds are equal shares of the total.
-    Round 0 is the method's survey, at the pretrained model.
+    separate calls only in the last bits, and the total time is divided equally among them. Round 0
+    is the method's survey, at the pretrained model.
 
     The host waits for a GPU after the last step, when the time of the local steps ends, and to copy
     the results. Only a method's ``start`` and ``upload`` may make it wait more often.
 
     Raises:
-        FailsAgainError: The training loss is not finite, and no stage hides clients; names client
-            and step.
+        FailsAgainError: The training loss is not finite, and no stage hides clients. The message
+            reports client and step.
         RunError: The memory of the device, or this process's share of it, is too small.
     """
     number, clients = jobs[0].round, " and ".join(str(job.client) for job in jobs)
@@ -79,7 +79,7 @@ def train_clients(
         return [answer_survey(context, job) for job in jobs]
     with (
         memory_of(f"client {clients} in round {number}", _LESS),
-        # Several clients have no dropout: see Experiment.
+        # Dropout is not used with several clients; see Experiment.
         client_stream(context, "dropout", number, jobs[0].client),
     ):
         steps = LocalSteps(context, broadcast, jobs)
@@ -108,7 +108,8 @@ def _upload(context: WorkerContext, client: "LocalClient", losses: Tensor) -> tu
             f"step {step} {remedy}"
         )
     if hidden:
-        # Ending the run would reveal something of this client: its upload is rejected, as zeros.
+        # Ending the run would reveal information about this client: its upload is rejected, as
+        # zeros.
         finite = finite and bool(torch.isfinite(run.vector).all())
         run.vector.nan_to_num_(0.0, 0.0, 0.0)
     with torch.no_grad():
@@ -116,7 +117,7 @@ def _upload(context: WorkerContext, client: "LocalClient", losses: Tensor) -> tu
     _check_shapes(context, upload)
     if not finite:
         upload = replace(upload, shared=torch.full_like(upload.shared, math.nan))
-    # Break the cycle of references: the run is freed before the next garbage collection.
+    # Break the reference cycle, so that the run is freed before the next garbage collection.
     del run.gradient
     return upload, state
 
@@ -169,7 +170,7 @@ def send_change(
     upload: Upload,
     report: TrainReport,
 ) -> tuple[Upload, TrainReport]:
-    """Return a client's upload as a change that has passed the stages, and what it reports then."""
+    """Pass a client's change through the stages, and update its upload and its report."""
     method, settings = context.method, context.settings
     units = tuple(context.model.layout.units(method.wire(context.model.layout)))
     moved = upload.arrays.shared - broadcast.shared
@@ -201,8 +202,8 @@ class LocalClient:
     """A client that trains.
 
     Attributes:
-        run: Its run, which the steps change.
-        order: Rows of its mini-batches [S, b].
+        run: Its run, modified by the steps.
+        order: [S, b], the rows of its mini-batches.
         trained: The parameters of its model.
     """
 
@@ -226,7 +227,7 @@ class LocalClient:
         self.trained = Trained(vector, run.broadcast.base, run.broadcast.constants)
         method.start(run, context.initial)
         self._mask = gradient_mask(run, method.wire(run.layout))
-        # Weight decay also moves parameters without a gradient: restore the untrained ones.
+        # Weight decay also changes parameters without a gradient: restore the untrained ones.
         decays = settings.optimizer.weight_decay > 0
         self._untrained = None
         if decays and self._mask is not None:
@@ -234,7 +235,7 @@ class LocalClient:
         vector.grad = grad
 
     def correct(self, step: int, loss: Tensor) -> None:
-        """Correct the gradient of a step, which is in ``run.grad``."""
+        """Correct the gradient of a step, in ``run.grad``."""
         run, clip_norm = self.run, self._context.settings.optimizer.clip_norm
         run.step, run.loss = step, loss
         self._context.method.before_step(run)
@@ -259,11 +260,11 @@ class LocalClient:
 class LocalSteps:
     """The local steps of clients that share the forward and backward pass of each step.
 
-    A step has a part of the host, :meth:`batch`, and a part of the device, :meth:`compute`. The
-    latter never waits for the device, and its kernels, shapes and addresses do not depend on
-    values, so that the host prepares the next batches in the meantime, and CUDA graphs can hold its
-    forward and backward pass and the prox (``resources.cuda_graphs``). ``last`` is S, the number of
-    the last step.
+    A step has a host part, :meth:`batch`, and a device part, :meth:`compute`. The device part never
+    waits for the device, and its kernels, shapes and addresses do not depend on values. Thus the
+    host can prepare the next batches in the meantime, and CUDA graphs can capture the forward and
+    backward pass and the prox (``resources.cuda_graphs``). ``last`` is S, the number of the last
+    step.
     """
 
     def __init__(
@@ -296,16 +297,16 @@ class LocalSteps:
 
     @contextmanager
     def bound(self) -> Iterator[None]:
-        """Bind the clients' vectors to the model inside, as :meth:`compute` needs it."""
+        """Bind the clients' vectors to the model for :meth:`compute`."""
         with warnings.catch_warnings(), _ready(self.context, self._trained, self._grads):
-            # Gradients of a tensor lie in the rows of all clients.
+            # The gradients of a tensor are rows of a matrix of all clients.
             warnings.filterwarnings("ignore", message="grad and param do not obey the gradient")
             yield
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return the prepared mini-batches of a step (from 1), one client after another.
 
-        Copies to the device may still be under way.
+        Copies to the device may still be in progress.
         """
         rows = np.concatenate([client.order[step - 1] for client in self.clients])
         return self.context.train_batch(rows)
@@ -327,11 +328,11 @@ class LocalSteps:
 
 @contextmanager
 def _ready(context: WorkerContext, trained: Trained, grad: Tensor) -> Iterator[None]:
-    """Let :func:`_compute_gradient` compute with a trained state inside."""
+    """Prepare the model for :func:`_compute_gradient` with a trained state."""
     if context.graphs is None:
         with bound(context, trained, grad):
             yield
-    else:  # each graph binds copies
+    else:  # Each graph binds copies.
         with bound(context, None), context.graphs.active():
             yield
 
@@ -343,7 +344,7 @@ def _compute_gradient(
     batch: Mapping[str, Tensor],
     clients: int,
 ) -> Tensor:
-    """Put the gradient of a batch into ``grad`` and return the loss of each client [k]."""
+    """Compute the gradient of a batch into ``grad``, and return the loss of each client [k]."""
     if context.graphs is None:
         return _forward_backward(context, grad, batch, clients)
 
@@ -369,7 +370,7 @@ def _forward_backward(
     context: WorkerContext, grad: Tensor, batch: Mapping[str, Tensor], clients: int
 ) -> Tensor:
     grad.zero_()
-    # A client's loss is the mean over its own rows, and the gradient of the sum is its own.
+    # A client's loss is the mean over its rows, so the gradient of the sum is per client.
     losses = context.task.losses(context.model, batch, clients)
     torch.autograd.backward(losses, _ones(clients, losses.dtype, losses.device))
     return losses.detach()
@@ -377,12 +378,12 @@ def _forward_backward(
 
 @cache
 def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return ones [count], made once: steps launch nothing for them, and graphs may read them."""
+    """Return cached ones [count]: steps launch no kernels for them, and graphs may read them."""
     return torch.ones(count, dtype=dtype, device=device)
 
 
 def make_optimizer(settings: "OptimizerConfig", vectors: list[Tensor]) -> torch.optim.Optimizer:
-    """Build a fresh optimizer over flat vectors [P]."""
+    """Create a fresh optimizer over flat vectors [P]."""
     lr, decay, betas = settings.lr, settings.weight_decay, (settings.beta1, settings.beta2)
     if settings.name == "sgd":
         return torch.optim.SGD(vectors, lr=lr, momentum=settings.momentum, weight_decay=decay)
@@ -393,7 +394,7 @@ def gradient_mask(run: LocalRun, wire: tuple[str, ...]) -> Tensor | None:
     """Return [P] float32, 1 for trained entries and 0 for others; None if all are trained."""
     if run.active is None:
         return None if run.entries is None else run.entries.float()
-    mask = torch.ones(run.vector.shape)  # on the host, and copied once
+    mask = torch.ones(run.vector.shape)  # on the host, and copied only once
     for unit, active in zip(run.layout.units(wire), run.active.tolist(), strict=True):
         if not active:
             mask[unit.span] = 0
@@ -404,7 +405,7 @@ def gradient_mask(run: LocalRun, wire: tuple[str, ...]) -> Tensor | None:
 
 
 def uploaded_parameters(run: LocalRun, upload: State, method: Method) -> int:
-    """Count the numbers sent: no inactive core heads, no components beyond a client's rank."""
+    """Count the sent numbers, without inactive core heads and components beyond the rank."""
     count = upload.shared.numel() + count_numbers(upload.extra) - run.unsent
     if run.active is None:
         return count

@@ -15,16 +15,16 @@ def depends_on_rounds(settings: OptimizerConfig) -> bool:
 def learning_rates(
     settings: OptimizerConfig, round_number: int, rounds: int, steps: int
 ) -> tuple[float, ...]:
-    """Return η of each local step of a round.
+    """Compute η of each local step of a round.
 
     With ``schedule_over="run"`` the span is the whole run, T = rounds x steps, and every client of
-    a round has the same rates. With ``"round"`` each round is a span, T = steps. During the first
-    W = ceil(warmup T) steps, η_t = η (t + 1) / W. After them, with p = (t - W) / (T - W) in [0, 1):
+    a round has the same rates. With ``"round"`` each round is a span, T = steps. During the first W
+    = ceil(warmup T) steps, η_t = η (t + 1) / W. After them, with p = (t - W) / (T - W) in [0, 1):
     ``constant`` is η, ``linear`` η (1 - p), and ``cosine`` η (1 + cos πp) / 2 (Loshchilov and
     Hutter, arXiv 1608.03983, without restarts within the span). No step has rate zero.
 
-    Rounds are counted from 1. No state is carried between calls, so a round has the same rates on
-    any actor and after a resume.
+    Rounds are counted from 1. No state is kept between calls, so a round has the same rates on any
+    actor and after a resume.
     """
     over_run = settings.schedule_over == "run"
     total = rounds * steps if over_run else steps

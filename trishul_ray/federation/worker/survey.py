@@ -1,4 +1,4 @@
-"""Round 0: a client's answer to the survey of a method, at the pretrained model."""
+"""Round 0: a client's response to the survey of a method, at the pretrained model."""
 
 import math
 import time
@@ -17,9 +17,9 @@ from trishul_ray.runtime.random_streams import numpy_rng
 
 
 def answer_survey(context: WorkerContext, job: TrainJob) -> tuple[Upload, TrainReport]:
-    """Return a client's answer to the survey of the method, and what it reports."""
+    """Compute a client's response to the survey of the method, and its report."""
     plan, settings = context.method.survey_plan, context.settings
-    assert plan is not None  # a method without one has no round 0
+    assert plan is not None  # A method without a survey has no round 0.
     rng = numpy_rng(settings.seed, "survey-batches", job.client)
     size = plan.batch_size or settings.federation.batch_size
     shard = context.shards.shard(job.client)
@@ -47,10 +47,10 @@ def answer_survey(context: WorkerContext, job: TrainJob) -> tuple[Upload, TrainR
 
 @contextmanager
 def weight_gradients(layers: Mapping[str, nn.Module]) -> Iterator[Tensors]:
-    """Collect the gradients of linear layers' weights from the backward passes inside.
+    """Collect the gradients of linear layers' weights from backward passes in the context.
 
-    Each is the sum of ``dY^T X`` over the layer's calls, [d_out, d_in] in the dtype of X, whether
-    or not the weight is a tensor that autograd could differentiate by.
+    Each gradient is the sum of ``dY^T X`` over the layer's calls, [d_out, d_in] in the dtype of X,
+    even if autograd cannot differentiate with respect to the stored weight.
     """
     found: Tensors = {}
 
@@ -58,7 +58,7 @@ def weight_gradients(layers: Mapping[str, nn.Module]) -> Iterator[Tensors]:
         def after(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
             x = inputs[0].detach()
             x = x.reshape(-1, x.shape[-1])
-            if not output.requires_grad:  # nothing before it is trained
+            if not output.requires_grad:  # Nothing before the layer is trained.
                 output = output.detach().requires_grad_().clone()
 
             def add(dy: Tensor) -> None:
