@@ -179,7 +179,7 @@ def test_a_stopped_run_is_continued(tiny, tmp_path, cache, capsys):
         ({"model": 3}, "model of type int: it must be a name, a section, or an nn.Module"),
         ({"dataset": "digit"}, "unknown dataset 'digit'; .* did you mean 'digits'"),
         ({"dataset": [1, 2]}, "they are of type list, or empty; pass a Hugging Face Dataset"),
-        ({"method": object()}, "method: object: it must be a method's name, or a section"),
+        ({"method": object()}, "method: object: must be a method's name, or a section"),
         ({"config": 3}, "config of type int: it must be a YAML file, or a dictionary"),
         ({"tokenizer": "bert"}, "tokenizer: it is for a model that is an nn.Module"),
         ({"on_round": 3}, "on_round of type int: it must be a function"),

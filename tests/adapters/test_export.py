@@ -120,7 +120,7 @@ def test_only_an_empty_folder_is_written_to(make, export, tmp_path, monkeypatch)
     assert write(tmp_path / "link") == write(tmp_path / "new") != []
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(InputError, match="here is the current folder; name a new one"):
+    with pytest.raises(InputError, match="here is the current folder; choose another one"):
         write(Path())
 
 

@@ -230,7 +230,7 @@ def test_no_heads_leave_the_layer_unchanged():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [((-1, 2), "heads=-1"), ((2, 0), "rank=0: must be at least 1")]
+    ("arguments", "message"), [((-1, 2), "heads=-1"), ((2, 0), "rank=0 must be at least 1")]
 )
 def test_invalid_sizes_raise(arguments, message):
     with pytest.raises(InputError, match=message):

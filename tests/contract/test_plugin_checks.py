@@ -66,7 +66,7 @@ FAULTS = {
         run.grad *= 1 + 1 / self.calls
 """,
         "repeats a client's call",
-        "an instance must hold no state",
+        "do not store state in the instance",
     ),
     "error": (
         """
@@ -123,7 +123,7 @@ class Doubled(LoRA):
 
 @register("doubled")
 class Method(FedIT):
-    "FedIT with an update that is not that of its forward."
+    "FedIT with an update that differs from its forward."
     summary = reference = communication = "none"
     def adapters(self, site):
         return {n: Doubled(a.rank, a.scale) for n, a in super().adapters(site).items()}
@@ -204,7 +204,7 @@ def test_an_adapter_that_contradicts_itself_is_named(tmp_path):
     names = {"starts at the pretrained model", "has adapters that agree with themselves"}
     start, failed = outcomes(ADAPTER, tmp_path / "doubled.py", names)
     assert (start.result, failed.result) == ("ok", "failed")
-    assert "forward() is not that of the update by delta()" in failed.reason
+    assert "forward() differs from the update of delta()" in failed.reason
 
 
 def test_the_exit_code_says_whether_all_is_kept(tmp_path, called):

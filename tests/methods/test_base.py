@@ -180,7 +180,7 @@ def test_a_state_that_nobody_left_is_named(executor, tmp_path):
     inline = executor("method=fedit")
     broadcast = server_of(inline, tmp_path).broadcast()
     started = new_run(inline.context, broadcast, 1, 0)
-    with pytest.raises(LookupError, match="no dict was left"):
+    with pytest.raises(LookupError, match="no dict was set"):
         started.state_of(dict)
     with pytest.raises(LookupError, match="no mini-batches"):
         started.gradient(1)

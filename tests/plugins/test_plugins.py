@@ -119,7 +119,7 @@ def test_a_run_has_the_content_that_it_notes(mine, small):
             "@register('fedit')\nclass FedIT(Method):\n    pass\n",
             "ValueError: method 'fedit' is taken",
         ),
-        (None, "No such file or directory; name a Python file"),
+        (None, "No such file or directory; pass the path of a Python file"),
     ],
 )
 def test_a_faulty_file_is_one_line(called, tmp_path, text, said):
@@ -151,7 +151,7 @@ def test_run_names_its_plugin_without_including_it(mine, called, cache, tmp_path
             build_experiment(experiment.to_dict() | {"plugins": [evil]})
     assert not (tmp_path / "ran").exists()
     code, _, error = called("export", home.parent, tmp_path / "adapter")
-    assert code == 2 and "load it with --plugin mine.py" in error
+    assert code == 2 and "pass --plugin mine.py" in error
     with unloaded_after():
         code, _, error = called("export", home.parent, tmp_path / "no", "--plugin", mine("# new"))
         assert code == 2 and "plug-in mine has changed" in error

@@ -49,7 +49,7 @@ class Trial:
         start = adapter.initial(spec, 0)
         shapes = adapter.shapes(spec)
         if {name: tuple(value.shape) for name, value in start.items()} != shapes:
-            raise InputError("initial() does not return the tensors that shapes() names")
+            raise InputError("initial() returns other tensors than shapes() declares")
         params = {name: value + 0.1 * draw(*value.shape) for name, value in start.items()}
         frozen = FrozenLinear(weight, None, adapter.constants(spec, 0))
         return cls(adapter, spec, frozen, params, draw(2, spec.d_in))
@@ -57,7 +57,7 @@ class Trial:
     def forward_is_the_merged_weight(self) -> None:
         """Check that the forward equals a product with the merged weight."""
         merged = self.adapter.merged_weight(self.frozen.weight, self.frozen.constants, self.params)
-        _equal(self._trained, linear(self.rows, merged), "forward() is not that of merged_weight()")
+        _equal(self._trained, linear(self.rows, merged), "forward() differs from merged_weight()")
 
     def factors_are_the_update(self) -> None:
         """Check that the forward adds the LoRA pair or, without a pair, the weight's update."""
@@ -68,7 +68,7 @@ class Trial:
         else:
             name, added = "lora_factors()", rows @ pair[1].mT @ pair[0].mT
         plain = linear(rows, self.frozen.weight.double())
-        _equal(self._trained, plain + added, f"forward() is not that of the update by {name}")
+        _equal(self._trained, plain + added, f"forward() differs from the update of {name}")
 
     @property
     def _trained(self) -> Tensor:
@@ -78,7 +78,7 @@ class Trial:
 def _equal(found: Tensor, expected: Tensor, fault: str) -> None:
     found, expected = found.detach().double(), expected.detach().double()
     if found.shape != expected.shape:
-        raise InputError(f"{fault}: {tuple(found.shape)} in place of {tuple(expected.shape)}")
+        raise InputError(f"{fault}: got {tuple(found.shape)}, expected {tuple(expected.shape)}")
     away, size = float((found - expected).abs().max()), float(expected.abs().max())
     if not away <= TOLERANCE * size:  # also true for NaN
         raise InputError(f"{fault}: outputs of up to {size:.3g} differ by {away:.2g}")

@@ -73,15 +73,9 @@ def export_peft(
 ) -> AdapterExport:
     """Write an adapter that ``peft.PeftModel.from_pretrained(base, directory)`` loads.
 
-    ``beside`` writes additional files before the folder is complete.
-
-    Args:
-        adapted: The adapted model.
-        trained: The trained state.
-        directory: A new or empty folder.
-        base_model_name: Name or path of the backbone, for the adapter's config.
-        revision: Commit of the backbone on the hub, for the adapter's config.
-        rank: Maximum rank; updates of a higher rank are truncated.
+    ``directory`` is a new or empty folder. The adapter's config records ``base_model_name``, the
+    name or path of the backbone, and ``revision``, its commit on the hub. Updates of a higher rank
+    than ``rank`` are truncated. ``beside`` writes additional files before the folder is complete.
 
     Raises:
         InputError: The folder is not empty, or no layer is adapted.
@@ -106,7 +100,7 @@ def export_peft(
         tensors[f"{_PEFT_PREFIX}{name}.lora_A.weight"] = _portable(factor_A)
         tensors[f"{_PEFT_PREFIX}{name}.lora_B.weight"] = _portable(factor_B)
     if not ranks:
-        raise InputError("export: no layer is adapted, so that no adapter can be written")
+        raise InputError("export: no layer is adapted; an adapter needs at least one")
     # Also write an untrained classification head: loading the backbone elsewhere may draw another.
     model = adapted.model
     classifier = {name: model.get_parameter(name) for name in classifier_parameters(model)}
@@ -219,7 +213,7 @@ def _exported(directory: Path) -> Iterator[Path]:
     directory = directory.resolve()  # Write to the target of a link.
     # Otherwise the user's shell would remain in the replaced folder.
     if directory.exists() and directory.samefile("."):
-        raise InputError(f"export: {directory} is the current folder; name a new one")
+        raise InputError(f"export: {directory} is the current folder; choose another one")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InputError(f"export: {directory} exists and is not an empty folder")
     with complete_folder(directory) as folder:

@@ -220,7 +220,7 @@ class Layout:
         """
         differing = sorted(set(tensors) ^ set(self._by_name))
         if differing:
-            raise InputError(f"layout: names differ from the layout's: {', '.join(differing)}")
+            raise InputError(f"layout: missing or unknown names: {', '.join(differing)}")
         for entry in self.entries:
             if tuple(tensors[entry.name].shape) != entry.shape:
                 raise InputError(

@@ -84,7 +84,7 @@ class LoRA(LayerAdapter):
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise InputError(f"rank={self.rank}: must be at least 1")
+            raise InputError(f"rank={self.rank} must be at least 1")
 
     @property
     def reads(self) -> Reads:

@@ -160,7 +160,7 @@ class AdaptedModel:
             if any(name.startswith(spec.name + ".") for name in self._direct):
                 raise InputError(
                     f"adapter.targets: {spec.name!r} is part of the classification head, which is "
-                    "trained directly; leave it out or set model.train_head=false"
+                    "trained directly; remove it or set model.train_head=false"
                 )
 
     @property
@@ -204,7 +204,7 @@ class AdaptedModel:
             InputError: A shape, dtype or device does not match, or the adapters are detached.
         """
         if not self.attached:
-            raise InputError("the adapters are detached from this model: attach them again")
+            raise InputError("the adapters are detached from this model; attach them again")
         vector = trained.vector
         for name, given in (("vector", vector), ("grad", grad)):
             if given is not None and (given.dtype, given.device) != (torch.float32, vector.device):
@@ -417,7 +417,7 @@ class ParameterOverrides:
                 if type(module) is not nn.Linear:
                     raise InputError(
                         f"federation.stacked: {name!r} of the classification head belongs to a "
-                        f"{type(module).__name__}, and only linear layers can be trained for "
+                        f"{type(module).__name__}; only linear layers can be trained for "
                         "several clients at once: set it to 1, or model.train_head=false"
                     )
                 found.setdefault(module, {})[attribute] = name

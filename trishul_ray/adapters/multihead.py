@@ -67,9 +67,9 @@ class MultiHead(LayerAdapter):
 
     def __post_init__(self) -> None:
         if self.heads < 0:
-            raise InputError(f"heads={self.heads}: must be 0 (not adapted) or more")
+            raise InputError(f"heads={self.heads} must be 0 (not adapted) or more")
         if self.rank < 1:
-            raise InputError(f"rank={self.rank}: must be at least 1")
+            raise InputError(f"rank={self.rank} must be at least 1")
 
     @property
     def reads(self) -> Reads:

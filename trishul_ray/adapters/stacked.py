@@ -35,8 +35,8 @@ class Stack:
         if not x.shape[0] or x.shape[0] % self.examples:
             raise InputError(
                 f"federation.stacked: an adapted layer gets inputs of shape {tuple(x.shape)} for "
-                f"{self.examples} examples, whose first axis does not tell the clients apart: set "
-                "it to 1"
+                f"{self.examples} examples, whose first axis does not distinguish the clients: "
+                "set it to 1"
             )
         return x.reshape(self.clients, -1, x.shape[-1])
 

@@ -96,7 +96,7 @@ def find_layers(model: nn.Module, targets: Sequence[str] | None = None) -> list[
     if targets is None:
         targets = _default_targets(model)
     if not targets:
-        raise InputError("adapter.targets is empty: name at least one module")
+        raise InputError("adapter.targets is empty; name at least one module")
     paths = [name for name, _ in model.named_modules() if name]
     chosen: set[str] = set()
     for target in targets:
@@ -108,7 +108,7 @@ def find_layers(model: nn.Module, targets: Sequence[str] | None = None) -> list[
     for name in sorted(chosen & _shared_weights(model)):
         raise InputError(
             f"adapter.targets: {name!r} shares its weight with another module, which the adapter "
-            "would not change (tied embeddings); leave it out"
+            "would not change (tied embeddings); remove it"
         )
     return [spec_of(model, name) for name in paths if name in chosen]
 
@@ -199,7 +199,7 @@ def _default_targets(model: nn.Module) -> tuple[str, ...]:
     linear = [path for path, each in model.named_modules() if isinstance(each, torch.nn.Linear)]
     known = dict.fromkeys(path.rpartition(".")[2] for path in linear)
     raise InputError(
-        f"adapter.targets: no default is known for the model family {family!r}; allowed: "
+        f"adapter.targets has no default for the model family {family!r}; allowed: "
         f"{ALL_LINEAR}, or names of its linear layers: {', '.join(known)}"
     )
 

@@ -11,7 +11,7 @@ from trishul_ray.data.prepare import official_rows, prepare
 
 def checks_of(name: str) -> list[Check]:
     return [
-        Check("has no more rows than sizes says", lambda folder: rows_are_official(name)),
+        Check("has at most the rows that sizes declares", lambda folder: rows_are_official(name)),
         Check("has rows of every class", lambda folder: classes_have_rows(name)),
         Check("has the same fingerprint again", lambda folder: fingerprint_is_stable(name, folder)),
     ]
@@ -28,7 +28,7 @@ def rows_are_official(name: str) -> None:
     found = _prepared(name)
     for split, rows in (official_rows(name) or {}).items():
         held = len(found.split(split))
-        require(0 < held <= rows, f"{held} {split} rows, and sizes says {rows}")
+        require(0 < held <= rows, f"{held} {split} rows, but sizes declares {rows}")
 
 
 def classes_have_rows(name: str) -> None:

@@ -88,7 +88,9 @@ def checks_of(name: str) -> list[Check]:
 def describes_itself(name: str) -> None:
     """Check that the class has the texts that ``trishul list methods`` displays."""
     method = method_class(name)
-    require(method.Config(name=name).name == name, f"its Config is not that of {name!r}")
+    require(
+        method.Config(name=name).name == name, f"its Config is for another method than {name!r}"
+    )
     require_hooks(method, Method)
     for field in ("summary", "reference", "communication", "__doc__"):
         text = getattr(method, field, None)
@@ -113,7 +115,8 @@ def uploads_as_declared(folder: Path, name: str, executor: Executors) -> None:
     declared = expected.lengths["shared"]
     require(
         sum(expected.unit_sizes) == declared,
-        f"upload_lengths() says {declared} for shared, and wire() has {sum(expected.unit_sizes)}",
+        f"upload_lengths() declares {declared} for shared, but the units have "
+        f"{sum(expected.unit_sizes)}",
     )
     for number in (1, 2):
         upload, report = train_client(inline.context, broadcast, TrainJob(number, 2))
@@ -125,12 +128,12 @@ def uploads_as_declared(folder: Path, name: str, executor: Executors) -> None:
         rests = 0 if units is None else int(sum(expected.unit_sizes[~units]))
         counted = sum(expected.lengths.values()) - rests
         require(
-            report.uploaded == counted, f"{report.uploaded} numbers are counted, {counted} declared"
+            report.uploaded == counted, f"counted {report.uploaded} numbers, but declared {counted}"
         )
         if units is not None:
             still = np.repeat(~units, expected.unit_sizes)
             same = np.array_equal(upload.arrays.shared[still], broadcast.shared[still])
-            require(same, "upload() changes what is not trained in the round")
+            require(same, "upload() changes units that are not trained in the round")
 
 
 def loss_falls(folder: Path, name: str, executor: Executors) -> None:
@@ -138,7 +141,10 @@ def loss_falls(folder: Path, name: str, executor: Executors) -> None:
     inline = executor(f"method={name}", "federation.local_steps=25", "optimizer.lr=0.003")
     records = driven(inline, folder).checkpoint.records
     start, last = records[0].scores["loss"], records[-1].train_loss
-    require(last is not None and last < start, f"training loss {last}, before training {start:.4f}")
+    require(
+        last is not None and last < start,
+        f"training loss is {last}, and was {start:.4f} before training",
+    )
 
 
 def call_repeats(folder: Path, name: str, executor: Executors) -> None:
@@ -150,10 +156,10 @@ def call_repeats(folder: Path, name: str, executor: Executors) -> None:
     torch.rand(5)  # advance torch's global random stream
     second, again = train_client(inline.context, broadcast, job)
     same = state_digest(first.arrays) == state_digest(second.arrays)
-    require(same, "the upload of a repeated job differs: an instance must hold no state")
+    require(same, "the upload of a repeated job differs: do not store state in the instance")
     require(
         arrays_digest(kept.state) == arrays_digest(again.state),
-        "what the client keeps differs when its job is repeated",
+        "the client state of a repeated job differs",
     )
 
 
@@ -190,7 +196,7 @@ def mean_decides(folder: Path, name: str, executor: Executors) -> None:
     method, state, layout = server.method, server.checkpoint.state, server.spec.layout
     broadcast = server.broadcast()
     same = np.array_equal(broadcast.shared, state.shared)
-    require(same, "broadcast() sends other shared numbers than the state's: mean_is_enough = False")
+    require(same, "broadcast() changes the shared part of the state: set mean_is_enough = False")
     first, second, *rest = inline.run(broadcast, [TrainJob(1, c) for c in range(3)]).uploads
     fed = inline.experiment.federation
     reducer = Reducer(method, layout, fed.weighting, server.spec.expected)
@@ -274,7 +280,7 @@ def exports(folder: Path, name: str, executor: Executors) -> None:
     trained = global_model(context, driven(inline, folder / "run").broadcast(), 2)
     ours = logits(context, trained)
     moved = bool((ours - logits(context)).abs().max() > 1e-3)
-    require(moved, "training does not move the global model")
+    require(moved, "training does not change the global model")
     batch = context.task.inputs(_batch(context))
     with quiet_transformers(), warnings.catch_warnings():
         # PEFT uses a deprecated function of transformers.

@@ -29,7 +29,7 @@ METHOD = "trishul"
 
 def checks_of(name: str) -> list[Check]:
     example = STAGES[name].example
-    unset = "" if example else 'set example, fields that turn it on, such as {"lr": 0.1}'
+    unset = "" if example else 'set example to fields that enable it, such as {"lr": 0.1}'
 
     @cache
     def executor(*overrides: str) -> InlineExecutor:
@@ -67,7 +67,10 @@ def off_at_defaults(name: str) -> None:
         load_experiment(None, [*SMALL, *off]).id == plain, f"{' '.join(off)} changes a run's id"
     )
     words = words_of(name)
-    require(load_experiment(None, [*SMALL, *words]).id != plain, f"{' '.join(words)} changes no id")
+    require(
+        load_experiment(None, [*SMALL, *words]).id != plain,
+        f"{' '.join(words)} does not change the id",
+    )
 
 
 def call_repeats(folder: Path, name: str, executor: Executors) -> None:
@@ -79,4 +82,4 @@ def call_repeats(folder: Path, name: str, executor: Executors) -> None:
     job = TrainJob(1, 2, instructions=server.stages.instruct(1))
     (first, told), (second, again) = (inline.train(broadcast, [job])[0] for _ in range(2))
     same = state_digest(first.arrays) == state_digest(second.arrays)
-    require(same and told.stages == again.stages, "what a repeated job sends differs")
+    require(same and told.stages == again.stages, "the upload of a repeated job differs")

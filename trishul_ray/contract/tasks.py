@@ -84,11 +84,9 @@ def batches_are_free(context: WorkerContext) -> None:
     require(found.keys() == whole.keys() <= {*context.task.metrics.names}, "undeclared metrics")
     for name, value in whole.items():
         close = math.isclose(found[name], value, rel_tol=1e-4, abs_tol=1e-6)
-        require(close, f"{name} is {found[name]:.6g} in three batches and {value:.6g} in one")
+        require(close, f"{name} is {found[name]:.6g} over three batches, but {value:.6g} over one")
     headline = found[context.task.headline]
-    require(
-        0 <= headline <= 1, f"the headline {context.task.headline} is {headline:g}, not in [0, 1]"
-    )
+    require(0 <= headline <= 1, f"headline {context.task.headline}={headline:g} is not in [0, 1]")
 
 
 def loss_is_reported(context: WorkerContext) -> None:
@@ -97,7 +95,7 @@ def loss_is_reported(context: WorkerContext) -> None:
     trained = float(context.task.loss(outputs, batch))
     reported = context.task.metrics.merge([context.task.evaluate(outputs, batch)])["loss"]
     close = math.isclose(trained, reported, rel_tol=1e-5)
-    require(close, f"loss() is {trained:.6g}, and score() reports {reported:.6g}")
+    require(close, f"loss() is {trained:.6g}, but score() reports {reported:.6g}")
 
 
 def padding_is_free(context: WorkerContext) -> None:
@@ -106,7 +104,7 @@ def padding_is_free(context: WorkerContext) -> None:
     together = context.task.score(outputs, batch).loss
     each = [outputs_of(context, [row]) for row in range(6)]
     alone = torch.stack([context.task.score(o, b).loss[0] for b, o in each])
-    require_close(alone, together, "losses of rows alone and in a batch", atol=1e-5, rtol=1e-4)
+    require_close(alone, together, "losses of single rows and of a batch", atol=1e-5, rtol=1e-4)
 
 
 def headline_is_a_mean(context: WorkerContext) -> None:
@@ -119,7 +117,10 @@ def headline_is_a_mean(context: WorkerContext) -> None:
         context.task.headline
     ]
     close = math.isclose(float(scores.mean()), found, rel_tol=1e-6, abs_tol=1e-9)
-    require(close, f"the headline {found:.6g} is not the mean {float(scores.mean()):.6g} of rows")
+    require(
+        close,
+        f"headline {found:.6g} is not the mean of the rows' scores {float(scores.mean()):.6g}",
+    )
 
 
 def rows_get_answers(context: WorkerContext) -> None:
@@ -129,27 +130,28 @@ def rows_get_answers(context: WorkerContext) -> None:
     with torch.inference_mode():
         answers = context.task.respond(context.model, batch, context.info.classes)
     require(len(answers) == 5, f"respond() returns {len(answers)} for 5 rows")
-    require(all(isinstance(answer, str) for answer in answers), "an answer is no text")
+    require(all(isinstance(answer, str) for answer in answers), "a response is not a string")
 
 
 def can_be_sent(context: WorkerContext) -> None:
     """Check that the task can be pickled without its tokenizer."""
     stored = pickle.dumps(context.task)
     require(
-        len(stored) < 4000, f"it takes {len(stored)} bytes: keep what is large out of its fields"
+        len(stored) < 4000,
+        f"pickled size is {len(stored)} bytes: store no large objects in fields",
     )
     again = pickle.loads(stored)  # noqa: S301
     same = type(again) is type(context.task) and again.metrics == context.task.metrics
-    require(same, "it changes on the way to another process")
+    require(same, "the task changes when pickled")
     keys = [each.encoder and each.encoder.key for each in (again, context.task)]
-    require(keys[0] == keys[1], "its encoder changes on the way to another process")
+    require(keys[0] == keys[1], "its encoder changes when pickled")
 
 
 #: Checks of every task, keyed by name.
 PROMISES: dict[str, Callable[[WorkerContext], None]] = {
     "metrics do not depend on the batches": batches_are_free,
     "reports the loss that it trains": loss_is_reported,
-    "gives a row the same loss alone": padding_is_free,
+    "gives a row the same loss without other rows": padding_is_free,
     "has a headline that is the mean over rows": headline_is_a_mean,
     "answers every row": rows_get_answers,
     "can be sent to another process": can_be_sent,

@@ -25,7 +25,7 @@ class FedExConfig(MethodConfig):
     """Hyper-parameters of FedEx-LoRA."""
 
     ship: Literal["dense", "factors"] = Field(
-        "dense", description="form of the downloaded residual that is counted: dense, or factors"
+        "dense", description="form in which the downloaded residual is counted"
     )
 
 

@@ -39,7 +39,7 @@ class FedProx(FedAvg):
     """Add the gradient of the proximal term to every local step."""
 
     Config = FedProxConfig
-    summary = "FedAvg with a quadratic pull towards the broadcast on the client"
+    summary = "FedAvg with a quadratic pull toward the broadcast on the client"
     reference = "Li et al., MLSys 2020, arXiv 1812.06127"
 
     def start(self, run: LocalRun, initial: Tensor) -> None:

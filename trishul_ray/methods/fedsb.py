@@ -38,9 +38,9 @@ class FedSBConfig(MethodConfig):
     """Hyper-parameters of Fed-SB."""
 
     init_clients: int = Field(
-        3, ge=1, description="clients asked for a dense gradient, unless a stage draws them"
+        3, ge=1, description="clients that compute a dense gradient, unless a stage selects them"
     )
-    init_batches: int = Field(4, ge=1, description="mini-batches each of them reads")
+    init_batches: int = Field(4, ge=1, description="mini-batches per client for it")
     init_lr: float = Field(1e-3, gt=0, description="η0: size of the signed first step")
 
 

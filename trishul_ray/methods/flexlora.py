@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 class FlexLoRAConfig(MethodConfig):
     """Hyper-parameters of FlexLoRA."""
 
-    truncate: bool = Field(True, description="drop what exceeds the largest rank, as published")
+    truncate: bool = Field(
+        True, description="drop components beyond the largest rank, as published"
+    )
 
 
 @register("flexlora")

@@ -43,13 +43,15 @@ class HetLoRAConfig(MethodConfig):
     """Hyper-parameters of HetLoRA."""
 
     prune: bool = Field(False, description="self-pruning of a client's rank")
-    gamma: float = Field(0.95, gt=0, lt=1, description="γ: where the rank's tail begins")
+    gamma: float = Field(
+        0.95, gt=0, lt=1, description="γ: fraction of the rank at which its tail begins"
+    )
     penalty: float = Field(0.01, ge=0, description="weight of the tail's norm in the loss")
-    min_rank: int = Field(1, ge=1, description="a client's rank never falls below this")
+    min_rank: int = Field(1, ge=1, description="minimum rank of a client")
     unsent: Literal["keep", "zero"] = Field(
         "keep",
         description="components beyond every rank of the cohort: keep the server's value, or "
-        "average the zeros of the padding, after which they are never trained again",
+        "average the padding zeros, after which they are never trained again",
     )
 
 

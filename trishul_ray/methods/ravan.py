@@ -41,15 +41,18 @@ class RavanConfig(MethodConfig):
     """Hyper-parameters of RAVAN."""
 
     scalars: Literal["trainable", "fixed"] = Field(
-        "trainable", description="train the scalars s_i of core heads, or keep them at 1"
+        "trainable", description="train the scalars s_i of core heads, or fix them at 1"
     )
     head_fraction: float = Field(
-        1.0, gt=0, le=1, description="share of each layer's core heads that a client trains a round"
+        1.0,
+        gt=0,
+        le=1,
+        description="fraction of each layer's core heads that a client trains per round",
     )
     selection: Literal["random", "weight", "gradient"] = Field(
         "random",
-        description="core heads a limited client trains, chosen each round: at random, those of "
-        "largest norm, or those of largest gradient on one mini-batch; ties are broken at random",
+        description="core heads that a constrained client trains in a round: random, of largest "
+        "norm, or of largest gradient on one mini-batch; ties are broken at random",
     )
 
 

@@ -41,13 +41,13 @@ class ScaffoldConfig(MethodConfig):
 
     option: Literal["auto", "I", "II"] = Field(
         "auto",
-        description="a client's control variate: mean raw gradient of its steps, gradient at the "
+        description="control variate of a client: mean raw gradient of its steps, gradient at the "
         "broadcast (I), or its movement over steps x learning rate (II)",
     )
-    server_lr: float = Field(1.0, gt=0, description="η_g: the server's step; 1 takes the mean")
+    server_lr: float = Field(1.0, gt=0, description="η_g: step size of the server; 1 is the mean")
     corrects: Literal["all", "adapter"] = Field(
         "all",
-        description="what control variates correct: all that is trained, or not the "
+        description="scope of the control variates: all trainables, or all except the "
         "classification head",
     )
 

@@ -46,19 +46,19 @@ SCORE_FLOOR = 1e-12
 class TrishulConfig(RavanConfig):
     """Hyper-parameters of TRISHUL; the defaults are the paper's main setting."""
 
-    lam: float = Field(0.01, ge=0, description="λ: weight of the nuclear norm; 0 is no prox")
-    prox_every: int = Field(1, ge=1, description="local steps between two proximal maps")
+    lam: float = Field(0.01, ge=0, description="λ: weight of the nuclear norm; 0 disables the prox")
+    prox_every: int = Field(1, ge=1, description="local steps per proximal map")
     allocation: Literal["waterfill", "uniform", "gradient", "curvature"] = Field(
         "waterfill",
-        description="core heads per block: water-filling of the squared weight norms, the same "
-        "everywhere, or water-filling of what clients measure before round 1: the squared norm of "
-        "a mini-batch's gradient, averaged over mini-batches, or the empirical Fisher trace (both "
-        "capped at the heads that fit orthogonally, unless adapter.overflow=independent)",
+        description="core heads per block: water-filling of the squared weight norms, equal "
+        "numbers, or water-filling of scores that clients measure before round 1: the squared norm "
+        "of a mini-batch's gradient, averaged over mini-batches, or the empirical Fisher trace "
+        "(both capped at the heads that fit orthogonally, unless adapter.overflow=independent)",
     )
     block_scores: BlockScores = Field(
         "adapted",
-        description="water-filling: whose squared norms score a block: its adapted matrices, the "
-        "linear weights of its attention, or all its linear weights",
+        description="weights whose squared norms score a block for water-filling: its adapted "
+        "matrices, the linear weights of its attention, or all its linear weights",
     )
     prox_on: Literal["core", "change"] = Field(
         "core", description="argument of the prox: the core, or its change since the broadcast"

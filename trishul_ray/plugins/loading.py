@@ -87,13 +87,13 @@ def load_plugin(path: str | Path) -> Plugin:
         'mine'
     """
     if not isinstance(path, str | Path):
-        raise InputError(f"plug-in of type {type(path).__name__}: name a Python file")
+        raise InputError(f"plug-in of type {type(path).__name__}: pass the path of a Python file")
     path = Path(path)
     try:
         text = path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
-        raise InputError(f"plug-in {path}: {reason}; name a Python file") from error
+        raise InputError(f"plug-in {path}: {reason}; pass the path of a Python file") from error
     content = f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
     return _run(Plugin(path.stem, content, text), str(path))
 
@@ -113,7 +113,7 @@ def find_stored(entry: Any) -> Plugin:
     if isinstance(entry, Plugin):
         return find_plugin(entry)
     if not isinstance(entry, dict) or not {"name", "content"} <= entry.keys():
-        raise InputError(f"plugins: {entry!r} is not a Python file and not a stored plug-in")
+        raise InputError(f"plugins: {entry!r} is neither a Python file nor a stored plug-in")
     return find_plugin(Plugin(str(entry["name"]), str(entry["content"])))
 
 
@@ -137,11 +137,11 @@ def find_plugin(plugin: Plugin) -> Plugin:
         return found if found.source is None else _run(found, f"<plug-in {found.name}>")
     if known:
         raise InputError(
-            f"plug-in {plugin.name} has changed: content {plugin.content[:19]} is needed, and "
-            f"{next(reversed(known))[:19]} is loaded; restore it, or start over"
+            f"plug-in {plugin.name} has changed: expected content {plugin.content[:19]}, but "
+            f"loaded {next(reversed(known))[:19]}; restore the file, or start over"
         )
     raise InputError(
-        f"plug-in {plugin.name} (content {plugin.content[:19]}) is needed: load it with --plugin "
+        f"plug-in {plugin.name} (content {plugin.content[:19]}) is not loaded: pass --plugin "
         f"{plugin.name}.py (from Python: trishul_ray.load_plugin), or install its package"
     )
 

@@ -84,7 +84,7 @@ class Registry(Generic[_T]):
             if owner is None and not item.__module__.startswith("trishul_ray."):
                 raise ValueError(
                     f"{self.title} {name!r} is defined in {item.__module__}, which workers cannot "
-                    "import: save it in a file and load that, with --plugin mine.py or "
+                    "import: save it in a file and load the file with --plugin mine.py or "
                     "trishul_ray.load_plugin('mine.py')"
                 )
         former = self.owners.get(name)

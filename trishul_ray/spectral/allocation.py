@@ -102,7 +102,7 @@ def round_to_total(
     for _ in range(total - sum(heads)):
         open_layers = [i for i in range(len(heads)) if heads[i] + 1 <= limits[i]]
         if not open_layers:
-            raise InputError(f"total={total} heads exceed what integer caps={caps} can hold")
+            raise InputError(f"total={total} heads exceed the integer caps={caps}")
         residue = {i: round(continuous[i] - heads[i], _RESIDUE_DECIMALS) for i in open_layers}
         heads[max(open_layers, key=lambda i: (residue[i], -i))] += 1
     return heads

@@ -582,7 +582,7 @@ def read_method(value: Any) -> MethodConfig:
         # Display only scalars: the representation of other objects may contain addresses.
         shown = repr(value) if isinstance(value, bool | int | float) else type(value).__name__
         raise ValueError(
-            f"{shown}: it must be a method's name, or a section such as {{name: trishul}}"
+            f"{shown}: must be a method's name, or a section such as {{name: trishul}}"
         )
     fields = {"name": value} if isinstance(value, str) else dict(value)
     name = fields.get("name", "trishul")

@@ -140,7 +140,9 @@ class SurveyPlan:
 
 
 def _no_gradient(step: int) -> Tensor:
-    raise LookupError("run.gradient() has no mini-batches while a model is evaluated")
+    raise LookupError(
+        "run.gradient() is not available during evaluation, which has no mini-batches"
+    )
 
 
 @dataclass
@@ -238,7 +240,7 @@ class LocalRun:
             LookupError: No hook has stored such an object.
         """
         if kind not in self._states:
-            raise LookupError(f"no {kind.__name__} was left: call run.set_state() in start()")
+            raise LookupError(f"no {kind.__name__} was set: call run.set_state() in start()")
         state: _S = self._states[kind]
         return state
 
