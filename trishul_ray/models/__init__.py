@@ -1,1 +1,1 @@
-"""Backbones: how they are found by name, described, loaded and shared between processes."""
+"""Backbones: find them by name, describe them, load them, and share them between processes."""

@@ -1,4 +1,4 @@
-"""Computation of a backbone's blocks: attention, and activations that are not stored.
+"""Computation of a backbone's blocks: attention, and recomputed activations.
 
 This module imports the models of transformers, which takes seconds.
 """
@@ -32,14 +32,22 @@ def attention(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute scaled-dot-product attention; on a CPU, bfloat16 inputs by :class:`_Products`.
+    """Compute scaled-dot-product attention; on a CPU, bfloat16 inputs with :class:`_Products`.
 
-    On other devices and dtypes this is plain SDPA; in float32, so are dropout and a trained bias.
+    On other devices and dtypes this is plain SDPA. With dropout or a trained bias, bfloat16 inputs
+    on a CPU use SDPA in float32.
 
-    ``query`` is [b, attention heads, n, d], ``key`` and ``value`` [b, key heads, m, d]. The mask
-    (bool, or added to the scores) and ``position_bias`` (added; T5) broadcast to [b, attention
-    heads, n, m]. Returns the output [b, n, attention heads, d] in the query's dtype, and None for
-    the weights.
+    Args:
+        module: The attention module.
+        query: [b, attention heads, n, d].
+        key: [b, key heads, m, d].
+        value: [b, key heads, m, d].
+        attention_mask: Bool, or added to the scores; broadcasts to [b, attention heads, n, m].
+        position_bias: Added to the scores (T5); broadcasts likewise.
+        **options: Options of SDPA in transformers.
+
+    Returns:
+        The output [b, n, attention heads, d] in the query's dtype, and None for the weights.
     """
     dtype = query.dtype
     if dtype == torch.bfloat16 and query.device.type == "cpu":
@@ -77,7 +85,7 @@ def _bias(
 def _by_products(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Return the attention [b, n, heads, d] of bfloat16 tensors, shaped as in :func:`attention`."""
+    """Compute the attention [b, n, heads, d] of bfloat16 tensors shaped as in :func:`attention`."""
     if (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -86,11 +94,11 @@ def _by_products(
 
 
 class _Products(torch.autograd.Function):
-    """Attention of bfloat16 tensors by batched products, as exact as PyTorch's kernel for them.
+    """Attention of bfloat16 tensors with batched products, as exact as PyTorch's kernel for them.
 
-    Scores and softmax are float32; the attention weights and the values are bfloat16.
-    Up to 200 tokens, PyTorch's CPU kernel takes three to ten times as long, and its float32 kernel
-    about twice as long (torch 2.13, AVX512-BF16).
+    Scores and softmax are float32; the attention weights and the values are bfloat16. Up to 200
+    tokens, PyTorch's CPU kernel takes three to ten times as long, and its float32 kernel about
+    twice as long (torch 2.13, AVX512-BF16).
     """
 
     @staticmethod
@@ -135,9 +143,9 @@ def unread_mask(
 ) -> Tensor | None:
     """Build the mask of SDPA; on a GPU, do so without reading ``attention_mask``.
 
-    Transformers leaves out a mask that hides nothing. To find out, the host would wait for the GPU
-    in every forward pass. While a CUDA graph is captured, transformers builds a mask in any case,
-    with which the fast kernels cannot compute; here it is left out as at any other time.
+    Transformers omits a mask that hides nothing. To detect this, the host would wait for the GPU in
+    every forward pass. During the capture of a CUDA graph, transformers always builds a mask, which
+    the fast kernels do not support; this function omits it as usual.
     """
     if attention_mask is not None and attention_mask.device.type != "cpu":
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -161,7 +169,7 @@ AttentionMaskInterface.register(ATTENTION, unread_mask)
 
 
 def set_attention(model: nn.Module) -> None:
-    """Let every part of a model that uses SDPA use :func:`attention`."""
+    """Make every part of a model that uses SDPA use :func:`attention`."""
     for part in model.modules():
         # T5's encoder and decoder have separate configurations, which transformers 5.17 does not
         # change.
@@ -170,10 +178,10 @@ def set_attention(model: nn.Module) -> None:
 
 
 def recomputed(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Return what ``forward`` returns, and call it again in the backward pass.
+    """Call ``forward``, and call it again in the backward pass instead of storing activations.
 
-    The second call draws the same dropout. There is none in a CUDA graph, where the random state
-    cannot be read.
+    The second call draws the same dropout. A CUDA graph does not support dropout, because the
+    random state cannot be read.
     """
     drawn_alike = not is_cuda_stream_capturing()
     options |= {"use_reentrant": False, "preserve_rng_state": drawn_alike}
@@ -181,9 +189,9 @@ def recomputed(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def recompute_activations(model: nn.Module) -> None:
-    """Keep only the input of each block in a differentiated forward pass, and recompute the rest.
+    """Store only the input of each block in a differentiated forward, and recompute the rest.
 
-    The switch of transformers works in training mode only, which also turns dropout on; a backbone
+    The option of transformers applies only in training mode, which also enables dropout; a backbone
     without dropout stays in eval mode. The input of a block need not require a gradient (frozen
     embeddings).
 

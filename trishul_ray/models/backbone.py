@@ -1,4 +1,4 @@
-"""One backbone of an experiment: where its files are, what it is, and how to load it."""
+"""The backbone of an experiment: location of its files, description, and loading."""
 
 import copy
 import math
@@ -28,15 +28,15 @@ from trishul_ray.models.find_model import (
 from trishul_ray.models.shared_weights import Resident
 from trishul_ray.models.tokenizers import load_tokenizer, tokenizer_key
 
-#: Model types whose positions begin after the id of the padding token.
+#: Model types whose positions start after the id of the padding token.
 _OFFSET_POSITIONS = frozenset({"roberta", "xlm-roberta", "camembert", "xlm-roberta-xl"})
 
 
 class Backbone:
-    """A frozen backbone, resolved once from its configuration and the places of this machine.
+    """A frozen backbone, resolved from its configuration and the storage paths of this machine.
 
-    Everything is read at its first use and kept. A backbone pickles as its configuration and
-    places (cache and local mirror) alone, so that another process reads its own copy.
+    Every property is read on first use and cached. A backbone pickles only as its configuration and
+    storage paths (cache and local mirror), so that another process reads a separate copy.
     """
 
     def __init__(self, config: ModelConfig, places: Places) -> None:
@@ -52,7 +52,11 @@ class Backbone:
 
     @cached_property
     def files(self) -> ModelFiles:
-        """Location of the model's files; raise as :func:`find_model`."""
+        """Location of the model's files.
+
+        Raises:
+            InputError: As for :func:`find_model`.
+        """
         return find_model(self.name, self.places)
 
     @property
@@ -62,12 +66,12 @@ class Backbone:
 
     @cached_property
     def architecture(self) -> PretrainedConfig:
-        """Configuration of the architecture, as transformers describes it; do not modify it.
+        """Configuration of the architecture from transformers; do not modify it.
 
         Built-in and well-known models need no network and no files.
 
         Raises:
-            InputError: The model cannot be found; the message says where it was searched.
+            InputError: The model cannot be found; the message lists the searched locations.
         """
         if self.name in BUILTINS:
             return BUILTINS[self.name].config()
@@ -77,12 +81,12 @@ class Backbone:
 
     @property
     def family(self) -> ModelKind:
-        """The kind of model that the architecture is usually used as."""
+        """The usual kind of model of the architecture."""
         return usual_kind(self.architecture)
 
     @property
     def positions(self) -> float:
-        """Most tokens of a row; without limit where positions are relative, as T5's and XLNet's."""
+        """Maximum number of tokens per row; infinite with relative positions (T5, XLNet)."""
         own = self.architecture
         count = getattr(own, "max_position_embeddings", None)
         if count is None or count < 0:
@@ -96,7 +100,7 @@ class Backbone:
         tokenizer = load_tokenizer(self.files)
         rows = getattr(self.architecture, "vocab_size", None) or 0
         if rows <= tokenizer.pad_token_id and (tokenizer.eos_token_id or rows) < rows:
-            # A padding token that was added only to the tokenizer has no row in the embedding.
+            # A padding token that exists only in the tokenizer has no row in the embedding.
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
 
@@ -107,7 +111,7 @@ class Backbone:
 
     @cached_property
     def preprocessing(self) -> Preprocessing:
-        """The images that the backbone expects, of side ``model.image_size`` where that is set.
+        """The images that the backbone expects, with side ``model.image_size`` if it is set.
 
         Raises:
             InputError: The model cannot be found, or takes images that are not square.
@@ -125,11 +129,11 @@ class Backbone:
         return Preprocessing(self.config.image_size or size, channels, mean, std)
 
     def model_config(self, kind: ModelKind, num_classes: int | None) -> PretrainedConfig:
-        """Return a new configuration to build a run's model from.
+        """Create the configuration to build a run's model from.
 
-        It is the architecture for random weights, and otherwise the checkpoint's ``config.json``.
-        A decoder that classifies finds the end of a row by its padding token. Where the checkpoint
-        names none, the tokenizer's is set, because that one fills the rows.
+        It is the architecture for random weights, and otherwise the checkpoint's ``config.json``. A
+        decoder that classifies finds the end of a row by its padding token. If the checkpoint does
+        not define one, the tokenizer's is set, because the tokenizer pads the rows.
 
         Raises:
             InputError: The model cannot be found, or cannot be used as this kind.
@@ -148,7 +152,7 @@ class Backbone:
     def meta_model(
         self, kind: ModelKind | None = None, num_classes: int | None = None
     ) -> nn.Module:
-        """Return the modules on the meta device: shapes and counts, no weights.
+        """Build the modules on the meta device: shapes and counts, without weights.
 
         The default ``kind`` is :attr:`family`.
 
@@ -163,28 +167,28 @@ class Backbone:
 
     @cached_property
     def shapes(self) -> nn.Module:
-        """The :meth:`meta_model` of the usual kind, built once; do not modify it."""
+        """The :meth:`meta_model` of the usual kind, built only once; do not modify it."""
         return self.meta_model()
 
     def load(self, kind: ModelKind, num_classes: int | None, *, seed: int) -> nn.Module:
-        """Return the model with its weights: float32, on the CPU, in eval mode, not shared.
+        """Load the model with its weights: float32, on the CPU, in eval mode, not shared.
 
-        A head of ``num_classes`` outputs in the checkpoint is kept. Otherwise one is drawn from the
-        seed: weights N(0, 0.02^2), biases zero, and BERT's pooler likewise where there is none.
+        A head of ``num_classes`` outputs in the checkpoint is kept. Otherwise a head is drawn from
+        the seed: weights N(0, 0.02^2), biases zero, and BERT's pooler likewise if it is missing.
 
         Raises:
             InputError: The model cannot be found, or cannot be used as this kind.
-            CorruptFileError: The checkpoint lacks a tensor, or one holds NaN or infinity.
+            CorruptFileError: The checkpoint lacks a tensor, or one contains NaN or infinity.
         """
         model, drawn = weights.build_weights(self._plan(kind, num_classes, seed))
         weights.draw_head(model, drawn, seed)
         return model.eval()
 
     def load_resident(self, kind: ModelKind, num_classes: int | None, *, seed: int) -> Resident:
-        """Return the model as a worker keeps it, sharing its weights with other processes.
+        """Load the model for a worker, sharing its weights with other processes.
 
-        It is on the CPU, in the run's precision and in eval mode. The weights have the same bits
-        as the weights of :meth:`load` after a cast.
+        It is on the CPU, in the run's precision and in eval mode. The weights are bitwise identical
+        to those of :meth:`load` after a cast.
 
         Raises:
             InputError: The model cannot be found, or cannot be used as this kind.
@@ -193,7 +197,7 @@ class Backbone:
         return shared_weights.load_resident(self._plan(kind, num_classes, seed), self.places.cache)
 
     def resident_key(self, kind: ModelKind, num_classes: int | None, *, seed: int) -> Hashable:
-        """Return what the weights of :meth:`load_resident` depend on, except a drawn head."""
+        """Return a key of the weights of :meth:`load_resident`, except a drawn head."""
         return shared_weights.weights_key(self._plan(kind, num_classes, seed))
 
     def _plan(self, kind: ModelKind, num_classes: int | None, seed: int) -> weights.Plan:
@@ -201,7 +205,7 @@ class Backbone:
         return weights.Plan(self.config, self.files, architecture, kind, seed)
 
     def _read_architecture(self) -> PretrainedConfig:
-        """Read ``config.json``, without running any code in its folder."""
+        """Read ``config.json``, without executing code from its folder."""
         location = self.location
         if self.name in BUILTINS and isinstance(location, Path) and not location.is_dir():
             raise InputError(

@@ -1,7 +1,7 @@
 """The built-in backbones: tiny models, recipes of the image models, and a vocabulary of bytes.
 
-Their tokenizer makes one token of each byte of UTF-8. Ids 0 to 6 are special
-tokens, 7 to 262 the bytes, and ids from 263 on the sentinels of T5.
+Their tokenizer maps each byte of UTF-8 to one token. Ids 0 to 6 are special tokens, 7 to 262 the
+bytes, and ids from 263 the sentinels of T5.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ SENTINELS, FIRST_SENTINEL = 16, FIRST_BYTE + 256
 #: Size of the vocabulary.
 VOCABULARY = FIRST_SENTINEL + SENTINELS
 
-#: Raise it when :mod:`trishul_ray.models.pretraining` changes what it computes.
+#: Increment it when :mod:`trishul_ray.models.pretraining` changes its results.
 RECIPE_VERSION = 2
 
 #: ``model_type`` of a built-in's architecture in transformers.
@@ -41,7 +41,7 @@ ModelType = Literal["vit", "bert", "t5", "llama"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Pretraining of a built-in backbone: Adam, shuffled epochs."""
+    """Pretraining recipe of a built-in backbone: Adam with shuffled epochs."""
 
     dataset: str
     split: str
@@ -53,7 +53,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Builtin:
-    """A built-in backbone: its architecture and how it is pretrained.
+    """A built-in backbone: its architecture and its pretraining recipe.
 
     Text models have no recipe: their weights are random.
     """
@@ -65,7 +65,7 @@ class Builtin:
     model_type: ModelType = "vit"
 
     def config(self) -> "PretrainedConfig":
-        """Return a new configuration of the architecture."""
+        """Create the configuration of the architecture."""
         config: PretrainedConfig = transformers.AutoConfig.for_model(
             self.model_type, **self.architecture
         )
@@ -86,7 +86,7 @@ class Builtin:
         return f"models/{self.name}-{self.hash}"
 
     def folder(self, cache: Path) -> Path:
-        """Return the folder of the pretrained weights in a cache; a damaged one is removed."""
+        """Return the folder of the pretrained weights in a cache; remove a damaged folder."""
         folder = cache / self.place
         discard_damaged(folder)
         return folder
@@ -150,5 +150,5 @@ LLAMA_TINY = Builtin(
 )
 # fmt: on
 
-#: The built-in backbones by name.
+#: The built-in backbones, keyed by name.
 BUILTINS = {b.name: b for b in (VIT_DIGITS, VIT_TINY, BERT_TINY, T5_TINY, LLAMA_TINY)}

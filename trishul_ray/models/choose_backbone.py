@@ -1,4 +1,4 @@
-"""The backbone that a configuration names: a checkpoint, or a model that was passed from Python."""
+"""Select the backbone of a configuration: a checkpoint, or a model passed from Python."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -13,10 +13,10 @@ from trishul_ray.storage.integrity import stamp
 
 
 def backbone_of(config: ModelConfig, places: Places) -> Backbone:
-    """Return the backbone that a configuration names.
+    """Return the backbone of a configuration.
 
-    While the files of a local model do not change, it is the same object, with the content that it
-    has read: the runs of a sweep mostly share one.
+    As long as the files of a local model do not change, it is the same object with cached content:
+    the runs of a sweep mostly share one.
     """
     if config.name.startswith(f"{PASSED}:"):
         return PythonBackbone(config, places)
@@ -24,7 +24,7 @@ def backbone_of(config: ModelConfig, places: Places) -> Backbone:
     try:
         location = backbone.location
     except InputError:
-        return backbone  # raised again when the model is used
+        return backbone  # The error is raised again when the model is used.
     if isinstance(location, str):  # on the hub
         return backbone
     files = source_files(location) if location.is_dir() else []

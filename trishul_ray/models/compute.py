@@ -1,7 +1,6 @@
-"""Configure how a loaded backbone computes: precision, attention, activation checkpointing.
+"""Configure the computation of a loaded backbone: precision, attention, checkpointing.
 
-All functions change models in place. Apart from :func:`cast` and :func:`quantize_layers`, none
-changes a weight.
+All functions modify models in place. Only :func:`cast` and :func:`quantize_layers` change weights.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def run_dtype(config: "ModelConfig") -> torch.dtype:
-    """Return the dtype that ``model.precision`` stands for."""
+    """Return the dtype of ``model.precision``."""
     return torch.bfloat16 if config.precision == "bf16" else torch.float32
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast floating-point parameters and persistent buffers to ``dtype``.
 
-    Buffers that are computed, such as the frequencies of rotary positions, keep their dtype: a
-    position in the hundreds times a frequency in bfloat16 would be off by whole steps.
+    Computed buffers, such as the frequencies of rotary positions, keep their dtype: a position in
+    the hundreds times a frequency in bfloat16 would be off by whole steps.
     """
     persistent = set(model.state_dict())
     for prefix, module in model.named_modules():
@@ -40,12 +39,12 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def quantize_layers(model: nn.Module, kind: "Quantization", dtype: torch.dtype) -> None:
-    """Replace the linear layers of a model's blocks, in place; ``none`` changes nothing.
+    """Quantize the linear layers of a model's blocks, in place; ``none`` changes nothing.
 
     Embeddings, normalization and all heads are unchanged.
 
     Raises:
-        InputError: no layer is in a block, i.e. has a number in its path, or bitsandbytes is not
+        InputError: No layer is in a block (has a number in its path), or bitsandbytes is not
             installed.
     """
     if kind == "none":
@@ -54,7 +53,7 @@ def quantize_layers(model: nn.Module, kind: "Quantization", dtype: torch.dtype) 
     layers = [
         (name, module)
         for name, module in model.named_modules()
-        # Not subclasses: attention of torch reads the weight of a special kind of linear layer.
+        # Exclude subclasses: attention in torch reads the weight of a special linear layer.
         if type(module) is nn.Linear
         and any(part.isdigit() for part in name.split("."))
         and classifier_module(name) is None
@@ -69,7 +68,7 @@ def quantize_layers(model: nn.Module, kind: "Quantization", dtype: torch.dtype) 
 
 
 def configure_compute(model: nn.Module, config: "ModelConfig") -> None:
-    """Set attention and activation checkpointing as configured, and turn the key-value cache off.
+    """Configure attention and activation checkpointing, and disable the key-value cache.
 
     Raises:
         InputError: ``model.gradient_checkpointing`` is set, but the model does not support it.

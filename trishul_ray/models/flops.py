@@ -14,9 +14,10 @@ from trishul_ray.models.find_model import image_config
 
 @lru_cache(maxsize=32)
 def row_flops(model: ModelConfig, places: Places, task: TaskConfig) -> tuple[float, float, int]:
-    """Return the operations of a row's forward pass and generation, and the linear layers.
+    """Count the operations of a row's forward pass and generation, and the linear layers.
 
-    Texts count with ``task.max_length`` tokens, and all their logits, so these are upper bounds.
+    Texts are counted with ``task.max_length`` tokens and all their logits, so the counts are upper
+    bounds.
 
     Raises:
         InputError: The model is not on this machine.

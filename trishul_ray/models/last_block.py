@@ -1,10 +1,10 @@
-"""The last block of a transformer, computed only where the model's head reads it.
+"""The last block of a transformer, computed only for the token that the model's head reads.
 
-A classifier reads one token of a row: the first of a ViT or a BERT, the last of a decoder that is
-asked for one position. In the last block that token attends to all tokens, through their keys and
-values. Their queries and the later operations, mainly the MLP, change nothing that is read, and
-have no gradient. Without them outputs and gradients are the same up to rounding, for about a sixth
-of the block's products. A copy that leaves the run computes everything again
+A classifier reads one token of a row: the first of a ViT or a BERT, or the last of a decoder that
+computes one position. In the last block, this token attends to all tokens through their keys and
+values. Their queries and the later operations, mainly the MLP, do not affect the output, and have
+no gradient. Without them, outputs and gradients are the same up to rounding, for about a sixth of
+the block's products. A copy that leaves the run computes everything again
 (:class:`~trishul_ray.adapters.model.BlockForward`).
 
 Shapes: b rows, n tokens, d width; ``at`` is the slice of the one token that is read.
@@ -28,7 +28,7 @@ from trishul_ray.models.attention import ATTENTION, attention, recomputed
 
 FIRST, LAST = slice(0, 1), slice(-1, None)
 
-#: Path to the blocks of each model that is narrowed.
+#: Paths to the blocks of the supported models.
 _BLOCKS = {
     ViTForImageClassification: "vit.layers",
     BertForSequenceClassification: "bert.encoder.layer",
@@ -37,7 +37,7 @@ _BLOCKS = {
 
 
 def last_block(model: nn.Module) -> str | None:
-    """Return the name of the block of which the head of a model reads one token, if it is known."""
+    """Return the name of the block whose output the head reads at one token, or None."""
     untyped: Any = model
     blocks = _BLOCKS.get(type(model))
     if blocks is None or getattr(untyped.config, "is_decoder", False):
@@ -46,7 +46,7 @@ def last_block(model: nn.Module) -> str | None:
 
 
 def narrow_last_block(model: nn.Module) -> None:
-    """Let the last block compute what the head reads, in place; other models are unchanged."""
+    """Restrict the last block to the token that the head reads, in place, if supported."""
     untyped: Any = model
     if (name := last_block(model)) is None or untyped.config._attn_implementation != ATTENTION:
         return
@@ -62,7 +62,7 @@ def narrow_last_block(model: nn.Module) -> None:
 
 
 class _ReadToken(BlockForward):
-    """Forward of the last block, for one token; for all of them in training mode (dropout)."""
+    """Forward of the last block for one token, or for all tokens in training mode (dropout)."""
 
     def __init__(
         self, block: nn.Module, compute: Callable[..., Tensor], at: slice, asked: bool = True
@@ -84,12 +84,12 @@ class _ReadToken(BlockForward):
 
 
 def _ask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note, before a decoder computes, whether only one position is requested."""
+    """Record whether a decoder's forward pass needs only one position."""
     _set_asked(model, kwargs.get("logits_to_keep") == 1)
 
 
 def _answered(model: Any, *_: Any) -> None:
-    """Note that nothing is asked for: the decoder may be called without its head next."""
+    """Reset the record: the decoder may be called without its head next."""
     _set_asked(model, False)
 
 
@@ -140,7 +140,7 @@ def _attend(
     at: slice,
     positions: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return the attention of the read token to the tokens ``seen`` [b, n, d], [b, 1, ...].
+    """Compute the attention [b, 1, ...] of the read token to the tokens ``seen`` [b, n, d].
 
     ``width`` is the width of an attention head. ``positions`` are rotary, [b, n, width] each.
     """

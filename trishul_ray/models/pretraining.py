@@ -1,8 +1,8 @@
 """Pretrain the built-in image models centrally: a plain training loop inside a Ray Train job.
 
 The recipe and its dataset determine the weights: initial values, batch order and thread count are
-fixed, so a rerun writes the same bytes. The models train on a split of the digits that no client
-holds.
+fixed, so a rerun writes the same bytes. The models train on a split of the digits that belongs to
+no client.
 """
 
 import json
@@ -27,12 +27,12 @@ from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.storage.durable import scratch_folder
 from trishul_ray.storage.integrity import make_once
 
-#: A batch: its inputs and labels by name.
+#: A batch: inputs and labels, keyed by name.
 Batch = dict[str, Tensor]
 
 
 def needs_pretraining(backbone: Backbone) -> bool:
-    """Return whether a backbone is a built-in whose pretrained weights are not in the cache yet."""
+    """Return whether the pretrained weights of a built-in are missing in the cache."""
     builtin = BUILTINS.get(backbone.name)
     if builtin is None or backbone.config.init != "pretrained":
         return False
@@ -44,9 +44,9 @@ def ensure_pretrained(
 ) -> None:
     """Pretrain a backbone if it :func:`needs_pretraining`.
 
-    Two processes that call this at the same time train once. The caller must have initialized Ray.
-    With ``on_ray=False`` the same loop runs in this process and writes the same bytes: for inline
-    runs, and for actors on another node, which must not request resources.
+    Two processes that call this at the same time train only once. The caller must have initialized
+    Ray. With ``on_ray=False`` the same loop runs in this process and writes the same bytes: for
+    inline runs, and for actors on another node, which must not request resources.
 
     Raises:
         InputError: The backbone is a text model, which has no pretrained weights.
@@ -68,7 +68,7 @@ def ensure_pretrained(
 
 
 def recipe_of(builtin: Builtin) -> Recipe:
-    """Return the recipe of a built-in; a text model has none, which is an InputError."""
+    """Return the recipe of a built-in; raise an InputError for text models, which have none."""
     if builtin.recipe is None:
         raise InputError(
             f"model.name={builtin.name!r} has no pretrained weights; set model.init=random"
@@ -77,21 +77,21 @@ def recipe_of(builtin: Builtin) -> Recipe:
 
 
 def new_backbone(builtin: Builtin) -> nn.Module:
-    """Return the untrained image model, with weights sampled by the seed 0."""
+    """Create the untrained image model, with weights drawn from seed 0."""
     with quiet_transformers(), seeded(0):
         model: nn.Module = AutoModelForImageClassification.from_config(builtin.config())
     return model
 
 
 def train_backbone(builtin: Builtin, split: Split) -> nn.Module:
-    """Return a built-in trained on a split in this process, on one CPU thread, in eval mode.
+    """Train a built-in on a split in this process, on one CPU thread, and set eval mode.
 
-    It has the same bytes on every call.
+    The result has the same bytes on every call.
     """
     recipe, model = recipe_of(builtin), new_backbone(builtin)
     optimizer = torch.optim.Adam(model.parameters(), lr=recipe.lr)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums over threads would depend on their number
+    torch.set_num_threads(1)  # Sums over threads would depend on their number.
     try:
         model.train()
         for epoch in range(recipe.epochs):
@@ -107,7 +107,7 @@ def train_backbone(builtin: Builtin, split: Split) -> nn.Module:
 
 
 def image_batches(builtin: Builtin, split: Split, epoch: int) -> Iterator[Batch]:
-    """Yield all rows of gray images once, in a new order, as the model reads them."""
+    """Yield all rows of gray images once, in a new order, converted for the model."""
     recipe, shape = recipe_of(builtin), builtin.architecture
     channels, size = shape["num_channels"], shape["image_size"]
     mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in image_statistics(builtin, split.info))
@@ -131,7 +131,7 @@ def image_statistics(
 
 
 def save_backbone(model: nn.Module, builtin: Builtin, split: Split, folder: Path) -> None:
-    """Write a trained built-in with its preprocessor, which ``model=FOLDER`` can use.
+    """Write a trained built-in with its preprocessor, for use as ``model=FOLDER``.
 
     The statistics of the training split normalize images.
     """
@@ -161,7 +161,7 @@ def _train_here(builtin: Builtin, places: Places) -> nn.Module:
 
 def _train_on_ray(builtin: Builtin, places: Places) -> nn.Module:
     """Train in a TorchTrainer with one worker."""
-    # Every client imports this file: it need not import Ray Train, which takes seconds.
+    # Import here: every client imports this file, and Ray Train takes seconds.
     from ray.train import LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
 

@@ -1,13 +1,14 @@
-"""Models that are passed from Python, as objects: any ``nn.Module`` with named linear layers.
+"""Models that are passed from Python as objects: any ``nn.Module`` with named linear layers.
 
 Such a model has the name ``python:<class>``, and its content is a hash of its structure, its
 weights and its classes' source, so that the same module is the same run. It is kept in this process
-and sent to the workers of a run; nothing of it is written to disk, since code cannot be stored
-safely. Another process has to pass it again to continue the run.
+and sent to the workers of a run; nothing is written to disk, because code cannot be stored safely.
+Another process has to pass it again to continue the run.
 
-A module is called with its task's inputs by name where its ``forward`` has parameters of these
-names (``pixel_values``; ``input_ids``, ``attention_mask``), and otherwise with as many of them, in
-this order, as it takes. It returns logits [b, K], or an object with an attribute ``logits``.
+If the module's ``forward`` has parameters named like the task's inputs (``pixel_values``;
+``input_ids``, ``attention_mask``), the inputs are passed by name. Otherwise they are passed by
+position in this order, as many as it accepts. The module returns logits [b, K], or an object with
+an attribute ``logits``.
 """
 
 import copy
@@ -44,9 +45,9 @@ class PassedModel:
 
     Attributes:
         name: ``python:<class>``.
-        content: Hash of everything that decides what it computes.
+        content: Hash of everything that determines its output.
         module: The model.
-        tokenizer: The tokenizer of a model that reads texts; None for images.
+        tokenizer: The tokenizer of a model for texts; None for images.
     """
 
     name: str
@@ -55,12 +56,12 @@ class PassedModel:
     tokenizer: PreTrainedTokenizerBase | None = None
 
 
-#: The models that this process was passed, by content.
+#: The models that this process was passed, keyed by content.
 _passed: dict[str, PassedModel] = {}
 
 
 def pass_model(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -> PassedModel:
-    """Copy a model, compute its content, and remember it in this process.
+    """Copy a model, compute its content, and register it in this process.
 
     Raises:
         InputError: A layer has no weights yet, the model cannot be copied, or the tokenizer is not
@@ -81,21 +82,21 @@ def pass_model(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None = No
             )
     try:
         own = copy.deepcopy(module).cpu().eval()
-    except Exception as error:  # the module's own attributes
+    except Exception as error:  # Attributes of the module may not support copying.
         raise InputError(f"model {name}: it cannot be copied ({first_line(error)})") from error
     return remember(PassedModel(name, content_of(own, tokenizer), own, tokenizer))
 
 
 def remember(passed: PassedModel) -> PassedModel:
-    """Make a model known to this process; workers do it with the model that they are sent."""
+    """Register a model in this process; workers register the model that they receive."""
     return _passed.setdefault(passed.content, passed)
 
 
 def passed_model(config: ModelConfig) -> PassedModel | None:
-    """Return the passed model that a configuration names; None if it names another kind of model.
+    """Return the passed model of a configuration, or None for other kinds of models.
 
     Raises:
-        InputError: It was not passed to this process.
+        InputError: The model was not passed to this process.
     """
     if not config.name.startswith(f"{PASSED}:"):
         return None
@@ -109,7 +110,7 @@ def passed_model(config: ModelConfig) -> PassedModel | None:
 
 
 def content_of(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return a hash of structure, simple attributes, source and tensors, as ``sha256:<hex>``."""
+    """Hash structure, simple attributes, source and tensors, as ``sha256:<hex>``."""
     digest = hashlib.sha256(f"{type(module).__qualname__}\n{module!r}\n".encode())
     for name, part in module.named_modules():
         simple = {
@@ -122,7 +123,7 @@ def content_of(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> 
             try:
                 digest.update(inspect.getsource(kind).encode())
             except (OSError, TypeError):
-                digest.update(kind.__qualname__.encode())  # typed in at a prompt
+                digest.update(kind.__qualname__.encode())  # The class was typed at a prompt.
     for name, tensor in module.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -132,7 +133,7 @@ def content_of(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> 
 
 
 class PythonConfig(PretrainedConfig):
-    """Stands for the architecture of a model that is passed from Python."""
+    """Placeholder for the architecture of a model that is passed from Python."""
 
     model_type = "python"
 
@@ -142,19 +143,19 @@ class PythonBackbone(Backbone):
 
     @cached_property
     def passed(self) -> PassedModel:
-        """The model; an InputError if this process was not passed it."""
+        """The model; an InputError if it was not passed to this process."""
         passed = passed_model(self.config)
-        assert passed is not None  # the name says so
+        assert passed is not None  # The name starts with ``python:``.
         return passed
 
     @property
     def files(self) -> ModelFiles:
-        """No files, only the name."""
+        """The name as location, without files."""
         return ModelFiles(self.name, self.name, None)
 
     @cached_property
     def architecture(self) -> PretrainedConfig:
-        """The model's own configuration if it has one, and one that says nothing otherwise."""
+        """The model's configuration, or an empty configuration if it has none."""
         own = getattr(self.passed.module, "config", None)
         if isinstance(own, PretrainedConfig):
             return own
@@ -165,21 +166,21 @@ class PythonBackbone(Backbone):
 
     @property
     def family(self) -> ModelKind:
-        """Images, or texts if it came with a tokenizer."""
+        """Images, or texts if it was passed with a tokenizer."""
         return (
             "image-classification" if self.passed.tokenizer is None else "sequence-classification"
         )
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that the model was passed with."""
+        """The tokenizer that was passed with the model."""
         if self.passed.tokenizer is None:
             raise InputError(f"model.name={self.name!r} was passed without a tokenizer=...")
         return self.passed.tokenizer
 
     @cached_property
     def preprocessing(self) -> Preprocessing:
-        """The images of the dataset, unchanged or of side ``model.image_size`` if it is set."""
+        """The images of the dataset, unchanged or with side ``model.image_size`` if it is set."""
         own = image_config(self.architecture)
         size = self.config.image_size or getattr(own, "image_size", None)
         return Preprocessing(size, getattr(own, "num_channels", None), None, None)
@@ -187,9 +188,9 @@ class PythonBackbone(Backbone):
     def meta_model(
         self, kind: ModelKind | None = None, num_classes: int | None = None
     ) -> nn.Module:
-        """Return the modules on the meta device."""
+        """Build the modules on the meta device."""
         module = self.passed.module
-        # Not by .to(), which separates the modules that share a weight.
+        # ``.to()`` would separate the modules that share a weight.
         memo: dict[int, Any] = {
             id(each): nn.Parameter(each.to("meta"), each.requires_grad)
             for each in module.parameters()
@@ -197,11 +198,11 @@ class PythonBackbone(Backbone):
         return copy.deepcopy(module, memo).to("meta")
 
     def load(self, kind: ModelKind, num_classes: int | None, *, seed: int) -> nn.Module:
-        """Return a copy of the model in float32; the seed draws nothing."""
+        """Copy the model in float32; the seed has no effect."""
         return self._copy(kind, torch.float32)
 
     def load_resident(self, kind: ModelKind, num_classes: int | None, *, seed: int) -> Resident:
-        """Return a copy of the model in the run's precision."""
+        """Copy the model in the run's precision."""
         model = self._copy(kind, run_dtype(self.config))
         quantize_layers(model, self.config.quantize, run_dtype(self.config))
         if isinstance(getattr(model, "config", None), PretrainedConfig):
@@ -209,7 +210,7 @@ class PythonBackbone(Backbone):
         return Resident(model, self.passed.content, ())
 
     def resident_key(self, kind: ModelKind, num_classes: int | None, *, seed: int) -> Hashable:
-        """Return what the weights depend on."""
+        """Return the content hash as a key of the weights."""
         return self.passed.content
 
     def _copy(self, kind: ModelKind, dtype: torch.dtype) -> nn.Module:
@@ -225,7 +226,7 @@ class PythonBackbone(Backbone):
 
 
 class _PassInputs:
-    """A hook that passes a task's inputs, given by name, as the module's ``forward`` takes them."""
+    """Hook that converts a task's named inputs to the signature of the module's ``forward``."""
 
     def __init__(self, module: nn.Module) -> None:
         parameters = inspect.signature(module.forward).parameters.values()
@@ -250,7 +251,7 @@ class _PassInputs:
 
 
 def as_passed(model: nn.Module) -> nn.Module:
-    """Restore the arguments of a model that was passed from Python; others are unchanged."""
+    """Restore the signature of a model that was passed from Python; others are unchanged."""
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, _PassInputs):
             del model._forward_pre_hooks[key]

@@ -1,14 +1,14 @@
 """Share the weights of a frozen backbone between all processes of a machine.
 
-The prepared weights (read and checked, positions resized, cast to the run's precision, quantized
-where ``model.quantize`` says so) are written once to ``<cache>/weights/<key>/weights.pt``. Every
+The prepared weights are written once to ``<cache>/weights/<key>/weights.pt``. They are validated,
+with positions resized, cast to the run's precision, and quantized with ``model.quantize``. Every
 process builds the modules on the meta device and points them at the memory-mapped file. The pages
 exist once in the page cache, and the system can reclaim them. The mapping is private: a write
-copies the page and never reaches the file. Before a process maps it, its checksum is compared. A
-head that a run draws from its seed is not in the file; each process holds its own.
+copies the page and never reaches the file. Each process verifies the checksum before it maps the
+file. A head that a run draws from its seed is not in the file; each process has a separate copy.
 
-``torch.save`` lets tensors begin at multiples of 64 bytes, as PyTorch allocates them. At another
-alignment a matrix product may round differently.
+``torch.save`` aligns tensors to 64 bytes, as PyTorch allocates them. With another alignment, a
+matrix product may round differently.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from trishul_ray.models.find_model import source_files, weights_source
 from trishul_ray.models.weights import Plan, build_weights, draw_head
 from trishul_ray.storage.integrity import make_once, stamp
 
-#: Part of every file's key. Raise it when the content of the files changes.
+#: Part of every file's key. Increment it when the content of the files changes.
 FORMAT_VERSION = 4
 
 #: Folder of the prepared weights in the cache, and the name of the file in each of its folders.
@@ -35,13 +35,13 @@ FOLDER, WEIGHTS = "weights", "weights.pt"
 
 
 class Resident(NamedTuple):
-    """A backbone as a worker keeps it.
+    """A backbone loaded for a worker.
 
     Attributes:
         model: On the CPU, in the run's precision, in eval mode.
-        source: Identity of the weights, the same on every machine: the SHA-256 of a folder's
-            files, or a hub name with its commit. Empty if the architecture is built in and the
-            weights are drawn from the seed, or the commit is unknown.
+        source: Identity of the weights, the same on every machine: the SHA-256 of a folder's files,
+            or a hub name with its commit. Empty if the architecture is built in and the weights are
+            drawn from the seed, or if the commit is unknown.
         drawn: Parameters that the checkpoint lacks and that are drawn from the seed.
     """
 
@@ -65,7 +65,7 @@ def load_resident(plan: Plan, cache: Path) -> Resident:
         try:
             with (new / WEIGHTS).open("wb") as file:
                 torch.save(content, file)
-        except RuntimeError as error:  # after the OSError of a full disk
+        except RuntimeError as error:  # Raised after the OSError of a full disk.
             raise error.__context__ or error from None
 
     folder = make_once(cache, f"{FOLDER}/{key}", write)
@@ -82,15 +82,15 @@ def load_resident(plan: Plan, cache: Path) -> Resident:
 
 
 def weights_key(plan: Plan) -> str:
-    """Return a hash of everything that determines the prepared weights.
+    """Hash everything that determines the prepared weights.
 
-    The seed determines random weights. A head drawn for a checkpoint is not among them.
+    This includes the seed of random weights, but not of a head drawn for a checkpoint.
     """
     location = plan.files.location
     if plan.config.init == "random":
         source: Any = ["seed", plan.seed, weights_source(plan.files, None, drawn=True)]
     elif isinstance(location, Path):
-        # Not by content: hashing gigabytes in every process would take longer than mapping them.
+        # Use stamps: hashing gigabytes in every process would take longer than mapping them.
         source = [str(location.resolve()), [(f.name, *stamp(f)) for f in source_files(location)]]
     else:
         source = [location, getattr(plan.architecture, "_commit_hash", None)]
@@ -119,7 +119,7 @@ def set_head(model: nn.Module, names: Sequence[str], seed: int, dtype: torch.dty
     parameters = [model.get_parameter(name) for name in names]
     devices = [parameter.device for parameter in parameters]
     for parameter in parameters:
-        # Drawn in float32 on the CPU, so that device and precision do not change the draw.
+        # Draw in float32 on the CPU, so that device and precision do not affect the values.
         parameter.data = torch.empty(parameter.shape)
     draw_head(model, names, seed)
     for parameter, device in zip(parameters, devices, strict=True):
@@ -130,7 +130,7 @@ def _assign(model: Any, tensors: Mapping[str, Tensor]) -> None:
     """Replace the tensors of a model of transformers on the meta device."""
     model.load_state_dict(tensors, assign=True, strict=False)
     model.tie_weights()
-    # Also buffers that are not saved.
+    # Include buffers that are not saved.
     for name in dict(model.named_buffers()).keys() & tensors.keys():
         module, _, last = name.rpartition(".")
         model.get_submodule(module)._buffers[last] = tensors[name]

@@ -1,4 +1,4 @@
-"""Load tokenizers: fast ones only, without running code of a checkpoint; and the built-in one."""
+"""Load fast tokenizers without executing code of a checkpoint, and build the byte tokenizer."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from trishul_ray.models.builtin import (
 )
 from trishul_ray.models.find_model import ModelFiles
 
-#: Special tokens around one text, and around a pair, by model type.
+#: Special tokens around one text, and around a pair, keyed by model type.
 _TEMPLATES = {
     "bert": ("<cls> $A <sep>", "<cls> $A <sep> $B <sep>"),
     "t5": ("$A </s>", "$A </s> $B </s>"),
@@ -33,10 +33,10 @@ _TEMPLATES = {
 
 
 def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
-    """Return the fast tokenizer; without a padding token it pads with its end token.
+    """Load the fast tokenizer; without a padding token it pads with its end token.
 
     Raises:
-        InputError: The model cannot be found, takes no text, or has no tokenizer files.
+        InputError: The model cannot be found, does not take text, or has no tokenizer files.
         CorruptFileError: A tokenizer file of a local folder is not readable.
     """
     name, location = files.name, files.location
@@ -74,9 +74,9 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hex SHA-256 of everything that determines a tokenizer's output.
+    """Return the hex SHA-256 of everything that determines a tokenizer's output.
 
-    Truncation and padding of an earlier call, which the tokenizer remembers, are left out.
+    Truncation and padding of earlier calls, which the tokenizer remembers, are excluded.
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["truncation"] = state["padding"] = None
@@ -102,9 +102,9 @@ def _check_file(file: Path) -> None:
 
 
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer knows special tokens only.
+    """Return whether the tokenizer has only special tokens.
 
-    For a folder without tokenizer files transformers makes such a tokenizer instead of raising.
+    For a folder without tokenizer files, transformers creates such a tokenizer instead of raising.
     """
     special = set(tokenizer.all_special_tokens) | set(tokenizer.get_added_vocab())
     return not {piece for piece in tokenizer.get_vocab() if piece not in special} - {"▁"}
@@ -118,9 +118,10 @@ def _missing_files(name: str, location: Path | str) -> InputError:
 
 
 def byte_tokenizer(model_type: str) -> PreTrainedTokenizerBase:
-    """Return the byte-level tokenizer of ``bert``, ``t5`` or ``llama``, with its special tokens."""
+    """Build the byte-level tokenizer of ``bert``, ``t5`` or ``llama``, with its special tokens."""
     sentinels = [f"<extra_id_{i}>" for i in range(SENTINELS)]
-    letters = bytes_to_unicode()  # the visible one that byte-level tokenizers write for each byte
+    # The visible character that byte-level tokenizers write for each byte.
+    letters = bytes_to_unicode()
     pieces = [*SPECIAL_TOKENS, *(letters[byte] for byte in range(256)), *sentinels]
     fast = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

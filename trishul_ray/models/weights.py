@@ -1,4 +1,4 @@
-"""Build a backbone's modules and fill them: from a checkpoint, or drawn from the run's seed.
+"""Build a backbone's modules, and load their weights or draw them from the run's seed.
 
 A head that the checkpoint lacks is also drawn. The result depends only on the checkpoint, the
 configuration and the seed. Torch's global random state is not read, and is restored.
@@ -29,7 +29,7 @@ from trishul_ray.runtime.random_streams import torch_rng
 #: Standard deviation of the weights of a new head.
 INIT_STD = 0.02
 
-#: The class of transformers that loads each kind of model; they have no types.
+#: The classes of transformers that load each kind of model; they are untyped.
 AUTO_CLASSES: dict[ModelKind, Any] = {
     "image-classification": AutoModelForImageClassification,
     "sequence-classification": AutoModelForSequenceClassification,
@@ -55,7 +55,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def check_kind(name: str, architecture: PretrainedConfig, kind: ModelKind) -> None:
-    """Raise InputError unless transformers has a model of this kind for the architecture."""
+    """Raise an InputError unless transformers has a model of this kind for the architecture."""
     if type(architecture) not in AUTO_CLASSES[kind]._model_mapping:
         raise InputError(
             f"model.name={name!r} is a {architecture.model_type} model, which does not "
@@ -68,7 +68,7 @@ def build_module(
 ) -> nn.Module:
     """Build the modules on the current default device, in float32, with random weights.
 
-    They are the modules of transformers for the architecture; the weights only depend on the seed.
+    They are the modules of transformers for the architecture; the weights depend only on the seed.
 
     Raises:
         InputError: The architecture cannot be used as this kind, or its values are inconsistent.
@@ -86,13 +86,13 @@ def build_module(
 
 
 class Plan(NamedTuple):
-    """Parts of which a model with weights is built.
+    """Inputs to build a model with weights.
 
     Attributes:
         config: The section ``model``.
         files: Location of the checkpoint.
         architecture: The configuration of the modules.
-        kind: Task of the model.
+        kind: Kind of the model.
         seed: Seed of the weights that are drawn.
     """
 
@@ -103,22 +103,22 @@ class Plan(NamedTuple):
     seed: int
 
     def module(self) -> nn.Module:
-        """Return the modules; see :func:`build_module`."""
+        """Build the modules; see :func:`build_module`."""
         return build_module(self.config, self.architecture, self.kind, self.seed)
 
 
 def build_weights(plan: Plan) -> tuple[nn.Module, list[str]]:
-    """Return the model with drawn weights, or with the weights of its checkpoint.
+    """Build the model with drawn weights, or with the weights of its checkpoint.
 
-    Only safetensors files of a checkpoint are read, and none of its code is run.
+    Only safetensors files of a checkpoint are read, and none of its code is executed.
 
     Returns:
-        The model in float32, and the names of the head's parameters if the checkpoint has no head
-        of this size: they must be drawn.
+        The model in float32, and the names of the head's parameters to draw if the checkpoint has
+        no head of this size.
 
     Raises:
         InputError: The checkpoint cannot be found.
-        CorruptFileError: The checkpoint lacks a tensor, or one holds NaN or infinity.
+        CorruptFileError: The checkpoint lacks a tensor, or one contains NaN or infinity.
     """
     config, kind, checkpoint = plan.config, plan.kind, plan.files.location
     if config.init == "random":
@@ -136,7 +136,7 @@ def build_weights(plan: Plan) -> tuple[nn.Module, list[str]]:
             output_loading_info=True,
         )
     missing = set(info["missing_keys"]) | {entry[0] for entry in info["mismatched_keys"]}
-    # A classification head may be new; a language model's head is part of what was pretrained.
+    # A classification head may be new; a language model's head is part of the pretrained model.
     optional = set(classifier_parameters(model)) if kind.endswith("classification") else set()
     lost = sorted(missing - optional)
     if lost:
@@ -157,7 +157,7 @@ def build_weights(plan: Plan) -> tuple[nn.Module, list[str]]:
 
 
 def _no_safetensors(config: ModelConfig, folder: Path, auto: str) -> CorruptFileError:
-    """Return the error for a checkpoint without safetensors files."""
+    """Build the error for a checkpoint without safetensors files."""
     begin = f"model.name={config.name!r}: cannot load {folder}: it has no weights (*.safetensors)"
     if not (pickles := sorted(file.name for file in folder.glob("*.bin"))):
         return CorruptFileError(begin)
@@ -169,10 +169,10 @@ def _no_safetensors(config: ModelConfig, folder: Path, auto: str) -> CorruptFile
 
 
 def head_to_draw(model: nn.Module, missing: Collection[str]) -> list[str]:
-    """Return the parameters to draw when a checkpoint lacks those in ``missing``: the whole head.
+    """Return the parameters to draw for a checkpoint that lacks ``missing``: the whole head.
 
-    Nothing if none is missing. Otherwise all parameters outside the base model, and those missing
-    inside it (a pooler), in the model's order.
+    If ``missing`` is empty, return nothing. Otherwise return all parameters outside the base model,
+    and the missing ones inside it (a pooler), in the model's order.
     """
     untyped: Any = model
     base = f"{untyped.base_model_prefix}."
@@ -198,8 +198,8 @@ def draw_head(model: nn.Module, names: Sequence[str], seed: int) -> None:
 def resize_positions(model: nn.Module, image_size: int) -> None:
     """Interpolate a ViT's position embeddings [1, 1 + n, d] for images of side ``image_size``.
 
-    Interpolation is bicubic on the grid of patches, as Dosovitskiy et al. 2021 do for another
-    resolution. The model is changed in place.
+    Interpolation is bicubic on the grid of patches, as in Dosovitskiy et al. 2021 for other
+    resolutions. The model is modified in place.
 
     Raises:
         InputError: The model has no such embeddings, or the size is not a multiple of its patch.

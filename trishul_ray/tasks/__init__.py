@@ -1,1 +1,1 @@
-"""Training tasks: how rows become batches, a loss and metrics."""
+"""Training tasks, which turn rows into batches, a loss and metrics."""

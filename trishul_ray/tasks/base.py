@@ -1,7 +1,9 @@
-"""The contract of a task: its batches, its loss and its metrics; and the registry of tasks.
+"""Base class and registry of tasks, which define batches, loss and metrics.
 
-A task holds a few settings and no state, and pickles to any process. It scores rows; ``sums.py``
-adds the scores up.
+A task stores a few settings and no state, and can be pickled to any process. It scores rows;
+``sums.py`` adds the scores.
+
+Legend: N rows of a split, b rows of a batch, K classes.
 """
 
 from __future__ import annotations
@@ -35,62 +37,95 @@ ModelInputs: TypeAlias = dict[str, Any]
 
 
 class Task(ABC):
-    """Turns rows of a dataset into batches, a loss and metrics."""
+    """Base class of tasks, which turn rows of a dataset into batches, a loss and metrics.
 
-    #: The rows that the task reads: images, texts or questions.
+    Subclasses set the class attributes ``reads``, ``families`` and ``model_kind``, implement
+    :meth:`build`, :meth:`prepare_batch`, :meth:`loss`, :meth:`score` and :meth:`answers` and, for
+    text, :attr:`key` and :meth:`encode`. Tasks that predict one of K classes extend
+    :class:`Classification` instead.
+
+    Example:
+        A classification task with smoothed labels, in a file that ``--plugin`` loads::
+
+            @register("smoothed")
+            class Smoothed(SequenceClassification):
+                def loss(self, outputs, batch):
+                    return torch.nn.functional.cross_entropy(
+                        logits_of(outputs).float(), batch["labels"], label_smoothing=0.1
+                    )
+
+                def score(self, outputs, batch):
+                    scored = super().score(outputs, batch)
+                    losses = torch.nn.functional.cross_entropy(
+                        logits_of(outputs).float(), batch["labels"],
+                        reduction="none", label_smoothing=0.1,
+                    )
+                    return replace(scored, loss=losses)
+    """
+
+    #: Kind of rows that the task reads: images, texts or questions.
     reads: ClassVar[Kind]
-    #: The families of backbones that it runs on.
+    #: Supported families of backbones.
     families: ClassVar[tuple[ModelKind, ...]]
-    #: The fields of the section ``task`` that it reads, in addition to ``kind``.
+    #: Fields of the section ``task`` that the task reads, in addition to ``kind``.
     fields_read: ClassVar[frozenset[str]] = frozenset(
         {"max_length", "target_length", "template", "verbalizers"}
     )
     #: Whether the labels may be any values, such as scores, instead of classes with several rows.
     any_labels: ClassVar[bool] = False
-    #: For the tests of all tasks: overrides that name a small dataset whose rows the task accepts,
-    #: such as ``("dataset=table", "data.path=tests/ratings.csv")``; empty for one of the package's.
+    #: Overrides that select a small dataset for the contract checks of all tasks, such as
+    #: ``("dataset=table", "data.path=tests/ratings.csv")``; empty to use a dataset of the package.
     sample: ClassVar[tuple[str, ...]] = ()
-    #: The kind of model that the task trains.
+    #: Kind of model that the task trains.
     model_kind: ModelKind
-    #: Names of the scores of a row, whose means are metrics. The first is the headline: in [0, 1],
-    #: higher is better.
+    #: Names of the scores of a row, whose means are metrics. The first is the primary metric: in
+    #: [0, 1], higher is better.
     row_metrics: tuple[str, ...] = ("accuracy",)
     #: Keys of a prepared batch that are not inputs of the model.
     targets: tuple[str, ...] = ("labels",)
-    #: Outputs of the classification head; None for a model without one.
+    #: Number of outputs of the classification head; None for a model without a head.
     num_classes: int | None = None
-    #: Names of groups of test rows, indexed by the ``group`` column. Each has its own headline.
+    #: Names of groups of test rows, indexed by the ``group`` column. Each has a separate primary
+    #: metric.
     groups: tuple[str, ...] = ()
-    #: The tokenizer; None if the rows hold no text.
+    #: The tokenizer; None if the rows have no text.
     tokens: TokenizerRef | None = None
 
     @classmethod
     def build(cls, config: TaskConfig, info: DatasetInfo, backbone: Backbone) -> Task:
-        """Build the task for rows that it reads and a backbone of its families.
+        """Create the task for rows that it reads and a backbone of its families.
+
+        Args:
+            config: The section ``task``.
+            info: Description of the dataset.
+            backbone: The backbone; its weights are not read.
+
+        Returns:
+            The task.
 
         Raises:
-            InputError: The settings do not fit the dataset or the backbone.
+            InputError: The settings are not compatible with the dataset or the backbone.
         """
         raise NotImplementedError(f"{cls.__name__} must define build()")
 
     @property
     def headline(self) -> str:
-        """The main metric."""
+        """The primary metric."""
         return self.row_metrics[0]
 
     @property
     def classes(self) -> int | None:
-        """Number of classes that :meth:`score` predicts; None if there are no classes."""
+        """Number of classes that :meth:`score` predicts; None for a task without classes."""
         return None
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics, as the coordinator computes them, in a process without a model."""
+        """The metrics, for a process without a model, such as the coordinator."""
         return Metrics(self.row_metrics, self.groups, self.classes)
 
     @property
     def encoder(self) -> Encoder | None:
-        """Encoder of the dataset's texts: the task itself; None if the rows hold no text."""
+        """Encoder of the dataset's texts: the task itself, or None if the rows have no text."""
         return None if self.tokens is None else self
 
     @property
@@ -99,22 +134,42 @@ class Task(ABC):
         raise NotImplementedError(f"{type(self).__name__} must define key")
 
     def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
-        """Return the texts of all rows as columns of token ids, [N, ...]."""
+        """Encode the texts of all rows as token ids.
+
+        Args:
+            split: The split, with raw texts.
+            progress: Called with the completed fraction.
+
+        Returns:
+            Columns [N, ...], keyed by name.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define encode()")
 
     @abstractmethod
     def prepare_batch(
         self, batch: Mapping[str, Tensor], device: torch.device | str, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Convert stored rows to the model's inputs, on ``device``, with floats in ``dtype``."""
+        """Convert stored rows to the model's inputs and targets.
+
+        Args:
+            batch: Columns [b, ...] of the stored rows, keyed by name.
+            device: Device of the result.
+            dtype: Dtype of floating-point inputs.
+
+        Returns:
+            The inputs, and the keys in :attr:`targets`.
+        """
 
     def losses(self, model: AdaptedModel, batch: Mapping[str, Tensor], clients: int) -> Tensor:
-        """Return the mean loss of the rows of each client, [clients], for a step of training.
+        """Compute the mean loss of each client's rows for a training step.
 
         Args:
             model: The model, with the clients' parameters bound.
             batch: Prepared mini-batches of all clients, one after the other, of equal size.
-            clients: How many.
+            clients: Number of clients.
+
+        Returns:
+            [clients], differentiable.
         """
         outputs = model.forward(**self.inputs(batch))
         if clients == 1:
@@ -127,68 +182,127 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean loss of a prepared batch, a differentiable scalar in float32 or wider.
+        """Compute the mean loss of a prepared batch.
 
-        ``outputs`` are the model's logits, or its output object with an attribute ``logits``.
+        Args:
+            outputs: The model's logits, or its output object with an attribute ``logits``.
+            batch: The prepared batch.
+
+        Returns:
+            A differentiable scalar in float32 or wider.
         """
 
     @abstractmethod
     def score(self, outputs: Any, batch: Mapping[str, Tensor]) -> RowScores:
-        """Return the loss of every row of a prepared batch, and each of :attr:`row_metrics`."""
+        """Score every row of a prepared batch.
+
+        Args:
+            outputs: Result of :meth:`predict`.
+            batch: The prepared batch.
+
+        Returns:
+            The loss of every row, and each of :attr:`row_metrics`.
+        """
 
     def evaluate(self, outputs: Any, batch: Mapping[str, Tensor]) -> EvalSums:
-        """Return the sums over a prepared batch, from which :attr:`metrics` follow."""
+        """Compute the sums over a prepared batch that determine :attr:`metrics`.
+
+        Args:
+            outputs: Result of :meth:`predict`.
+            batch: The prepared batch.
+        """
         return EvalSums.of(self.score(outputs, batch), self.metrics, batch)
 
     def predict(self, model: AdaptedModel, batch: Mapping[str, Tensor]) -> Any:
-        """Return what :meth:`score` scores: the model's outputs, or the text it generates."""
+        """Compute the outputs that :meth:`score` reads: of the model, or generated text.
+
+        Args:
+            model: The model, with parameters bound.
+            batch: The prepared batch.
+        """
         return model.forward(**self.inputs(batch))
 
     def inputs(self, batch: Mapping[str, Tensor]) -> ModelInputs:
-        """Return the keyword arguments of the model for a prepared batch."""
+        """Return the keyword arguments of the model for a prepared batch.
+
+        Args:
+            batch: The prepared batch.
+        """
         return {name: value for name, value in batch.items() if name not in self.targets}
 
     def answers(self, outputs: Any, classes: Sequence[str]) -> list[str]:
-        """Return what the model says of every row: the name of a class, or a text.
+        """Convert the outputs of every row to the name of a class, or to a text.
 
         Args:
             outputs: Result of :meth:`predict`.
             classes: Names of the dataset's classes.
+
+        Returns:
+            One text per row.
         """
         raise NotImplementedError(f"{type(self).__name__} must define answers()")
 
     def respond(
         self, model: AdaptedModel, batch: Mapping[str, Tensor], classes: Sequence[str]
     ) -> list[str]:
-        """Return what the model says of every row, for users who predict with it.
+        """Predict every row for users, as the name of a class or a text.
 
-        The same as :meth:`answers` of :meth:`predict`, unless answers cost more than scores.
+        By default, this is :meth:`answers` of :meth:`predict`. Override it if texts cost more to
+        compute than scores.
+
+        Args:
+            model: The model, with parameters bound.
+            batch: The prepared batch.
+            classes: Names of the dataset's classes.
+
+        Returns:
+            One text per row.
         """
         return self.answers(self.predict(model, batch), classes)
 
     def count_labels(self, split: Split) -> np.ndarray | None:
-        """Return how many tokens of each encoded row its loss is of, [N]; None if of none."""
+        """Count the tokens of each encoded row that the loss includes.
+
+        Args:
+            split: The encoded split.
+
+        Returns:
+            [N]; None (the default) if the loss is not over tokens.
+        """
         return None
 
     def remarks(self, split: Split) -> list[str]:
-        """Return what encoding has changed in the rows of a split, a text each with its count."""
+        """Describe the changes by the encoding in the rows of a split.
+
+        Args:
+            split: The encoded split.
+
+        Returns:
+            One text per kind of change, with its count.
+        """
         return []
 
     def settings(self) -> Json:
-        """Return how rows become inputs and outputs answers, as JSON values for ``task.json``."""
+        """Return the settings of inputs and outputs, as JSON values for ``task.json``."""
         return {}
 
 
-#: Tasks by kind and the rows that they read, such as ``classification:text``.
+#: Tasks, keyed by kind and the rows that they read, such as ``classification:text``.
 TASKS = Registry[type[Task]]("task.kind", "task", "trishul_ray.tasks")
 
 _T = TypeVar("_T", bound=type[Task])
 
 
 def register(kind: str) -> Callable[[_T], _T]:
-    """Return a class decorator that makes a task available as ``task.kind=<kind>``.
+    """Register a task as ``task.kind=<kind>``.
 
-    Tasks on other rows may have the same kind.
+    Tasks that read other rows may have the same kind.
+
+    Args:
+        kind: Name of the kind.
+
+    Returns:
+        A class decorator.
     """
 
     def add(cls: _T) -> _T:
@@ -199,30 +313,41 @@ def register(kind: str) -> Callable[[_T], _T]:
 
 
 def task_classes() -> Mapping[tuple[str, Kind], type[Task]]:
-    """Return all registered tasks, by kind and rows."""
+    """Return all registered tasks, keyed by kind and rows."""
     return {(name.partition(":")[0], cls.reads): cls for name, cls in TASKS.all().items()}
 
 
 def metric_names() -> tuple[str, ...]:
-    """Return the names of the metrics of all tasks, but for those of groups of rows."""
+    """Return the names of the metrics of all tasks, except for groups of rows."""
     found = [task.row_metrics for task in task_classes().values()]
     names = itertools.chain(*found, ("loss", "macro_f1"), client_metric_names())
     return tuple(dict.fromkeys(names))
 
 
 def is_metric(name: str) -> bool:
-    """Return whether some task may have a metric, also for a group of rows: ``f1_squad``."""
+    """Return whether any task can have a metric, also for a group of rows.
+
+    Args:
+        name: Name of a metric, such as ``f1`` or ``f1_squad``.
+    """
     heads = {task.row_metrics[0] for task in task_classes().values()}
     return name in metric_names() or any(name.startswith(f"{head}_") for head in heads)
 
 
 def task_kinds() -> tuple[str, ...]:
-    """Return what ``task.kind`` may be: ``auto``, and the kinds of all registered tasks."""
+    """Return the allowed values of ``task.kind``: ``auto``, and all registered kinds."""
     return ("auto", *sorted({kind for kind, _ in task_classes()}))
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Return the logits of a model's output, or the output itself if it is a tensor."""
+    """Return the logits of a model's output.
+
+    Args:
+        outputs: A tensor, or an object with an attribute ``logits``.
+
+    Raises:
+        TypeError: The logits are not a tensor.
+    """
     logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
     if not isinstance(logits, torch.Tensor):
         raise TypeError(f"expected logits as a tensor, got {type(logits).__name__}")
@@ -230,10 +355,17 @@ def logits_of(outputs: Any) -> Tensor:
 
 
 def to_device(batch: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
-    """Return the batch with every tensor on ``device``, without waiting for the device.
+    """Copy a batch to a device, without waiting for the device.
 
-    A copy to a GPU starts from page-locked memory; from any other, the host would have to wait
-    until the GPU has done all earlier work.
+    A copy to a GPU starts from page-locked memory; from other memory, the host would have to wait
+    until the GPU has completed all earlier work.
+
+    Args:
+        batch: Tensors, keyed by name.
+        device: The device.
+
+    Returns:
+        The tensors on ``device``, keyed by name.
     """
     if torch.device(device).type == "cpu":
         return dict(batch)
@@ -242,26 +374,40 @@ def to_device(batch: Mapping[str, Tensor], device: torch.device | str) -> dict[s
 
 @lru_cache(maxsize=64)
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers as a tensor that is copied to its device once, not in every step.
+    """Return a cached tensor, which is copied to its device only once; do not write to it.
 
-    Do not write to it.
+    Args:
+        values: The entries.
+        dtype: Dtype of the tensor.
+        device: Device of the tensor.
     """
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)
 
 
 def group_column(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the stored columns ``group`` and ``client`` [b], if any; they stay on the CPU."""
+    """Return the stored columns ``group`` and ``client`` [b], if present; they stay on the CPU.
+
+    Args:
+        batch: The stored rows.
+    """
     return {name: batch[name] for name in ("group", "client") if name in batch}
 
 
 def predict_class(logits: Tensor) -> Tensor:
-    """Return the class of every row of logits [b, K], int64 [b]; -1 if they are not finite."""
+    """Return the predicted class of every row.
+
+    Args:
+        logits: [b, K].
+
+    Returns:
+        int64 [b]; -1 for rows whose logits are not finite.
+    """
     return logits.argmax(dim=-1).where(logits.isfinite().all(dim=-1), -1)
 
 
 class Classification(Task):
-    """Base of the tasks that predict one of K classes from logits [b, K]."""
+    """Base class of tasks that predict one of K classes from logits [b, K]."""
 
     targets = ("labels", "group", "client")
 
@@ -271,11 +417,15 @@ class Classification(Task):
         return self.num_classes
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean cross-entropy of logits [b, K], in float32."""
+        """Compute the mean cross-entropy of logits [b, K], in float32."""
         return torch.nn.functional.cross_entropy(logits_of(outputs).float(), batch["labels"])
 
     def class_logits(self, outputs: Any) -> Tensor:
-        """Return the logits of the classes [b, K]; the largest is the prediction."""
+        """Return the logits of the classes [b, K]; the largest is the prediction.
+
+        Args:
+            outputs: Result of :meth:`predict`.
+        """
         return logits_of(outputs)
 
     def answers(self, outputs: Any, classes: Sequence[str]) -> list[str]:
@@ -283,17 +433,24 @@ class Classification(Task):
         return [classes[k] for k in self.class_logits(outputs).argmax(dim=1).tolist()]
 
     def score(self, outputs: Any, batch: Mapping[str, Tensor]) -> RowScores:
-        """Return cross-entropy and accuracy of every row; see :func:`score_classes`."""
+        """Compute cross-entropy and accuracy of every row; see :func:`score_classes`."""
         return score_classes(logits_of(outputs), batch["labels"])
 
 
 def score_classes(logits: Tensor, labels: Tensor, class_columns: Tensor | None = None) -> RowScores:
-    """Return cross-entropy, ``accuracy`` and class of every row of logits [b, K].
+    """Compute cross-entropy, ``accuracy`` and class of every row.
 
-    A row whose logits are not finite counts as wrong, because argmax would predict class 0 for
-    NaN. The loss is computed in float32, from logits of any float dtype. If K is a vocabulary,
-    ``class_columns`` int64 [classes] holds the column of each class: the loss is over all K
-    columns, the prediction only among these. Without it, column k is class k.
+    A row whose logits are not finite counts as wrong, because argmax would predict class 0 for NaN.
+
+    Args:
+        logits: [b, K] of any float dtype; the loss is computed in float32.
+        labels: int64 [b].
+        class_columns: int64 [classes], the column of each class if K is a vocabulary. The loss is
+            over all K columns, the prediction only among these columns. None means that column k is
+            class k.
+
+    Returns:
+        The scores of every row.
     """
     logits = logits.float()
     choices = logits if class_columns is None else logits[:, class_columns]

@@ -1,4 +1,4 @@
-"""Choose and build the task of an experiment from its dataset, backbone and settings."""
+"""Choose and create the task of an experiment from its dataset, backbone and settings."""
 
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ _ROW_NAMES: dict[Kind, str] = {
     "qa": "questions",
     "instruction": "instructions with answers",
 }
-#: Kind of task for ``task.kind=auto``, by family.
+#: Kind of task for ``task.kind=auto``, keyed by family.
 _DEFAULT_TASK_KIND: "dict[ModelKind, str]" = {
     "image-classification": "classification",
     "sequence-classification": "classification",
@@ -35,12 +35,12 @@ _DEFAULT_TASK_KIND: "dict[ModelKind, str]" = {
 
 
 def build_task(config: "TaskConfig", info: DatasetInfo, backbone: "Backbone") -> Task:
-    """Build the task for a dataset and a backbone, of which it reads no weights.
+    """Create the task for a dataset and a backbone, without reading weights.
 
     Raises:
         InputError: The backbone's family does not support the dataset or the kind of task, the
-            labels are not classes, or the settings do not fit the dataset. The message names the
-            supported ones.
+            labels are not classes, or the settings are not compatible with the dataset. The message
+            lists the supported values.
     """
     task = _choose_task(config.kind, info, backbone)
     if info.doubt and not task.any_labels:
@@ -54,13 +54,13 @@ def build_task(config: "TaskConfig", info: DatasetInfo, backbone: "Backbone") ->
 
 
 def unread_fields(config: "TaskConfig", info: DatasetInfo, backbone: "Backbone") -> list[str]:
-    """Return the fields of the section ``task`` that the task does not read, by dotted name."""
+    """Return the fields of the section ``task`` that the task does not read, as dotted names."""
     read = _choose_task(config.kind, info, backbone).fields_read | {"kind"}
     return [f"task.{name}" for name in sorted(type(config).model_fields.keys() - read)]
 
 
 def _choose_task(kind: str, info: DatasetInfo, backbone: "Backbone") -> type[Task]:
-    """Return the class of the task, or raise an InputError that names supported ones."""
+    """Return the class of the task, or raise an InputError that lists the supported ones."""
     family = backbone.family
     described = f"model.name={backbone.name!r} ({backbone.architecture.model_type}) is "
     described += _FAMILY_NAMES[family]

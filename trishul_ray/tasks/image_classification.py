@@ -1,6 +1,6 @@
 """Image classification: normalized images, cross-entropy, accuracy.
 
-Shapes: b images, C channels, H x W stored pixels, S the side of the model's images, K classes.
+Legend: b images, C channels, H x W stored pixels, S side of the model's images, K classes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ImageClassification(Classification):
     """Classify images of any stored size, with 1 or 3 channels.
 
     Args:
-        mean: Mean of each model channel, of pixels / 255.
+        mean: Mean of each model channel, for pixels / 255.
         std: Standard deviation of each model channel; positive.
         image_size: Side S; images of another size are resized (bilinear, antialiased).
         channels: Channels of the model, 1 or 3. Gray images are repeated, color becomes luma.
@@ -83,7 +83,7 @@ class ImageClassification(Classification):
     def build(
         cls, config: TaskConfig, info: DatasetInfo, backbone: Backbone
     ) -> ImageClassification:
-        """Build the task for images as the backbone expects them."""
+        """Create the task for images in the format of the backbone."""
         return image_task(backbone.preprocessing, info, cls)
 
     def prepare_batch(
@@ -91,11 +91,11 @@ class ImageClassification(Classification):
     ) -> dict[str, Tensor]:
         """Convert ``pixels`` uint8 [b, C, H, W] and ``label`` [b] to the model's inputs.
 
-        Pixels move to the device as uint8 and are computed with in float32 there.
+        Pixels are copied to the device as uint8 and converted to float32 there.
 
         Returns:
-            ``pixel_values`` [b, channels, S, S] in ``dtype`` and ``labels`` int64 [b]; ``group``
-            if the rows have it.
+            ``pixel_values`` [b, channels, S, S] in ``dtype`` and ``labels`` int64 [b]; ``group`` if
+            the rows have it.
         """
         moved = to_device({"pixels": batch["pixels"], "labels": batch["label"]}, device)
         images = self._match_channels(moved["pixels"] / 255)
@@ -125,7 +125,7 @@ class ImageClassification(Classification):
 
 
 def _per_channel(values: tuple[float, ...], images: Tensor) -> Tensor:
-    """Return a number for each channel as [1, C, 1, 1], on the device of the images."""
+    """Return one number per channel as [1, C, 1, 1], on the device of the images."""
     return constant(values, images.dtype, images.device).view(1, -1, 1, 1)
 
 
@@ -134,9 +134,9 @@ def image_task(
     info: DatasetInfo,
     task: type[ImageClassification] = ImageClassification,
 ) -> ImageClassification:
-    """Return the task of a dataset for a backbone that expects this preprocessing.
+    """Create the task of a dataset for a backbone with this preprocessing.
 
-    The dataset determines what the backbone does not declare. If the backbone declares no
+    The dataset provides the values that the backbone does not declare. If the backbone declares no
     normalization, the dataset's is used: repeated for gray images in a color model, averaged over
     channels for color images in a gray model.
 

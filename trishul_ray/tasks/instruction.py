@@ -1,8 +1,10 @@
-"""Instruction tuning of a decoder: the loss of answers after their prompts.
+"""Instruction tuning of a decoder: the loss of responses after their prompts.
 
-Shapes: N rows, b rows of a batch, L stored tokens, W tokens of the batch, S most answers of a row,
-M labels of a batch, d width, V vocabulary size. Labels come from stored ranges, never from a
-comparison with the padding id, which in many tokenizers is the end token.
+Labels come from stored ranges, never from a comparison with the padding id, which is the end token
+in many tokenizers.
+
+Legend: N rows, b rows of a batch, L stored tokens, W tokens of the batch, S maximum responses of a
+row, M labels of a batch, d width, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -40,21 +42,21 @@ if TYPE_CHECKING:
     from trishul_ray.models.backbone import Backbone
     from trishul_ray.tasks.label_loss import LabelScores
 
-#: Batches are as wide as a multiple of this.
+#: Batches are padded to a multiple of this width.
 MULTIPLE = 8
 
 
 @register("instruction")
 @dataclass(eq=False)
 class Instruction(Task):
-    """Train a decoder on answers, and score the tokens of theirs that it predicts.
+    """Train a decoder on responses, and score the accuracy of its predicted tokens.
 
     Attributes:
         tokens: The backbone's tokenizer.
         template: Text of the template; see :mod:`~trishul_ray.tasks.prompts`.
-        max_length: Most tokens of a row.
-        target_length: Most labels of an answer, and most tokens to generate.
-        every_turn: Whether all answers of a conversation are labels.
+        max_length: Maximum tokens of a row.
+        target_length: Maximum labels of a response, and maximum tokens to generate.
+        every_turn: Whether all responses of a conversation are labels.
         by_row: Whether the loss is the mean over rows of their means, instead of over all labels.
         groups: Names of groups of test rows.
     """
@@ -79,7 +81,7 @@ class Instruction(Task):
 
     @classmethod
     def build(cls, config: TaskConfig, info: DatasetInfo, backbone: Backbone) -> Instruction:
-        """Build the task with the template of the section, or the tokenizer's own."""
+        """Create the task with the template of the section, or of the tokenizer."""
         if config.target_length >= config.max_length:
             raise InputError(
                 f"task.target_length={config.target_length} leaves no token of "
@@ -94,7 +96,7 @@ class Instruction(Task):
             by_row=config.loss == "rows",
             groups=info.groups,
         )
-        _ = task.prompt  # rejects a template now
+        _ = task.prompt  # Validate the template now.
         return task
 
     @cached_property
@@ -104,7 +106,7 @@ class Instruction(Task):
         return prompts.build_prompt(self.template, self.tokens, lengths, every_turn=self.every_turn)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without the prompt, whose tokenizer another process loads.
+        # Exclude the prompt, whose tokenizer another process loads.
         return {name: value for name, value in vars(self).items() if name != "prompt"}
 
     def settings(self) -> Json:
@@ -127,13 +129,14 @@ class Instruction(Task):
         return json.dumps(["instruction", 2, self.tokens.key, *prompt, rest])
 
     def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
-        """Return rows with the ranges of their answers.
+        """Encode rows with the ranges of their responses.
 
-        They are ``input_ids`` int32 [N, L], ``length`` int32 [N], ``spans`` int32 [N, S, 2] (first
-        position and the one after the last, [0, 0] for none) and ``cut`` uint8 [N] (bits).
+        Returns:
+            ``input_ids`` int32 [N, L], ``length`` int32 [N], ``spans`` int32 [N, S, 2] (first
+            position and the position after the last, [0, 0] for none) and ``cut`` uint8 [N] (bits).
 
         Raises:
-            InputError: The template does not fit the rows.
+            InputError: The template does not support the rows.
         """
         name, spans, cut = split.info.name, list[list[tuple[int, int]]](), list[int]()
 
@@ -158,7 +161,7 @@ class Instruction(Task):
         return counts
 
     def remarks(self, split: Split) -> list[str]:
-        """Return how many encoded rows of a split were cut, a text for each way."""
+        """Count the encoded rows of a split that were truncated, one text per kind."""
         cut = split.column("cut")
         ways = {
             prompts.PROMPT_CUT: "prompts cut",
@@ -174,13 +177,13 @@ class Instruction(Task):
     ) -> dict[str, Tensor]:
         """Convert encoded rows to the model's inputs, padded to the right; ``dtype`` is not used.
 
-        No mask and no positions are passed: under causal attention, a label never sees the
-        tokens to the right of it.
+        No mask and no positions are passed: under causal attention, a label never sees the tokens
+        to its right.
 
         Returns:
-            ``input_ids`` int64 [b, W]; ``positions`` int64 [M], the labeled ones of all rows, as
-            numbers of the flat [b * W]; ``labels`` int64 [M]; on the CPU, ``counts`` int64 [b],
-            how many labels a row has, and ``start`` int64 [b], where its last answer begins;
+            ``input_ids`` int64 [b, W]; ``positions`` int64 [M], the labeled positions of all rows
+            in the flat [b * W]; ``labels`` int64 [M]; on the CPU, ``counts`` int64 [b], the number
+            of labels of each row, and ``start`` int64 [b], the start of its last response;
             ``group`` and ``client`` if the rows have them.
         """
         stored, length = batch["input_ids"].long(), batch["length"].long()
@@ -201,7 +204,7 @@ class Instruction(Task):
         return super().inputs(batch) | {"use_cache": False}
 
     def losses(self, model: AdaptedModel, batch: Mapping[str, Tensor], clients: int) -> Tensor:
-        """Return the loss of each client's rows; only labeled positions have logits."""
+        """Compute the loss of each client's rows, with logits only for labeled positions."""
         from trishul_ray.tasks.label_loss import scores_of, weighted_losses  # imports torch
 
         counts = batch["counts"].view(clients, -1)  # [clients, rows of each]
@@ -217,7 +220,7 @@ class Instruction(Task):
         return torch.stack([part.sum() for part in parts])
 
     def _weights(self, counts: Tensor) -> Tensor:
-        """Return the weight of each label, float64 [M], given those of a row [clients, rows]."""
+        """Return the weight of each label, float64 [M], given counts per row [clients, rows]."""
         terms = counts.shape[1] * counts if self.by_row else counts.sum(dim=1, keepdim=True)
         weights = (1.0 / terms.double()).expand_as(counts)
         return weights.flatten().repeat_interleave(counts.flatten())
@@ -229,14 +232,15 @@ class Instruction(Task):
         from trishul_ray.tasks.label_loss import widened  # imports torch
 
         inputs = self.inputs(batch)
-        before = batch["positions"] - 1  # a prompt has a token, so that none is in another row
+        # A prompt has at least one token, so no index is in another row.
+        before = batch["positions"] - 1
         if (found := model.hidden_states(**inputs)) is not None:
             return found[0].flatten(0, 1).index_select(0, before), found[1]
         logits = logits_of(model.forward(**inputs)).flatten(0, 1).index_select(0, before)
         return widened(logits), None
 
     def predict(self, model: AdaptedModel, batch: Mapping[str, Tensor]) -> LabelScores:
-        """Return the model's scores of the labels."""
+        """Compute the model's scores of the labels."""
         from trishul_ray.tasks.label_loss import label_scores, scores_of  # imports torch
 
         hidden, head = self._before_labels(model, batch)
@@ -245,11 +249,11 @@ class Instruction(Task):
         return label_scores(hidden, head, batch["labels"])
 
     def loss(self, outputs: LabelScores, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean loss of all labels of the batch, or of the rows' means."""
+        """Compute the mean loss of all labels of the batch, or of the rows' means."""
         return (outputs.losses * self._weights(batch["counts"][None]).to(outputs.losses)).sum()
 
     def score(self, outputs: LabelScores, batch: Mapping[str, Tensor]) -> RowScores:
-        """Return loss, labels and the share of them that is predicted, of every row."""
+        """Return loss, number of labels and fraction of predicted labels of every row."""
         counts = batch["counts"]
         sizes = counts.tolist()
         losses = [part.sum() for part in outputs.losses.double().split(sizes)]
@@ -263,7 +267,7 @@ class Instruction(Task):
     def respond(
         self, model: AdaptedModel, batch: Mapping[str, Tensor], classes: Sequence[str]
     ) -> list[str]:
-        """Return the greedily generated answer to the last turn of every row."""
+        """Generate the response to the last turn of every row greedily."""
         return self.tokens.tokenizer.batch_decode(
             self.generate(model, batch), skip_special_tokens=True
         )
@@ -271,9 +275,9 @@ class Instruction(Task):
     def generate(
         self, model: AdaptedModel, batch: Mapping[str, Tensor], limit: int | None = None
     ) -> Tensor:
-        """Return the ids generated after the last prompt of every row, int64 [b, up to a limit].
+        """Generate ids after the last prompt of every row, int64 [b, up to a limit].
 
-        The limit is ``task.target_length`` unless it is given.
+        The default limit is ``task.target_length``.
         """
         ids, start = batch["input_ids"], batch["start"]
         longest = int(start.max())
@@ -293,9 +297,9 @@ class Instruction(Task):
     def log_likelihoods(
         self, model: AdaptedModel, rows: Sequence[Row], device: torch.device, dtype: torch.dtype
     ) -> np.ndarray:
-        """Return the log-likelihood of the answer of every row, without its end token, [N].
+        """Compute the log-likelihood [N] of the response of every row, without its end token.
 
-        Nothing is generated: an answer may be longer than ``task.target_length``.
+        Nothing is generated: a response may be longer than ``task.target_length``.
         """
         ends = self.prompt.end_ids()
         ids, spans = [], np.zeros((len(rows), 1, 2), dtype=np.int32)
@@ -315,14 +319,14 @@ class Instruction(Task):
         return -losses
 
     def said(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return which labels of a batch are before the end of their answer, bool [M], on the CPU.
+        """Return which labels of a batch precede the end of their response, bool [M], on the CPU.
 
-        The others are the end token and what a chat template writes after it.
+        The others are the end token and the tokens that a chat template writes after it.
         """
         labels, positions = batch["labels"].cpu(), batch["positions"].cpu()
         ends = torch.isin(labels, torch.tensor(sorted(self.prompt.end_ids()))).long()
-        passed = ends.cumsum(dim=0)  # end tokens up to each label
-        begins = positions.diff(prepend=positions[:1] - 2) > 1  # the first label of an answer
+        passed = ends.cumsum(dim=0)  # Number of end tokens up to each label.
+        begins = positions.diff(prepend=positions[:1] - 2) > 1  # The first label of each response.
         return passed == (passed - ends)[begins][begins.cumsum(dim=0) - 1]
 
     def stop_ids(self, model: AdaptedModel) -> list[int]:

@@ -1,9 +1,9 @@
-"""Cross-entropy of labelled positions, in chunks: never the logits of a whole batch.
+"""Cross-entropy of labeled positions in chunks, without the logits of a whole batch.
 
-The head of the model is frozen, so that its gradient is not wanted, and that of the hidden states
-can be taken in the forward pass: nothing of a chunk's logits is kept.
+The head of the model is frozen, so it needs no gradient, and the gradient of the hidden states can
+be computed in the forward pass, without storing the logits of a chunk.
 
-Legend: M labelled positions, d width, V vocabulary size.
+Legend: M labeled positions, d width, V vocabulary size.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Positions whose logits are computed at once.
+#: Number of positions whose logits are computed at once.
 CHUNK = 512
 
 
@@ -22,7 +22,7 @@ class LabelScores:
 
     Attributes:
         losses: Loss of each label, float32 or wider [M].
-        right: Whether it is the most likely token, bool [M].
+        right: Whether each label is the most likely token, bool [M].
     """
 
     losses: Tensor
@@ -59,16 +59,17 @@ class _WeightedLosses(torch.autograd.Function):
 def weighted_losses(
     hidden: Tensor, head: nn.Linear, labels: Tensor, weights: Tensor, chunk: int = CHUNK
 ) -> Tensor:
-    """Return the loss of each label times its weight, float32 or wider [M].
+    """Compute the loss of each label times its weight, float32 or wider [M].
 
-    Differentiable in ``hidden`` alone; equal to cross-entropy of the logits, whatever the chunk.
+    It is differentiable only in ``hidden``, and equal to the cross-entropy of the logits for any
+    chunk.
 
     Args:
         hidden: Hidden states before the labels, [M, d].
         head: The frozen head [V, d].
         labels: int64 [M].
         weights: Constants, float [M].
-        chunk: Positions whose logits are computed at once.
+        chunk: Number of positions whose logits are computed at once.
     """
     found: Tensor = _WeightedLosses.apply(hidden, head, labels, weights, chunk)  # type: ignore[no-untyped-call]
     return found
@@ -77,7 +78,7 @@ def weighted_losses(
 def label_scores(
     hidden: Tensor, head: nn.Linear, labels: Tensor, chunk: int = CHUNK
 ) -> LabelScores:
-    """Return losses and hits of labels [M], given the hidden states before them [M, d]."""
+    """Compute losses and hits of labels [M], given the hidden states before them [M, d]."""
     parts = [
         scores_of(widened(head(h)), y)
         for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True)
@@ -87,11 +88,11 @@ def label_scores(
 
 
 def scores_of(logits: Tensor, labels: Tensor) -> LabelScores:
-    """Return losses and hits of labels [M], given their logits [M, V] in float32 or wider."""
+    """Compute losses and hits of labels [M], given their logits [M, V] in float32 or wider."""
     losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     return LabelScores(losses, (logits.argmax(dim=-1) == labels) & losses.isfinite())
 
 
 def widened(logits: Tensor) -> Tensor:
-    """Return logits in float32, or in float64 if they are."""
+    """Convert logits to float32; float64 is unchanged."""
     return logits if logits.dtype == torch.float64 else logits.float()

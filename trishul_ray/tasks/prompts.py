@@ -1,8 +1,8 @@
-"""Prompts of instructions and their answers, as token ids with the ranges that carry loss.
+"""Prompts of instructions and their responses, as token ids with the ranges that carry loss.
 
-A prompt is a text with ``{instruction}`` and ``{input}``, after which the answer and the end token
-follow; or a chat template, which renders whole conversations. Nothing else makes prompts:
-generation starts from the same ids as in training.
+A prompt is either a text with ``{instruction}`` and ``{input}``, followed by the response and the
+end token, or a chat template, which renders whole conversations. Generation starts from the same
+ids as training.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from trishul_ray.tasks.text import (
     shortened,
 )
 
-#: Bundled templates of prompts, and of chats; ``chat`` is the tokenizer's own.
+#: Bundled templates of prompts, and of chats; ``chat`` is the tokenizer's template.
 PROMPTS, CHATS = ("alpaca", "plain"), ("turns",)
 #: Fields of a prompt.
 FIELDS = ("instruction", "input")
-#: Kinds of cuts of a row, as bits.
+#: Kinds of truncation of a row, as bits.
 PROMPT_CUT, ANSWER_CUT, TURNS_DROPPED, LAST_TURN_ALONE = 1, 2, 4, 8
-#: Tokens of a generation prompt that an answer may replace, such as an empty thought.
+#: Number of tokens of a generation prompt that a response may replace, such as an empty thought.
 REPLACED = 8
-#: The date that chat templates see instead of today's: LLaMA-3's own default.
+#: Date in chat templates, instead of today's: the default of LLaMA-3.
 DATE = "26 Jul 2024"
 _CLOCK = "{%- macro strftime_now(format) -%}" + DATE + "{%- endmacro -%}"
 
@@ -44,9 +44,9 @@ class Encoded:
     """A row as token ids.
 
     Attributes:
-        ids: Ids of the prompt and its answers.
-        spans: Ranges of the ids that are labels, in order; the last one ends the ids.
-        cut: Kinds of cuts, as bits.
+        ids: Ids of the prompt and its responses.
+        spans: Ranges of the ids that are labels, in order; the last range ends the ids.
+        cut: Kinds of truncation, as bits.
     """
 
     ids: list[int]
@@ -56,14 +56,14 @@ class Encoded:
 
 @dataclass(eq=False)
 class Prompt(ABC):
-    """Turns conversations into token ids.
+    """Convert conversations to token ids.
 
     Attributes:
         tokens: The backbone's tokenizer.
         text: Text of the template.
-        max_length: Most tokens of a row, its answers included.
-        target_length: Most labels of an answer. A longer one is cut, and loses its end token: it
-            must not teach to stop.
+        max_length: Maximum tokens of a row, including its responses.
+        target_length: Maximum labels of a response. A longer response is truncated and loses its
+            end token, because it must not teach to stop.
     """
 
     tokens: TokenizerRef
@@ -73,20 +73,20 @@ class Prompt(ABC):
 
     @abstractmethod
     def encode(self, rows: Sequence[Row], where: str) -> list[Encoded]:
-        """Return rows as token ids; ``where`` is what they are called in messages.
+        """Encode rows as token ids; messages refer to them as ``where``.
 
         Raises:
-            InputError: The template does not fit the rows, or leaves no room for them.
+            InputError: The template does not support the rows, or leaves no room for them.
         """
 
     @abstractmethod
     def end_ids(self) -> set[int]:
-        """Return the ids that end an answer: the end token, and a template's control token."""
+        """Return the ids that end a response: the end token, and a template's control token."""
 
     def check_ends(self) -> None:
-        """Raise an InputError unless an answer ends with one of the ids at which generation stops.
+        """Raise an InputError unless a response ends with one of the ids that stop generation.
 
-        A model trained on answers without an end never stops, which no loss shows.
+        A model trained on responses without an end never stops, which no loss shows.
         """
         probe = self.encode([Row.of("x", "", "y")], "the template")[0]
         start, stop = probe.spans[-1]
@@ -99,10 +99,10 @@ class Prompt(ABC):
 
 @dataclass(eq=False)
 class TextPrompt(Prompt):
-    """A prompt with braces: one form for rows with an input and one for those without, or one text.
+    """A prompt with braces: one text, or separate texts for rows with and without an input.
 
     Raises:
-        InputError: A form names an unknown field.
+        InputError: A text has an unknown field.
     """
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class TextPrompt(Prompt):
             self._short = Template(forms["without_input"], FIELDS[:1], "instructions")
 
     def encode(self, rows: Sequence[Row], where: str) -> list[Encoded]:
-        """Return rows of one turn; prompt and answer are tokenized apart, as in generation."""
+        """Encode rows of one turn; prompt and response are tokenized separately."""
         return [self._row(row, where) for row in rows]
 
     def _row(self, row: Row, where: str) -> Encoded:
@@ -153,16 +153,16 @@ class ChatPrompt(Prompt):
     """A chat template.
 
     Attributes:
-        every_turn: Whether the answers of all turns are labels, not only the last one.
+        every_turn: Whether the responses of all turns are labels, instead of only the last one.
     """
 
     every_turn: bool
 
     def encode(self, rows: Sequence[Row], where: str) -> list[Encoded]:
-        """Return rows as the template renders them, the oldest turns dropped where it is too long.
+        """Encode rows with the template, without their oldest turns if they are too long.
 
-        The labels of a turn are what the template adds to its generation prompt: the answer, its
-        end and what follows it.
+        The labels of a turn are the tokens that the template adds to its generation prompt: the
+        response, its end and the tokens after it.
         """
         found: list[Encoded | None] = [None] * len(rows)
         left = {number: (list(row.messages), 0) for number, row in enumerate(rows)}
@@ -182,7 +182,7 @@ class ChatPrompt(Prompt):
     def _shorten(
         self, row: Conversation, cut: int, excess: int, where: str
     ) -> tuple[Conversation, int]:
-        """Return a shorter conversation, without its oldest turn or with less in the only one."""
+        """Shorten a conversation by its oldest turn, or by text if it has only one turn."""
         head = 1 if row[0]["role"] == "system" else 0
         if len(row) > head + 2:
             return row[:head] + row[head + 2 :], cut | TURNS_DROPPED
@@ -202,7 +202,7 @@ class ChatPrompt(Prompt):
         return [*new, row[-1]], cut | PROMPT_CUT
 
     def _render(self, rows: Sequence[Conversation], where: str) -> list[Encoded]:
-        """Return rows as ids and labels, whatever their length."""
+        """Convert rows to ids and labels, regardless of their length."""
         turns = [[n for n, message in enumerate(row) if is_learned(message)] for row in rows]
         if not self.every_turn:
             turns = [numbers[-1:] for numbers in turns]
@@ -215,7 +215,7 @@ class ChatPrompt(Prompt):
         ]
 
     def _labelled(self, turns: Sequence[tuple[list[int], list[int]]]) -> Encoded:
-        """Return the whole conversation, the last answer, with the labels of its turns."""
+        """Return the whole conversation, the last response, with the labels of its turns."""
         whole, cut = turns[-1][1], 0
         spans = []
         for prompt, answer in turns:
@@ -227,7 +227,8 @@ class ChatPrompt(Prompt):
                     "another template"
                 )
             if _common(answer, whole) < len(answer):
-                cut |= LAST_TURN_ALONE  # e.g. earlier thoughts are left out of later turns
+                # E.g. the template removes earlier thoughts from later turns.
+                cut |= LAST_TURN_ALONE
                 continue
             spans.append((same, len(answer)))
         if cut & LAST_TURN_ALONE:
@@ -241,9 +242,9 @@ class ChatPrompt(Prompt):
     def ids(
         self, rows: Sequence[Conversation], where: str, *, add_generation_prompt: bool = False
     ) -> list[list[int]]:
-        """Return the ids of conversations as the template renders them.
+        """Render conversations with the template, as ids.
 
-        The clock stands still, and contents that spell control tokens get those of their letters.
+        The date is fixed, and texts that spell control tokens get the tokens of their letters.
         """
         tokenizer: Any = self.tokens.tokenizer
         try:
@@ -257,7 +258,7 @@ class ChatPrompt(Prompt):
                 date_string=DATE,
                 enable_thinking=False,
             )
-        except Exception as error:  # of Jinja, or what a template raises by itself
+        except Exception as error:  # Raised by Jinja, or by the template itself.
             raise InputError(
                 f"task.template: the chat template cannot render the rows of {where}: "
                 f"{first_line(error)}"
@@ -265,9 +266,9 @@ class ChatPrompt(Prompt):
         return [list(ids) for ids in found["input_ids"]]
 
     def end_ids(self) -> set[int]:
-        """Return the end token, and the first control token after an answer's content.
+        """Return the end token, and the first control token after a response's content.
 
-        Other tokens there, such as a blank, can occur in answers and end none.
+        Other tokens there, such as a blank, can occur in responses and do not end them.
         """
         rows = [Row.of("x", "", answer) for answer in ("yes", "no")]
         first, second = self.ids([row.messages for row in rows], "the template")
@@ -280,13 +281,13 @@ class ChatPrompt(Prompt):
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common beginning."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _forms(text: str) -> dict[str, str]:
-    """Return the prompts of a text: with_input, and without_input if it is another one."""
+    """Parse the prompts of a text: with_input, and without_input if it is different."""
     if not any(line.startswith("with_input:") for line in text.splitlines()):
         return {"with_input": text}
     try:
@@ -308,17 +309,17 @@ def bundled(name: str) -> str:
 def build_prompt(
     template: str | None, tokens: TokenizerRef, lengths: tuple[int, int], *, every_turn: bool
 ) -> Prompt:
-    """Return the prompt that ``task.template`` names or is.
+    """Create the prompt of ``task.template``.
 
     Args:
-        template: A bundled name, ``chat``, or a text. None: the tokenizer's chat template, or
-            else ``alpaca``.
+        template: A bundled name, ``chat``, or a text. None means the tokenizer's chat template, or
+            ``alpaca`` without one.
         tokens: The backbone's tokenizer, which is loaded.
         lengths: ``task.max_length`` and ``task.target_length``.
         every_turn: See :class:`ChatPrompt`.
 
     Raises:
-        InputError: The tokenizer has no chat template, or an answer would have no end.
+        InputError: The tokenizer has no chat template, or a response would have no end.
     """
     own = tokens.tokenizer.chat_template
     name = template or ("chat" if own else "alpaca")

@@ -1,10 +1,10 @@
 """Extractive question answering as text to text, scored by SQuAD's exact match and F1.
 
 Answers are compared in lower case, without punctuation, articles and extra white space. The best
-match of several reference answers counts (Rajpurkar et al. 2016). F1 is the mean over all
+match among several reference answers counts (Rajpurkar et al. 2016). F1 is the mean over all
 questions, regardless of their sub-dataset.
 
-Shapes: N rows, b rows of a batch, T tokens of the target, R bytes of references.
+Legend: N rows, b rows of a batch, T tokens of the target, R bytes of references.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @register("text2text")
 class QuestionAnswering(Text2Text):
-    """Generate the answer to a question from its context; arguments as of :class:`Text2Text`."""
+    """Generate the answer to a question from its context; see :class:`Text2Text` for arguments."""
 
     reads = "qa"
     fields_read = frozenset({"max_length", "target_length", "template"})
@@ -37,11 +37,11 @@ class QuestionAnswering(Text2Text):
     row_metrics = ("f1", "exact_match")
 
     def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
-        """Return the inputs, with the first answer of each row as its target, and ``references``.
+        """Encode the inputs, the first answer of each row as its target, and ``references``.
 
-        An answer that is too long is cut and still ends with the end token. ``references``
-        uint8 [N, R] are all answers as JSON in UTF-8, padded with zeros. Training rows, which are
-        many and never scored, have none.
+        An answer that is too long is truncated and still ends with the end token. ``references``
+        uint8 [N, R] has all answers as JSON in UTF-8, padded with zeros. Training rows, which are
+        many and never scored, have no references.
         """
         tokens, limit = self.tokens, self.target_length
 
@@ -60,7 +60,7 @@ class QuestionAnswering(Text2Text):
         return columns
 
     def score_texts(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``f1`` and ``exact_match`` [b], each the largest over a row's references."""
+        """Compute ``f1`` and ``exact_match`` [b], each the maximum over a row's references."""
         scores = np.zeros((2, len(texts)))
         for row, (text, packed) in enumerate(zip(texts, batch["references"], strict=True)):
             answers = {"text": unpack_answers(packed.numpy())}
@@ -73,7 +73,7 @@ class QuestionAnswering(Text2Text):
 
 
 def read_answers(split: Split, start: int, stop: int) -> list[list[str]]:
-    """Return all answers of rows ``start`` up to ``stop``; raise CorruptFileError on other rows."""
+    """Read all answers of rows ``start`` up to ``stop``; raise CorruptFileError on other rows."""
     rows = []
     for row, text in enumerate(read_texts(split, "answers", start, stop), start):
         try:
@@ -90,7 +90,7 @@ def read_answers(split: Split, start: int, stop: int) -> list[list[str]]:
 
 
 def pack_answers(split: Split) -> np.ndarray:
-    """Return the answers of every row as JSON in UTF-8, padded with zeros: uint8 [N, R]."""
+    """Encode the answers of every row as JSON in UTF-8, padded with zeros: uint8 [N, R]."""
     count = len(split)
     packed = [
         json.dumps(list(dict.fromkeys(answers)), ensure_ascii=False).encode()
@@ -104,6 +104,6 @@ def pack_answers(split: Split) -> np.ndarray:
 
 
 def unpack_answers(row: np.ndarray) -> list[str]:
-    """Return the answers packed in one row of :func:`pack_answers`, uint8 [R]."""
+    """Decode the answers in one row of :func:`pack_answers`, uint8 [R]."""
     answers: list[str] = json.loads(row.tobytes().rstrip(b"\0"))
     return answers

@@ -2,7 +2,7 @@
 
 The model's tokenizer joins the fields; templates and verbalizers are not used.
 
-Shapes: N rows, b rows of a batch, L stored tokens, W tokens of the batch, K classes.
+Legend: N rows, b rows of a batch, L stored tokens, W tokens of the batch, K classes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class SequenceClassification(Classification):
         tokens: The backbone's tokenizer.
         fields: One or two columns of text.
         num_classes: K.
-        max_length: Maximum tokens of a row with special tokens. The longer text is cut first.
+        max_length: Maximum tokens of a row, including special tokens. The longer text is truncated
+            first.
         groups: Names of groups of test rows.
         decoder: Whether the backbone is a decoder. Its head reads the last token of a row that is
-            not ``config.pad_token_id``, which must equal that of the tokenizer.
+            not ``config.pad_token_id``, which must equal the tokenizer's padding id.
 
     Raises:
         InputError: There are more than two fields.
@@ -73,7 +74,7 @@ class SequenceClassification(Classification):
     def build(
         cls, config: TaskConfig, info: DatasetInfo, backbone: Backbone
     ) -> SequenceClassification:
-        """Build the task for the dataset's fields of text."""
+        """Create the task for the dataset's fields of text."""
         tokens = TokenizerRef.of(backbone)
         decoder = backbone.family == "causal-lm"
         if decoder:
@@ -97,10 +98,10 @@ class SequenceClassification(Classification):
         return json.dumps(["pair", 1, self.tokens.key, self.fields, self.max_length])
 
     def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
-        """Return ``input_ids`` int32 [N, L] and ``length`` int32 [N].
+        """Encode ``input_ids`` int32 [N, L] and ``length`` int32 [N].
 
         If the tokenizer marks the second text, also return ``first`` int32 [N]: the number of
-        tokens of the first text, separators included.
+        tokens of the first text, including separators.
         """
         names = self.tokens.tokenizer.model_input_names
         has_token_types = len(self.fields) == 2 and "token_type_ids" in names
@@ -144,7 +145,7 @@ class SequenceClassification(Classification):
 
 
 def _check_padding(backbone: Backbone, tokens: TokenizerRef) -> None:
-    """Check that they pad alike: the head of a decoder finds a row's last token by the padding."""
+    """Check that decoder and tokenizer use the same padding, which marks a row's last token."""
     pad_id = backbone.architecture.pad_token_id
     if pad_id not in (None, tokens.pad_id):
         raise InputError(

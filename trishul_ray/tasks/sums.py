@@ -1,9 +1,10 @@
-"""Sums over scored rows, and the metrics that follow from the sums of all batches.
+"""Sums over scored rows, and the metrics computed from the sums of all batches.
 
-Nothing here needs a model: workers sum, the coordinator adds the sums and takes the means. Adding
-is exactly rounded, so metrics do not depend on how rows were spread over batches and workers.
+This module does not need a model: workers compute sums, the coordinator adds them and computes the
+means. Addition is exactly rounded, so metrics do not depend on the distribution of rows over
+batches and workers.
 
-Shapes: b rows of a batch, G groups of rows, K classes, C clients, n of them with rows.
+Legend: b rows of a batch, G groups of rows, K classes, C clients, n of them with rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 _C = TypeVar("_C", int, str)
 
-#: Longest name of a metric of a group, without a number; MLflow accepts 250 characters in total.
+#: Maximum length of the name of a group's metric, without a number; MLflow accepts 250 characters
+#: in total.
 MAX_NAME = 200
 
 
@@ -35,11 +37,18 @@ class RowScores:
 
     Attributes:
         loss: [b], the loss of each row, summed over its terms.
-        scores: [b] by name of the metric, which is their mean.
-        terms: [b], the number of terms (tokens of the target) of each row's loss; None: one each.
-        predicted: Class of each row, int64 [b], negative where none is predicted; None for a task
-            without classes.
-        labels: True class of each row, int64 [b]; with ``predicted``.
+        scores: [b], keyed by name of the metric, which is their mean.
+        terms: [b], the number of terms (tokens of the target) of each row's loss; None means one
+            per row.
+        predicted: int64 [b], the predicted class of each row, negative without a prediction; None
+            for a task without classes.
+        labels: int64 [b], the true class of each row; set together with ``predicted``.
+
+    Example:
+        >>> rows = RowScores(torch.tensor([0.5, 1.5]), {"accuracy": torch.tensor([1.0, 0.0])})
+        >>> sums = EvalSums.of(rows, Metrics(("accuracy",)), {})
+        >>> Metrics(("accuracy",)).merge([sums])
+        {'loss': 1.0, 'accuracy': 0.5}
     """
 
     loss: Tensor
@@ -61,11 +70,11 @@ class EvalSums:
         loss: Sum of the losses.
         terms: Number of terms of the loss, of which the loss is the mean.
         count: Number of rows.
-        scores: Sum of each score, by name of its metric.
-        by_group: [G, 2], sum of the headline's scores and number of rows of each group.
-        clients: Numbers of the clients that the rows belong to, int64 [n], ascending.
-        by_client: [n, 2], the same for each of them.
-        by_class: [K, 3], rows labeled, predicted and correctly predicted as each class.
+        scores: Sum of each score, keyed by name of its metric.
+        by_group: [G, 2], sum of the primary metric's scores and number of rows of each group.
+        clients: int64 [n], the clients that the rows belong to, ascending.
+        by_client: [n, 2], sum of the primary metric's scores and number of rows of each client.
+        by_class: [K, 3], number of rows labeled, predicted and correctly predicted as each class.
     """
 
     loss: float
@@ -79,9 +88,18 @@ class EvalSums:
 
     @classmethod
     def of(cls, rows: RowScores, metrics: Metrics, batch: Mapping[str, Tensor]) -> EvalSums:
-        """Sum the rows of a batch, whose keys ``group`` and ``client`` [b] assign them, if there.
+        """Sum the rows of a batch.
 
-        On a GPU, every copy to the host is a wait.
+        On a GPU, every copy to the host makes it wait.
+
+        Args:
+            rows: Scores of the rows.
+            metrics: Metrics of the task.
+            batch: The prepared batch. Its optional keys ``group`` and ``client`` [b] assign the
+                rows.
+
+        Returns:
+            The sums.
         """
         scores = {name: _on_host(values) for name, values in rows.scores.items()}
         headline = scores[metrics.headline]
@@ -104,7 +122,13 @@ class EvalSums:
 
     @classmethod
     def total(cls, parts: Sequence[EvalSums]) -> EvalSums:
-        """Return the exactly rounded sums of all parts, which are the same in any order.
+        """Add sums with exact rounding, so that the result does not depend on the order.
+
+        Args:
+            parts: Sums of all batches.
+
+        Returns:
+            The total.
 
         Raises:
             ValueError: No rows were evaluated.
@@ -134,7 +158,7 @@ def _on_host(values: Tensor) -> Tensor:
 
 
 def _sums_where(members: Sequence[Tensor], scores: Tensor) -> np.ndarray:
-    """Return the sum of scores [b] and the number of rows of each set of members, [sets, 2]."""
+    """Sum the scores [b], and count the rows, of each set of members, [sets, 2]."""
     chosen = [scores[member] for member in members]
     return np.array([(float(part.sum()), float(len(part))) for part in chosen]).reshape(-1, 2)
 
@@ -149,7 +173,7 @@ def _count_classes(rows: RowScores, classes: int) -> np.ndarray:
 
 
 def _add_exactly(arrays: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
-    """Return the sum of arrays of one shape, exactly rounded in every cell."""
+    """Add arrays of one shape, exactly rounded in every cell."""
     cells = np.stack(list(arrays))
     added = [math.fsum(column) for column in cells.reshape(len(cells), -1).T]
     return np.array(added).reshape(cells.shape[1:])
@@ -157,11 +181,11 @@ def _add_exactly(arrays: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Metrics of a task, computed from sums; for a process without a model.
+    """Metrics of a task, computed from sums, for a process without a model.
 
     Attributes:
-        scores: Names of the scores of a row, of which metrics are the means; the headline first.
-        groups: Names of groups of rows. Each has its own headline.
+        scores: Names of the scores of a row, whose means are metrics; the primary metric first.
+        groups: Names of groups of rows. Each has a separate primary metric.
         classes: K; None for a task without classes.
     """
 
@@ -171,18 +195,24 @@ class Metrics:
 
     @property
     def headline(self) -> str:
-        """The main metric, in [0, 1]; higher is better."""
+        """The primary metric, in [0, 1]; higher is better."""
         return self.scores[0]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all metrics, the headline first; :meth:`merge` omits a group without rows."""
+        """Names of all metrics, the primary one first; :meth:`merge` omits groups without rows."""
         of_classes = () if self.classes is None else ("macro_f1",)
         by_group = group_metrics(self.headline, self.groups)
         return (self.headline, "loss", *of_classes, *self.scores[1:], *by_group)
 
     def merge(self, parts: Sequence[EvalSums]) -> dict[str, float]:
-        """Return the metrics from the sums of all batches, for every name with at least one row.
+        """Compute the metrics from the sums of all batches.
+
+        Args:
+            parts: Sums of all batches.
+
+        Returns:
+            The metrics with at least one row, keyed by name.
 
         Raises:
             ValueError: No rows were evaluated.
@@ -199,24 +229,42 @@ class Metrics:
         return found
 
     def recall(self, parts: Sequence[EvalSums]) -> list[float | None]:
-        """Return the share of every class's rows that is predicted as it.
+        """Compute the recall of every class.
 
-        None for a class without rows; empty for a task without classes.
+        Args:
+            parts: Sums of all batches.
+
+        Returns:
+            The recall, or None for a class without rows; empty for a task without classes.
         """
         cells = EvalSums.total(parts).by_class.tolist()
         return [correct / labeled if labeled else None for labeled, _, correct in cells]
 
     def by_client(self, parts: Sequence[EvalSums]) -> dict[int, float]:
-        """Return the headline of every client with rows."""
+        """Compute the primary metric of every client with rows.
+
+        Args:
+            parts: Sums of all batches.
+
+        Returns:
+            The metric, keyed by client.
+        """
         total = EvalSums.total(parts)
         cells = zip(total.clients.tolist(), total.by_client.tolist(), strict=True)
         return {client: score / count for client, (score, count) in cells}
 
 
 def group_metrics(headline: str, groups: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the headline for groups: ``f1`` and ``SQuAD`` give ``f1_squad``.
+    """Return the names of the primary metric for groups.
 
-    They have letters of any script and digits, as MLflow accepts; equal names are numbered.
+    They contain letters of any script and digits, as MLflow accepts; equal names are numbered.
+
+    Args:
+        headline: Name of the primary metric, such as ``f1``.
+        groups: Names of the groups, such as ``SQuAD``.
+
+    Returns:
+        The names, such as ``f1_squad``.
     """
     found: dict[str, None] = {}
     for group in groups:
@@ -226,18 +274,25 @@ def group_metrics(headline: str, groups: Sequence[str]) -> tuple[str, ...]:
 
 
 def macro_f1(sums: EvalSums) -> float:
-    """Return the mean F1 of the classes that are labeled or predicted in the rows."""
+    """Compute the mean F1 of the classes that are labeled or predicted in the rows.
+
+    Args:
+        sums: Sums over the rows.
+    """
     cells = [cell for cell in sums.by_class.tolist() if cell[0] or cell[1]]
     scores = [2 * correct / (labeled + predicted) for labeled, predicted, correct in cells]
     return math.fsum(scores) / len(scores)
 
 
 def score_by_mix(recall: Sequence[float | None], mix: np.ndarray) -> dict[int, float]:
-    """Return the accuracy that every client has on test rows with the class mix of the client.
+    """Compute each client's accuracy on test rows with the class mix of the client.
 
     Args:
-        recall: See :meth:`Metrics.recall`; classes without test rows are left out of the mix.
-        mix: Training rows of every client and class, [C, K].
+        recall: See :meth:`Metrics.recall`; classes without test rows are removed from the mix.
+        mix: [C, K], number of training rows per client and class.
+
+    Returns:
+        The accuracy, keyed by client.
     """
     known = np.array([value is not None for value in recall])
     values = np.array([value or 0.0 for value in recall])
@@ -248,11 +303,20 @@ def score_by_mix(recall: Sequence[float | None], mix: np.ndarray) -> dict[int, f
 
 
 def summarize_clients(name: str, scores: Mapping[Any, float]) -> dict[str, float]:
-    """Return how a score is spread over the clients, as ``<name>_mean`` and so on.
+    """Summarize the distribution of a score over the clients.
 
-    The names end in ``mean``, ``sd`` (of all clients, not of a sample), ``worst_decile`` and
-    ``best_decile`` (means of the tenth with the lowest and the highest), ``min`` and ``gini`` (of
-    two clients drawn at random, the mean difference over twice the mean).
+    Args:
+        name: Name of the score.
+        scores: The score of each client.
+
+    Returns:
+        ``<name>_mean``, ``<name>_sd`` (of all clients, not of a sample), ``<name>_worst_decile``
+        and ``<name>_best_decile`` (means of the lowest and the highest tenth), ``<name>_min`` and
+        ``<name>_gini`` (mean difference of two random clients over twice the mean).
+
+    Example:
+        >>> summarize_clients("per_client", {0: 0.5, 1: 1.0})["per_client_mean"]
+        0.75
     """
     ordered = sorted(scores.values())
     count, total = len(ordered), math.fsum(ordered)
@@ -270,30 +334,31 @@ def summarize_clients(name: str, scores: Mapping[Any, float]) -> dict[str, float
 
 @cache
 def client_metric_names() -> tuple[str, ...]:
-    """Return the names of all numbers that :func:`client_metrics` may return."""
+    """Return all names that :func:`client_metrics` may return."""
     scores = {0: 1.0, 1: 0.5, 2: 0.0}
-    # The last client is held out, and no round has counted it.
+    # The last client is held out, and counted in no round.
     return tuple(client_metrics(scores, scores, {0: 2, 1: 1}))
 
 
 def client_metrics(
     per_client: Mapping[_C, float], personal: Mapping[_C, float], rounds: Mapping[_C, int]
 ) -> dict[str, float]:
-    """Return what the scores of clients say together; numbers that are not defined are left out.
+    """Summarize the scores of clients; undefined numbers are omitted.
 
     Args:
         per_client: Score of the global model on each client's rows.
-        personal: Score of each client's own model; empty if clients have no part of the model.
-        rounds: Number of rounds in which each client that may take part has counted; empty if
-            unknown.
+        personal: Score of each client's personalized model; empty if clients keep no part of the
+            model.
+        rounds: Number of rounds in which each client that may take part counted; empty if unknown.
 
     Returns:
-        :func:`summarize_clients` of both, which are equal without own models. With own models,
-        over the clients that have taken part: ``personal_gain``, the mean of personal minus global,
-        and ``personal_hurt``, the share for whom it is negative. ``participation_correlation`` of
-        rounds and the score of the client's model. ``never_sampled_mean``: the global model's mean
-        over clients that no round has counted; ``participation_gap``: its mean over clients that
-        may take part minus that over held-out ones.
+        :func:`summarize_clients` of both, which are equal without personalized models. With
+        personalized models, over the clients that took part: ``personal_gain``, the mean of
+        personal minus global, and ``personal_hurt``, the fraction of clients with a negative
+        difference. ``participation_correlation`` of rounds and the score of the client's model.
+        ``never_sampled_mean``: the global model's mean over clients that counted in no round.
+        ``participation_gap``: its mean over clients that may take part minus its mean over held-out
+        clients.
     """
 
     def mean(clients: Iterable[_C]) -> float:

@@ -1,6 +1,6 @@
-"""Tokenize the texts of a dataset: templates, prompts cut to a limit, padded columns of token ids.
+"""Tokenize the texts of a dataset: templates, prompts truncated to a limit, padded token ids.
 
-Shapes: N rows, b rows of a batch, L tokens of the longest stored row, W of the longest in a batch.
+Legend: N rows, b rows of a batch, L tokens of the longest stored row, W of the longest in a batch.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from trishul_ray.data.dataset import DatasetInfo, Split
     from trishul_ray.models.backbone import Backbone
 
-#: Rows tokenized in one call.
+#: Number of rows tokenized in one call.
 CHUNK = 500
 
-#: A prompt estimated to exceed its limit by no more tokens than this is tokenized before it is cut:
-#: fields tokenized one by one may give a few more tokens than in their place in the prompt.
+#: Prompts estimated to exceed their limit by at most this number of tokens are tokenized before
+#: they are truncated: fields tokenized separately may have a few more tokens than in the prompt.
 ESTIMATE_MARGIN = 16
 
 
 class TokenizerRef:
-    """The tokenizer of a backbone, loaded at its first use in a process and never pickled.
+    """The tokenizer of a backbone, loaded on first use in a process and never pickled.
 
     Args:
         backbone: The backbone that reads the tokens.
-        vocabulary_size: Rows of the backbone's embedding; larger ids are rejected.
+        vocabulary_size: Number of rows of the backbone's embedding; larger ids are rejected.
     """
 
     def __init__(self, backbone: Backbone, *, vocabulary_size: int) -> None:
@@ -44,7 +44,7 @@ class TokenizerRef:
 
     @classmethod
     def of(cls, backbone: Backbone) -> TokenizerRef:
-        """Return the tokenizer of a backbone of texts."""
+        """Return the tokenizer of a backbone for texts."""
         return cls(backbone, vocabulary_size=backbone.architecture.vocab_size)
 
     @property
@@ -75,7 +75,7 @@ class TokenizerRef:
     def encode(
         self, texts: Sequence[str], pairs: Sequence[str] | None = None, **options: Any
     ) -> Mapping[str, list[list[int]]]:
-        """Return the tokenizer's columns for texts, or for pairs of texts, without padding.
+        """Tokenize texts, or pairs of texts, without padding.
 
         A text that spells a special token gets the tokens of its letters instead.
         """
@@ -117,15 +117,15 @@ class TokenizerRef:
 
         Args:
             count: N.
-            max_length: Largest possible length of a row.
+            max_length: Maximum length of a row.
             rows: ``rows(start, stop)`` returns the ids of the rows from ``start`` up to ``stop``.
-            progress: Called with the fraction done.
+            progress: Called with the completed fraction.
 
         Returns:
             Ids int32 [N, L] and lengths int32 [N].
 
         Raises:
-            InputError: An id exceeds the backbone's embedding, be it only that of the padding.
+            InputError: An id exceeds the backbone's embedding, even if it is only the padding id.
         """
         if self.pad_id >= self.vocabulary_size:
             raise InputError(
@@ -155,8 +155,7 @@ class Template:
     """A prompt in which each of its fields occurs once.
 
     Args:
-        text: For example ``"question: {question} context: {context}"``; write a literal brace
-            twice.
+        text: For example ``"question: {question} context: {context}"``; double a literal brace.
         fields: Names of the dataset's fields.
         dataset: Name of the dataset, for messages.
 
@@ -194,17 +193,17 @@ class Template:
         self.fields = tuple(used)
 
     def fill(self, values: Sequence[str]) -> str:
-        """Return the prompt with ``values`` in the place of :attr:`fields`."""
+        """Fill the prompt with the ``values`` of :attr:`fields`."""
         return self.text.format(**dict(zip(self.fields, values, strict=True)))
 
 
 class PromptTokenizer:
-    """Fills a template with rows and tokenizes it, cutting fields so that prompts fit a limit.
+    """Fill a template with rows and tokenize it, truncating fields so that prompts fit a limit.
 
-    ``add_special_tokens`` tells whether the tokenizer adds its begin and end tokens.
+    ``add_special_tokens`` sets whether the tokenizer adds its begin and end tokens.
 
     Raises:
-        InputError: The template alone leaves no token for its fields.
+        InputError: The template leaves no token for its fields.
     """
 
     def __init__(
@@ -223,13 +222,13 @@ class PromptTokenizer:
     def ids(self, rows: Sequence[Sequence[str]]) -> list[list[int]]:
         """Return the token ids of the prompts with these values of the template's fields."""
         filled = [list(row) for row in rows]
-        # Cut what is far too long before tokenizing whole prompts. The estimate, field by field,
-        # may be wrong by some tokens, so what is near the limit is left to the exact count.
+        # Truncate very long texts before tokenizing whole prompts. The estimate per field may be
+        # wrong by some tokens, so prompts near the limit are left to the exact count.
         self._cut(filled, [None] * len(filled))
         ids = self._ids([self._template.fill(row) for row in filled])
         too_long = [i for i, row in enumerate(ids) if len(row) > self._limit]
         while too_long:
-            # A cut text may have a few more tokens than it was cut to, so repeat until it fits.
+            # A truncated text may have a few more tokens than requested, so repeat until it fits.
             self._cut([filled[i] for i in too_long], [len(ids[i]) - self._limit for i in too_long])
             shorter = self._ids([self._template.fill(filled[i]) for i in too_long])
             for i, row in zip(too_long, shorter, strict=True):
@@ -244,8 +243,8 @@ class PromptTokenizer:
     def _cut(self, rows: Sequence[list[str]], excesses: Sequence[int | None]) -> None:
         """Shorten the fields of rows in place, by at least one character.
 
-        ``excesses`` are the tokens to remove from each row. None estimates them, and leaves a row
-        alone that may be within the limit.
+        ``excesses`` are the numbers of tokens to remove from each row. None estimates them, and
+        skips rows that may be within the limit.
         """
         width = len(self._template.fields)
         encodings = self._tokens.encode_with_offsets([text for row in rows for text in row])
@@ -259,7 +258,7 @@ class PromptTokenizer:
             before = list(row)
             for field, keep in enumerate(shorten_longest(lengths, excess)):
                 row[field] = shortened(row[field], fields[field], keep)
-            if row == before:  # white space that has no token alone, but has one in the prompt
+            if row == before:  # White space may have no token by itself, but one in the prompt.
                 row[:] = [""] * width
 
 
@@ -271,7 +270,7 @@ def begin_ids(tokens: TokenizerRef) -> list[int]:
 
 
 def shortened(text: str, encoding: Encoding, keep: int) -> str:
-    """Return a text cut to its first ``keep`` tokens, by at least one character if it has more."""
+    """Truncate a text to its first ``keep`` tokens, by at least one character if it has more."""
     if keep >= len(encoding):
         return text
     span = encoding.token_to_chars(keep)  # of the first removed token
@@ -294,7 +293,10 @@ def shorten_longest(lengths: Sequence[int], excess: int) -> list[int]:
 
 
 def default_template(fields: Sequence[str]) -> str:
-    """Each field after its name, as T5 was pretrained (Raffel et al. 2020); a single one alone."""
+    """Return each field after its name, as in T5's pretraining (Raffel et al. 2020).
+
+    A single field has no name before it.
+    """
     if len(fields) == 1:
         return f"{{{fields[0]}}}"
     return " ".join(f"{name}: {{{name}}}" for name in fields)
@@ -304,7 +306,7 @@ def class_texts(config: TaskConfig, info: DatasetInfo) -> tuple[str, ...]:
     """Return the text of each class: ``task.verbalizers``, or the names of the classes.
 
     Raises:
-        InputError: There are not as many as classes.
+        InputError: The number of texts differs from the number of classes.
     """
     texts = config.verbalizers or info.classes
     if len(texts) != info.num_classes:
@@ -329,7 +331,7 @@ def read_texts(split: Split, name: str, start: int, stop: int) -> list[str]:
 
 
 def generate_greedily(module: Any, inputs: Mapping[str, Any], **options: Any) -> Tensor:
-    """Return the ids that a model of transformers generates, int64 [b, n].
+    """Generate ids with a model of transformers, int64 [b, n].
 
     Args:
         module: The model.
@@ -347,7 +349,7 @@ def generate_greedily(module: Any, inputs: Mapping[str, Any], **options: Any) ->
 
 
 def trim_padding(ids: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut stored rows, integers [b, L], to the longest of their lengths [b], each at least 1.
+    """Truncate stored rows, integers [b, L], to the longest of their lengths [b], each at least 1.
 
     Returns:
         Ids int64 [b, W], and a mask int64 [b, W] that is one on tokens.

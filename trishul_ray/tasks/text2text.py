@@ -3,7 +3,7 @@
 Training uses teacher-forced cross-entropy. For evaluation, answers are generated greedily and
 compared as text.
 
-Shapes: N rows, b rows of a batch, W tokens of the input, T tokens of the target with its end
+Legend: N rows, b rows of a batch, W tokens of the input, T tokens of the target including its end
 token, V vocabulary size.
 """
 
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from trishul_ray.data.dataset import DatasetInfo, Split
     from trishul_ray.models.backbone import Backbone
 
-#: Label of a position that the loss ignores.
+#: Label of positions that the loss ignores.
 IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Output that is scored: teacher-forced logits [b, T, V], and the text of each row."""
+    """Output to score: teacher-forced logits [b, T, V], and the text of each row."""
 
     logits: Tensor
     texts: Sequence[str]
@@ -55,13 +55,14 @@ class Generated:
 
 @dataclass(eq=False)
 class Text2Text(Task):
-    """Base of the text-to-text tasks.
+    """Base class of the text-to-text tasks.
 
     Attributes:
         tokens: The backbone's tokenizer.
         template: Template of the input text.
         max_length: Maximum tokens of the input.
-        target_length: Maximum tokens of the target with its end token, in training and generation.
+        target_length: Maximum tokens of the target including its end token, in training and
+            generation.
         start_id: Id of the decoder's first token.
         groups: Names of groups of test rows.
     """
@@ -69,7 +70,7 @@ class Text2Text(Task):
     families = ("seq2seq-lm",)
     model_kind = "seq2seq-lm"
     targets = ("labels", "classes", "references", "group", "client")
-    #: Beginning of :attr:`key`.
+    #: Prefix of :attr:`key`.
     encoding: ClassVar[str]
 
     tokens: TokenizerRef
@@ -82,7 +83,7 @@ class Text2Text(Task):
 
     @classmethod
     def build(cls, config: TaskConfig, info: DatasetInfo, backbone: Backbone) -> Text2Text:
-        """Build the task with the prompt of the section; by default all fields, by name."""
+        """Create the task with the prompt of the section; by default all fields and their names."""
         fields = ("question", "context") if info.kind == "qa" else info.fields
         return cls(
             TokenizerRef.of(backbone),
@@ -100,7 +101,7 @@ class Text2Text(Task):
         return {}
 
     def settings(self) -> Json:
-        """Return the prompt, the limits and how an answer begins."""
+        """Return the prompt, the limits and the first token of an answer."""
         return {
             "template": self.template.text,
             "max_length": self.max_length,
@@ -115,7 +116,7 @@ class Text2Text(Task):
         return json.dumps([self.encoding, 1, self.tokens.key, *rest])
 
     def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
-        """Return the inputs, ``input_ids`` int32 [N, W] and ``length`` int32 [N].
+        """Encode the inputs, ``input_ids`` int32 [N, W] and ``length`` int32 [N].
 
         Subclasses add the targets, ``target_ids`` int32 [N, T] and ``target_length`` int32 [N].
         """
@@ -165,7 +166,7 @@ class Text2Text(Task):
         return super().inputs(batch) | {"use_cache": False}
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean cross-entropy over all target tokens of the batch, in float32."""
+        """Compute the mean cross-entropy over all target tokens of the batch, in float32."""
         logits = logits_of(outputs).float()
         return torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED_LABEL
@@ -190,7 +191,7 @@ class Text2Text(Task):
         return Generated(logits, decode(generated.cpu(), skip_special_tokens=True))
 
     def score(self, outputs: Any, batch: Mapping[str, Tensor]) -> RowScores:
-        """Return the loss over the target's tokens, and the scores of the text, of every row."""
+        """Compute the loss over the target's tokens, and the scores of the text, of every row."""
         labels = batch["labels"]
         losses = torch.nn.functional.cross_entropy(
             outputs.logits.float().transpose(1, 2),
@@ -206,7 +207,7 @@ class Text2Text(Task):
 
     @abstractmethod
     def score_texts(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return each of :attr:`row_metrics` for every generated text, [b] in [0, 1]."""
+        """Compute each of :attr:`row_metrics` for every generated text, [b] in [0, 1]."""
 
 
 def _decoder_start_id(backbone: Backbone) -> int:
@@ -227,7 +228,7 @@ class TextToClass(Text2Text):
     """Classify by generating the text of a class, one of ``class_texts``, in order.
 
     Raises:
-        InputError: A class has no text, or the same as another apart from case and white space.
+        InputError: A class has no text, or two texts differ only in case and white space.
     """
 
     reads = "text"
@@ -257,7 +258,7 @@ class TextToClass(Text2Text):
         return super().settings() | {"class_texts": list(self.class_texts)}
 
     def answers(self, outputs: Any, classes: Sequence[str]) -> list[str]:
-        """Return the names of the classes that were generated, and other texts unchanged."""
+        """Return the names of generated classes, and other generated texts unchanged."""
         numbers = self._predicted(outputs.texts).tolist()
         return [
             text if k < 0 else classes[k] for text, k in zip(outputs.texts, numbers, strict=True)
@@ -274,7 +275,7 @@ class TextToClass(Text2Text):
         return json.dumps([super().key, self.class_texts])
 
     def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
-        """Return the inputs, with the text of each row's class as its target.
+        """Encode the inputs, with the text of each row's class as its target.
 
         Raises:
             InputError: The text of a class has too many tokens.
@@ -295,12 +296,12 @@ class TextToClass(Text2Text):
         return columns | {"target_ids": table[labels], "target_length": lengths[labels]}
 
     def _predicted(self, texts: Sequence[str]) -> Tensor:
-        """Return the class of every text [b], apart from case and white space; -1 for none."""
+        """Return the class of every text [b], ignoring case and white space; -1 for other texts."""
         numbers = {normalize(text): number for number, text in enumerate(self.class_texts)}
         return torch.tensor([numbers.get(normalize(text), -1) for text in texts])
 
     def score_texts(self, texts: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``accuracy`` [b]: whether a text is the text of the row's class."""
+        """Compute ``accuracy`` [b]: whether a text is the text of the row's class."""
         return {"accuracy": (self._predicted(texts) == batch["classes"].cpu()).double()}
 
     def score(self, outputs: Any, batch: Mapping[str, Tensor]) -> RowScores:

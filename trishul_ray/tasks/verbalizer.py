@@ -1,11 +1,12 @@
 """Classify with a decoder: a prompt, followed by a word for each class (its verbalizer).
 
 A class is scored by the first token in which its verbalizer differs from the others, at the single
-position after the prompt. Tokens that all verbalizers begin with belong to the prompt. Rows are
-stored padded to the right and batches are padded to the left, so that the last position of every
-row predicts the answer, and only its logits are computed.
+position after the prompt. The common initial tokens of all verbalizers belong to the prompt. Rows
+are stored padded to the right and batches are padded to the left, so that the last position of
+every row predicts the answer, and only its logits are computed.
 
-Shapes: N rows, b rows of a batch, L stored tokens, W tokens of the batch, V vocabulary size.
+Legend: N rows, b rows of a batch, L stored tokens, W tokens of the batch, K classes, V vocabulary
+size.
 """
 
 from __future__ import annotations
@@ -53,17 +54,16 @@ class Verbalizer(Classification):
     """Classify by the token that a decoder predicts after a prompt.
 
     Args:
-        tokens: The backbone's tokenizer, which is loaded at once.
+        tokens: The backbone's tokenizer, which is loaded immediately.
         template: The prompt.
         verbalizers: A word or phrase for each class, in order. A space separates it from the
-            prompt, unless it begins or the prompt ends with white space.
+            prompt, unless it starts or the prompt ends with white space.
         max_length: Maximum tokens of a row.
         groups: Names of groups of test rows.
 
     Attributes:
-        answer_ids: Id of the token that stands for each class.
-        common_prefix: Ids of the tokens that all verbalizers begin with; every prompt ends with
-            them.
+        answer_ids: Token id of each class.
+        common_prefix: Ids of the common initial tokens of all verbalizers, which end every prompt.
 
     Raises:
         InputError: Two classes have the same token, or the tokenizer joins the end of the template
@@ -96,7 +96,7 @@ class Verbalizer(Classification):
 
     @classmethod
     def build(cls, config: TaskConfig, info: DatasetInfo, backbone: Backbone) -> Verbalizer:
-        """Build the task with the prompt and the words of the section."""
+        """Create the task with the prompt and the words of the section."""
         if config.template is None:
             raise InputError(
                 f"task.template is not set, and there is no default for dataset {info.name!r}: "
@@ -111,7 +111,7 @@ class Verbalizer(Classification):
         )
 
     def settings(self) -> Json:
-        """Return the prompt, the tokens around it, and those that are compared."""
+        """Return the prompt, the tokens around it, and the compared tokens."""
         return {
             "template": self.template.text,
             "max_length": self.max_length,
@@ -127,9 +127,10 @@ class Verbalizer(Classification):
         return json.dumps(["prompt", 1, self.tokens.key, *rest])
 
     def encode(self, split: Split, progress: Callable[[float], None]) -> dict[str, np.ndarray]:
-        """Return prompts that end where the answer begins, their fields cut to fit.
+        """Encode prompts that end where the answer starts, with fields truncated to fit.
 
-        They are ``input_ids`` int32 [N, L] and ``length`` int32 [N].
+        Returns:
+            ``input_ids`` int32 [N, L] and ``length`` int32 [N].
 
         Raises:
             InputError: The template leaves no room for its fields.
@@ -160,17 +161,17 @@ class Verbalizer(Classification):
         positions = torch.arange(width) - (width - length)[:, None]  # [b, W], negative on padding
         mask = (positions >= 0).long()
         positions = positions.clamp(min=0)
-        # Padding repeats the row's first token. It is masked, but must be an id that the model has.
+        # Padding repeats the row's first token. It is masked, but must be a valid id of the model.
         ids = stored.long().gather(1, positions)
         prepared = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         return to_device(prepared | {"labels": batch["label"]}, device) | group_column(batch)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> ModelInputs:
-        """Return the prompt; logits are computed at the last position only, without a cache."""
+        """Return the prompt; logits are computed only at the last position, without a cache."""
         return super().inputs(batch) | {"logits_to_keep": 1, "use_cache": False}
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean cross-entropy over the vocabulary at the last position, in float32."""
+        """Compute the mean cross-entropy over the vocabulary at the last position, in float32."""
         logits = self._answer_logits(outputs)
         return torch.nn.functional.cross_entropy(
             logits.float(), self._answer_columns(logits)[batch["labels"]]
@@ -182,7 +183,7 @@ class Verbalizer(Classification):
         return logits[:, self._answer_columns(logits)]
 
     def score(self, outputs: Any, batch: Mapping[str, Tensor]) -> RowScores:
-        """Return the loss over the vocabulary, and the choice among verbalizers, of every row."""
+        """Compute the loss over the vocabulary, and the choice among verbalizers, of every row."""
         logits = self._answer_logits(outputs)
         return score_classes(logits, batch["labels"], self._answer_columns(logits))
 
@@ -191,7 +192,7 @@ class Verbalizer(Classification):
 
     @staticmethod
     def _answer_logits(outputs: Any) -> Tensor:
-        """Logits [b, V] of the last position, from outputs [b, 1 or more, V]."""
+        """Return the logits [b, V] of the last position, from outputs [b, 1 or more, V]."""
         logits = logits_of(outputs)
         return logits[:, -1] if logits.dim() == 3 else logits
 
@@ -199,7 +200,7 @@ class Verbalizer(Classification):
 def answer_tokens(
     tokens: TokenizerRef, template: Template, verbalizers: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that all verbalizers begin with, and the id by which each is scored.
+    """Return the common initial ids of all verbalizers, and the id that scores each of them.
 
     Raises:
         InputError: See :class:`Verbalizer`.
