@@ -259,7 +259,7 @@ def test_first_output_needs_nothing_heavy(modules, heavy):
 #: Commands that answer without anything heavy, and a part of the answer.
 QUICK = [
     (["--help"], "Simulate federated"),
-    (["run", "--help"], "Run one federated experiment"),
+    (["run", "--help"], "Run a federated experiment"),
     (["list", "methods"], "ravan"),
     (["list", "datasets"], "cifar100"),
     (["list", "datasets", "digit"], "did you mean 'digits'?"),

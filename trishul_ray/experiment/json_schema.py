@@ -29,8 +29,8 @@ def experiment_schema() -> Json:
         if name not in properties:
             properties[name] = _find(field, properties, definitions)
     _add_last_names(properties, definitions)
-    name = _find("model.name", properties, definitions)
-    properties["model"] = {"anyOf": [name, properties["model"]]}
+    model_name = _find("model.name", properties, definitions)
+    properties["model"] = {"anyOf": [model_name, properties["model"]]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "trishul-ray experiment",
