@@ -66,6 +66,7 @@ def documented_commands():
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words.pop(0)
         if words[:1] == ["trishul"]:
+            words = words[: words.index(">")] if ">" in words else words
             # An ellipsis stands for further arguments.
             yield where, tuple(word for word in words[1:] if word != "...")
 
@@ -136,7 +137,7 @@ def check_run(experiment):
 
 
 def test_links_lead_to_files_and_named_tests():
-    folders = (ROOT / name for name in ("docs", "benchmarks", "cluster"))
+    folders = (ROOT / name for name in ("docs", "benchmarks", "cluster", "examples"))
     pages = [*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
     texts = {page: page.read_text(encoding="utf-8") for page in pages}
     links = [
