@@ -273,10 +273,10 @@ def test_unseen_groups_and_repeated_rows(small):
     assert scored.official == scored.held == len(apart.dataset.test)
     assert len(apart.shards.permutation) == len(whole.dataset.train) - count(whole.dataset.train)
 
-    (said,) = [line for line in whole.cut if "test rows, too" in line]
+    (said,) = [line for line in whole.cut if "also test rows" in line]
     repeated = int(said.split()[0].replace(",", ""))
     distinct = prepared(drop_repeated=True)
-    assert not any("test rows, too" in line for line in distinct.cut)
+    assert not any("also test rows" in line for line in distinct.cut)
     assert len(distinct.dataset.train) == len(whole.dataset.train) - repeated > 0
     assert distinct.dataset.info.origin.notes[-1].startswith(f"{repeated:,} training rows skipped")
 

@@ -314,7 +314,7 @@ def test_training_rows_that_are_test_rows_are_counted(small, tmp_path):
     rows = [{"text": f"t{n % 4}", "label": n % 2} for n in range(40)]
     file = encoded(tmp_path / "x.csv", rows)
     words = ["dataset=table", f"data.path={file}", "model.name=bert-tiny", "partition.kind=iid"]
-    assert prepare_run(small(*words)).cut == ("32 of 32 train rows are test rows, too",)
+    assert prepare_run(small(*words)).cut == ("32 of 32 train rows are also test rows",)
 
 
 def test_scores_need_a_task_that_reads_numbers(tmp_path, monkeypatch):

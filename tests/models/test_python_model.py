@@ -76,7 +76,7 @@ def test_module_is_kept_unchanged(tmp_path):
     with pytest.raises(InputError, match=r"set task\.kind=classification"):
         backbone.load("causal-lm", None, seed=0)
     other = ModelConfig(name="python:Scaled", content="sha256:0 python:Scaled")
-    with pytest.raises(InputError, match="is not stored: pass the same one again"):
+    with pytest.raises(InputError, match="is not stored: pass the same model again"):
         passed_model(other)
     assert passed_model(ModelConfig(name="vit-digits")) is None
     assert remember(backbone.passed) is backbone.passed

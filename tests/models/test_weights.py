@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_is_named(family, damage, tmp_path):
 def test_family_needs_only_its_supported_features(tmp_path):
     for family in ("bert", "t5", "llama"):
         save(family, tmp_path / family)
-    with pytest.raises(InputError, match="is a llama model, which does not answer text with text"):
+    with pytest.raises(InputError, match="is a llama model, which does not map text to text"):
         load(tmp_path / "llama", "seq2seq-lm", None, tmp_path)
     with pytest.raises(InputError, match="is a t5 model, which does not continue a text"):
         load(tmp_path / "t5", "causal-lm", None, tmp_path)

@@ -141,7 +141,7 @@ def test_unfinished_run_rejects_changed_sources(trishul, place, change, named):
     code, stderr = trishul("run", *WORDS)
     text = " ".join(stderr.split())
     assert code == 1
-    assert f"run {experiment.id} was started with other {named}: restore the original, or" in text
+    assert f"run {experiment.id} was started with different {named}: restore the original" in text
     assert not list(place.glob("runs/*/result.json"))
     code, stderr = trishul("run", *WORDS, "--fresh")
     assert code == 0 and "continuing" not in stderr
@@ -169,7 +169,7 @@ def test_node_with_other_data_is_named(place):
     away = replace(prepared, dataset=moved)
     assert build_context(there, away).sources == build_context(experiment, prepared).sources
     change_notes(place)
-    with pytest.raises(InputError, match=r"^node .* has other data than the driver: data\.path, "):
+    with pytest.raises(InputError, match=r"^node .* has different data than the driver: provide "):
         build_context(there, away)
 
 

@@ -99,9 +99,9 @@ def test_unset_fields_follow_from_the_dataset():
 @pytest.mark.parametrize(
     ("info", "overrides", "says"),
     [
-        (IMAGES, ["model=bert-tiny"], "'pictures' holds images, but .*'bert-tiny' .* an encoder"),
+        (IMAGES, ["model=bert-tiny"], "'pictures' has images, but .*'bert-tiny' .* an encoder"),
         (IMAGES, ["task.kind=verbalizer"], "task.kind='verbalizer' needs texts, but .*images"),
-        (TEXTS, ["model=vit-digits"], "'mine' holds texts, but .*'vit-digits' .* model of images"),
+        (TEXTS, ["model=vit-digits"], "'mine' has texts, but .*'vit-digits' .* model of images"),
         (
             TEXTS,
             ["model=bert-tiny", "task.kind=text2text"],
@@ -118,9 +118,9 @@ def test_unset_fields_follow_from_the_dataset():
             "'verbalizer' needs a decoder, but .*'t5-tiny'",
         ),
         (TEXTS, ["model=llama-tiny", "task.kind=text2text"], r"set task\.kind=verbalizer"),
-        (QUESTIONS, ["model=bert-tiny"], "'asked' asks questions, .*t5.* here .*bert"),
-        (QUESTIONS, ["model=llama-tiny"], "'asked' asks questions"),
-        (QUESTIONS, ["model=t5-tiny", "task.kind=classification"], "'asked' asks questions"),
+        (QUESTIONS, ["model=bert-tiny"], "'asked' has questions, .*t5.* here .*bert"),
+        (QUESTIONS, ["model=llama-tiny"], "'asked' has questions"),
+        (QUESTIONS, ["model=t5-tiny", "task.kind=classification"], "'asked' has questions"),
         (QUESTIONS, ["model=t5-tiny", "task.template='{text}'"], "it has {question}, {context}"),
         (TEXTS, ["model=llama-tiny"], r"task\.template is not set.*'mine'.*'{text}\\nAnswer:'"),
         (

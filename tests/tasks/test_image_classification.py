@@ -110,7 +110,7 @@ def test_logits_that_are_not_finite_are_wrong_answers():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"channels": 4}, "channels=4: the model must take 1 or 3"),
+        ({"channels": 4}, "channels=4 must be 1 or 3"),
         ({"mean": (0.5,)}, "mean has 1 and std 3 entries"),
         ({"std": (1.0, 0.0, 1.0)}, "must be positive"),
         ({"image_size": 0}, "image_size=0"),

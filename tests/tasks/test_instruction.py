@@ -223,7 +223,7 @@ def test_long_conversation_loses_its_first_turns(tokens):
     [
         ("chat", ROWS, "has no chat template"),
         ("{instruction}", ROWS, "has no {input}"),
-        ("{question}", ROWS, "no field"),
+        ("{question}", ROWS, "not a field"),
         ("plain", [TALK], "set task.template=turns, or chat"),
         ("{% for m in messages %}{{ m['content'] }}{% endfor %}", ROWS, "would never stop"),
         (ENDLESS, ROWS, "would never stop"),

@@ -141,14 +141,14 @@ def test_the_prompt_is_in_the_key(byte_tokens):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"words": ("yes", "yes")}, "'yes' and .* begin with the same token"),
-        ({"words": ("yes", "yes sir")}, "'yes' and 'the others' begin with the same token"),
-        ({"words": ("no", "yes", "nope")}, "'nope' and 'no' begin with the same token"),
-        ({"text": "no field"}, "names no field; 'toy' has {sentence}"),
-        ({"text": "{text}"}, "{text} is no field of dataset 'toy'; it has {sentence}"),
-        ({"text": "{}"}, "{} is no field"),
-        ({"text": "{sentence!r}"}, "{sentence!r} is no field"),
-        ({"text": "{sentence:>9}"}, "{sentence:>9} is no field"),
+        ({"words": ("yes", "yes")}, "'yes' and .* start with the same token"),
+        ({"words": ("yes", "yes sir")}, "'yes' and 'the others' start with the same token"),
+        ({"words": ("no", "yes", "nope")}, "'nope' and 'no' start with the same token"),
+        ({"text": "no field"}, "has no field; 'toy' has {sentence}"),
+        ({"text": "{text}"}, "{text} is not a field of dataset 'toy'; it has {sentence}"),
+        ({"text": "{}"}, "{} is not a field"),
+        ({"text": "{sentence!r}"}, "{sentence!r} is not a field"),
+        ({"text": "{sentence:>9}"}, "{sentence:>9} is not a field"),
         ({"text": "{sentence} {sentence}"}, "{sentence} occurs twice"),
         ({"text": "{sentence"}, r"expected '}' .*a literal brace is doubled"),
     ],
@@ -161,5 +161,5 @@ def test_rejected_options(byte_tokens, options, says):
 
 def test_a_template_that_leaves_no_room_is_rejected(reviews, byte_tokens):
     task = made(byte_tokens("llama"), max_length=14)
-    with pytest.raises(InputError, match=r"leaves 12 tokens .*task\.template alone takes 12"):
+    with pytest.raises(InputError, match=r"leaves 12 tokens .* without fields takes 12"):
         task.encoder.encode(reviews, lambda done: None)

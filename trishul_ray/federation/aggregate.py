@@ -126,7 +126,7 @@ class Aggregator:
         if not _is_finite(after) and _is_finite(mean.state):
             raise FailsAgainError(
                 f"round {facts.number}: aggregate() of {named(type(method))} returns a "
-                "state that is not finite, of uploads that are"
+                "state that is not finite, although the uploads are"
             )
         return replace(after, survey=state.survey)
 

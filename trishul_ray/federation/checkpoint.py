@@ -130,9 +130,9 @@ class Checkpoint:
             found = json.loads(meta, object_hook=lambda d: tensors[d[_ARRAY]] if _ARRAY in d else d)
             info, files = found.pop("info"), found.pop("files")
             if type(found["round"]) is not int:
-                raise TypeError("its round is not a number")
+                raise TypeError("round is not an integer")
             if not all(map(_NAME.fullmatch, files.values())):
-                raise ValueError("it names files that are not of clients")
+                raise ValueError("the list of client files has other names")
             checkpoint = cls(
                 state=State(**found.pop("state")),
                 records=[RoundRecord(**record) for record in found.pop("records")],

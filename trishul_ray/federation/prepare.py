@@ -71,7 +71,7 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
     if {"input_ids", "length"} <= {*dataset.train.columns}:
         repeated = find_repeated(dataset.train.read(), dataset.test.read())
         if repeated.any():
-            cut.append(f"{repeated.sum():,} of {len(repeated):,} train rows are test rows, too")
+            cut.append(f"{repeated.sum():,} of {len(repeated):,} train rows are also test rows")
     labels = _client_tokens(experiment, task, dataset, shards)
     return Prepared(dataset, shards, sources | tokens, passed, tuple(cut), labels)
 
@@ -84,8 +84,8 @@ def _client_tokens(
         return None
     if (counts := task.count_labels(dataset.train)) is None:
         raise InputError(
-            f"federation.weighting='tokens' weighs clients by label tokens, which task "
-            f"{type(task).__name__} does not have; allowed: uniform, size"
+            f"federation.weighting='tokens' weights clients by label tokens, but task "
+            f"{type(task).__name__} has none; allowed: uniform, size"
         )
     return np.add.reduceat(counts[shards.permutation], shards.offsets[:-1])
 
@@ -111,13 +111,13 @@ def _check_passed(backbone: Backbone, task: Task, dataset: PreparedDataset) -> N
     logits = getattr(outputs, "logits", outputs)
     if not torch.is_tensor(logits):
         raise InputError(
-            f"{where}, returns {type(outputs).__name__}; it must return logits, as a tensor or as "
+            f"{where}, returns {type(outputs).__name__}; return logits as a tensor or as "
             "an attribute `logits`"
         )
     wanted = [len(rows["label"]), task.num_classes]
     if list(logits.shape) != wanted or not logits.is_floating_point():
         raise InputError(
-            f"{where}, returns {_shape(logits)}; it must return logits, a float for each of the "
+            f"{where}, returns {_shape(logits)}; return logits, a float for each of the "
             f"{task.num_classes} classes: {wanted}"
         )
 

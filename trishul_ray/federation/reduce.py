@@ -115,10 +115,10 @@ def rejection_reason(upload: Upload, expected: Expected | None) -> str | None:
         if expected is not None and array.shape != (lengths[key],):
             return f"{key} has shape {tuple(array.shape)}, expected ({lengths[key]},)"
         if not np.isfinite(array).all():
-            return f"{key} holds {int((~np.isfinite(array)).sum())} non-finite values"
+            return f"{key} has {int((~np.isfinite(array)).sum())} non-finite values"
         largest = float(np.abs(array).max(initial=0.0))
         if largest > LARGEST_ENTRY:
-            return f"{key} holds a value of {largest:.3g}, above {LARGEST_ENTRY:.0e}"
+            return f"{key} has a value of {largest:.3g}, above {LARGEST_ENTRY:.0e}"
     if expected is None:
         return None
     if upload.active is not None and upload.active.shape != expected.unit_sizes.shape:

@@ -123,8 +123,8 @@ class Server:
             lines = self._begin()
         elif changed := changed_sources(restored.sources, self.spec.sources):
             raise RunError(
-                f"run {experiment.id} was started with other {changed}: restore the original, or "
-                "start over with --fresh"
+                f"run {experiment.id} was started with different {changed}: restore the original, "
+                "or start over with --fresh"
             )
         self._record_stacks(self.checkpoint.round + (restored is not None))
         self.events += lines

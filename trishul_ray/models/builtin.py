@@ -95,7 +95,7 @@ class Builtin:
 # fmt: off
 VIT_DIGITS = Builtin(
     name="vit-digits",
-    description="ViT for 8x8 digits: 64 wide, 4 blocks, pretrained on 300 digits held by no client",
+    description="ViT for 8x8 digits: 64 wide, 4 blocks, pretrained on 300 digits of no client",
     recipe=Recipe(dataset="digits", split="pretrain", epochs=16, batch_size=30, lr=1e-3),
     architecture={
         "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,

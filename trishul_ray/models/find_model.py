@@ -148,7 +148,7 @@ class ModelFiles:
             return CorruptFileError(
                 f"model.name={self.name!r}: cannot load {self.location}: {reason}"
             )
-        searched = f"mirror {self.mirror} does not hold it" if self.mirror else "no mirror is set"
+        searched = f"mirror {self.mirror} lacks it" if self.mirror else "no mirror is set"
         return InputError(
             f"model.name={self.name!r} not found: {searched} (storage.hub or TRISHUL_HUB), and the "
             f"Hugging Face hub did not provide it: {reason.rstrip('.')}; set TRISHUL_HUB to a "

@@ -71,7 +71,7 @@ def pass_model(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None = No
     fast = isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer.is_fast
     if tokenizer is not None and not fast:
         raise InputError(
-            f"tokenizer of type {type(tokenizer).__name__}: it must be a fast tokenizer of "
+            f"tokenizer of type {type(tokenizer).__name__} is not a fast tokenizer of "
             "transformers, such as AutoTokenizer.from_pretrained(...)"
         )
     for layer, part in module.named_modules():
@@ -83,7 +83,7 @@ def pass_model(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None = No
     try:
         own = copy.deepcopy(module).cpu().eval()
     except Exception as error:  # Attributes of the module may not support copying.
-        raise InputError(f"model {name}: it cannot be copied ({first_line(error)})") from error
+        raise InputError(f"model {name} cannot be copied ({first_line(error)})") from error
     return remember(PassedModel(name, content_of(own, tokenizer), own, tokenizer))
 
 
@@ -104,7 +104,7 @@ def passed_model(config: ModelConfig) -> PassedModel | None:
         return _passed[config.content_hash]
     raise InputError(
         f"model.name={config.name!r} is a model that was passed from Python, and is not stored: "
-        "pass the same one again, as trishul_ray.run(..., model=...) or "
+        "pass the same model again, as trishul_ray.run(..., model=...) or "
         "trishul_ray.load(..., model=...)"
     )
 
@@ -216,7 +216,7 @@ class PythonBackbone(Backbone):
     def _copy(self, kind: ModelKind, dtype: torch.dtype) -> nn.Module:
         if kind != self.family:
             raise InputError(
-                f"model.name={self.name!r} was passed from Python, which can {self.family}, not "
+                f"model.name={self.name!r} was passed from Python and supports {self.family}, not "
                 f"{kind}; set task.kind=classification"
             )
         model = copy.deepcopy(self.passed.module)

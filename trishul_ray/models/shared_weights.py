@@ -135,4 +135,4 @@ def _assign(model: Any, tensors: Mapping[str, Tensor]) -> None:
         module, _, last = name.rpartition(".")
         model.get_submodule(module)._buffers[last] = tensors[name]
     if left := [name for name, tensor in _tensors(model).items() if tensor.is_meta]:
-        raise RuntimeError(f"{type(model).__name__}: {left[0]} is not among the prepared weights")
+        raise RuntimeError(f"{type(model).__name__}: the prepared weights lack {left[0]}")

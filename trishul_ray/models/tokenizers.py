@@ -43,7 +43,7 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
     if name in BUILTINS:
         model_type = BUILTINS[name].model_type
         if model_type == "vit":
-            raise InputError(f"model.name={name!r} classifies images: it takes no text")
+            raise InputError(f"model.name={name!r} classifies images and does not take text")
         return byte_tokenizer(model_type)
     if isinstance(location, Path):
         files.check()
@@ -59,7 +59,7 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
         raise
     if not tokenizer.is_fast:
         raise InputError(
-            f"model.name={name!r}: {location} has no fast tokenizer (tokenizer.json), and other "
+            f"model.name={name!r}: {location} has no fast tokenizer (tokenizer.json); other "
             "tokenizers are not supported"
         )
     if _is_empty(tokenizer):
@@ -98,7 +98,7 @@ def _check_file(file: Path) -> None:
     except (OSError, ValueError, TypeError) as error:
         raise CorruptFileError(f"{file}: not a readable tokenizer file ({error})") from error
     if not has_model:
-        raise CorruptFileError(f"{file}: not a tokenizer file: it has no field 'model'")
+        raise CorruptFileError(f"{file}: not a tokenizer file, because it has no field 'model'")
 
 
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -113,7 +113,7 @@ def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _missing_files(name: str, location: Path | str) -> InputError:
     return InputError(
         f"model.name={name!r}: no tokenizer in {location}: tokenizer.json (or the vocabulary files "
-        "of its family) must be beside config.json"
+        "of its family) must be next to config.json"
     )
 
 

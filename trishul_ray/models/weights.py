@@ -41,7 +41,7 @@ AUTO_CLASSES: dict[ModelKind, Any] = {
 _ABILITIES: dict[ModelKind, str] = {
     "image-classification": "classify images",
     "sequence-classification": "classify texts",
-    "seq2seq-lm": "answer text with text",
+    "seq2seq-lm": "map text to text",
     "causal-lm": "continue a text",
 }
 
@@ -148,7 +148,7 @@ def build_weights(plan: Plan) -> tuple[nn.Module, list[str]]:
         floating = name not in missing and tensor.is_floating_point()
         if floating and not torch.isfinite(tensor).all():
             raise CorruptFileError(
-                f"model.name={config.name!r}: tensor {name} of checkpoint {checkpoint} holds NaN "
+                f"model.name={config.name!r}: tensor {name} of checkpoint {checkpoint} has NaN "
                 "or infinity"
             )
     if config.image_size is not None:

@@ -66,12 +66,11 @@ def _choose_task(kind: str, info: DatasetInfo, backbone: "Backbone") -> type[Tas
     described += _FAMILY_NAMES[family]
     if info.kind == "image" and family != "image-classification":
         raise InputError(
-            f"dataset {info.name!r} holds images, but {described}: use a model of images, e.g. "
-            "a vit"
+            f"dataset {info.name!r} has images, but {described}: use a model of images, e.g. a vit"
         )
     if info.kind != "image" and family == "image-classification":
         raise InputError(
-            f"dataset {info.name!r} holds texts, but {described}: use an encoder (bert), an "
+            f"dataset {info.name!r} has texts, but {described}: use an encoder (bert), an "
             "encoder-decoder (t5) or a decoder (llama)"
         )
     tasks = task_classes()
@@ -79,19 +78,19 @@ def _choose_task(kind: str, info: DatasetInfo, backbone: "Backbone") -> type[Tas
     task = tasks.get((chosen, info.kind))
     if info.kind == "qa" and (task is None or family not in task.families):
         raise InputError(
-            f"dataset {info.name!r} asks questions, which needs task.kind=text2text on an "
+            f"dataset {info.name!r} has questions, which need task.kind=text2text on an "
             f"encoder-decoder (t5); here task.kind={kind!r} and {described}"
         )
     if info.kind == "instruction" and kind == "auto":
         raise InputError(
-            f"dataset {info.name!r} holds {_ROW_NAMES[info.kind]}: set task.kind=instruction, "
-            "which sets the lengths of rows and answers, too"
+            f"dataset {info.name!r} has {_ROW_NAMES[info.kind]}: set task.kind=instruction, "
+            "which also sets the lengths of rows and answers"
         )
     if task is None:
         needed = " or ".join(_ROW_NAMES[reads] for name, reads in tasks if name == chosen)
         fitting = sorted(name for name, reads in tasks if reads == info.kind)
         raise InputError(
-            f"task.kind={kind!r} needs {needed}, but dataset {info.name!r} holds "
+            f"task.kind={kind!r} needs {needed}, but dataset {info.name!r} has "
             f"{_ROW_NAMES[info.kind]}: set auto or {' or '.join(fitting)}"
         )
     if family not in task.families:

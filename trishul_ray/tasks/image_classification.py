@@ -62,14 +62,14 @@ class ImageClassification(Classification):
         groups: Sequence[str] = (),
     ) -> None:
         if channels not in (1, 3):
-            raise InputError(f"image channels={channels}: the model must take 1 or 3")
+            raise InputError(f"image channels={channels} must be 1 or 3")
         if len(mean) != channels or len(std) != channels:
             raise InputError(
-                f"image mean has {len(mean)} and std {len(std)} entries: both need one for each "
-                f"of the model's {channels} channels"
+                f"image mean has {len(mean)} and std {len(std)} entries: both must have one per "
+                f"channel of the model ({channels})"
             )
         if min(std) <= 0:
-            raise InputError(f"image std={tuple(std)}: every entry must be positive")
+            raise InputError(f"image std={tuple(std)} must be positive")
         if image_size < 1 or num_classes < 1:
             raise InputError(
                 f"image_size={image_size} and num_classes={num_classes} must be at least 1"

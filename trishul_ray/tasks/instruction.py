@@ -167,7 +167,7 @@ class Instruction(Task):
             prompts.PROMPT_CUT: "prompts cut",
             prompts.ANSWER_CUT: "answers cut, without an end token",
             prompts.TURNS_DROPPED: "conversations without their first turns",
-            prompts.LAST_TURN_ALONE: "conversations with labels in the last turn alone",
+            prompts.LAST_TURN_ALONE: "conversations with labels only in the last turn",
         }
         counts = {way: int(((cut & bit) > 0).sum()) for bit, way in ways.items()}
         return [f"{count:,} of {len(cut):,} {way}" for way, count in counts.items() if count]

@@ -92,7 +92,7 @@ class Prompt(ABC):
         start, stop = probe.spans[-1]
         if not self.end_ids() & {*probe.ids[start:stop]}:
             raise InputError(
-                "task.template: no token ends an answer, so that a model trained with it would "
+                "task.template: no token ends a response, so a model trained with it would "
                 "never stop: end the assistant's turn with the end token (eos_token)"
             )
 
@@ -126,7 +126,7 @@ class TextPrompt(Prompt):
         template = self._whole if row.input.strip() else self._short
         if row.input.strip() and "input" not in template.fields:
             raise InputError(
-                f"task.template has no {{input}}, but {where} has rows with an input: name it"
+                f"task.template has no {{input}}, but {where} has rows with an input: add it"
             )
         begin = begin_ids(self.tokens)
         labels = [*self.tokens.ids(row.output), self.tokens.eos_id]
@@ -189,7 +189,7 @@ class ChatPrompt(Prompt):
         texts = [message["content"] for message in row[:-1]]
         if not any(texts):
             raise InputError(
-                f"task.max_length={self.max_length}: only the chat template and the answer take "
+                f"task.max_length={self.max_length}: only the chat template and the response take "
                 f"{self.max_length + excess} tokens in a row of {where}: raise it, or lower "
                 "task.target_length"
             )
@@ -222,9 +222,8 @@ class ChatPrompt(Prompt):
             same = _common(prompt, answer)
             if same < len(prompt) - REPLACED:
                 raise InputError(
-                    "task.template: the chat template renders an answer otherwise than its "
-                    f"generation prompt promises ({len(prompt) - same} tokens are others): use "
-                    "another template"
+                    "task.template: the chat template renders a response differently from its "
+                    f"generation prompt ({len(prompt) - same} tokens differ): use another template"
                 )
             if _common(answer, whole) < len(answer):
                 # E.g. the template removes earlier thoughts from later turns.

@@ -83,7 +83,7 @@ def read_answers(split: Split, start: int, stop: int) -> list[list[str]]:
         if not (isinstance(answers, list) and answers and all(isinstance(a, str) for a in answers)):
             raise CorruptFileError(
                 f"dataset {split.info.name!r}, {split.path.stem} row {row}: answers={text[:40]!r} "
-                "is no list of at least one text"
+                "is not a list of at least one text"
             )
         rows.append(answers)
     return rows

@@ -63,7 +63,7 @@ class SequenceClassification(Classification):
     ) -> None:
         if not 1 <= len(fields) <= 2:
             raise InputError(
-                f"task.kind='classification' takes one or two fields of text, not {len(fields)} "
+                f"task.kind='classification' supports one or two fields of text, not {len(fields)} "
                 f"({', '.join(fields)})"
             )
         self.tokens, self.fields = tokens, tuple(fields)
@@ -150,5 +150,5 @@ def _check_padding(backbone: Backbone, tokens: TokenizerRef) -> None:
     if pad_id not in (None, tokens.pad_id):
         raise InputError(
             f"model.name={backbone.name!r}: config.json has pad_token_id={pad_id}, but its "
-            f"tokenizer pads with {tokens.pad_id}: make them agree"
+            f"tokenizer pads with {tokens.pad_id}: use the same id"
         )

@@ -145,8 +145,7 @@ class TokenizerRef:
         if ids.max(initial=0) >= self.vocabulary_size:
             raise InputError(
                 f"model.name={self.backbone.name!r}: its tokenizer gives id {ids.max()}, but its "
-                f"embedding has {self.vocabulary_size} rows: tokenizer and model do not belong "
-                "together"
+                f"embedding has {self.vocabulary_size} rows: use the tokenizer of this model"
             )
         return np.ascontiguousarray(ids[:, : length.max(initial=1)]), length
 
@@ -182,14 +181,14 @@ class Template:
                 placeholder = name + (f"!{conversion}" if conversion else "")
                 placeholder += f":{spec}" if spec else ""
                 raise InputError(
-                    f"task.template: {{{placeholder}}} is no field of dataset {dataset!r}; it has "
-                    f"{known}"
+                    f"task.template: {{{placeholder}}} is not a field of dataset {dataset!r}; it "
+                    f"has {known}"
                 )
             if name in used:
                 raise InputError(f"task.template: {{{name}}} occurs twice")
             used.append(name)
         if not used:
-            raise InputError(f"task.template={text!r} names no field; {dataset!r} has {known}")
+            raise InputError(f"task.template={text!r} has no field; {dataset!r} has {known}")
         self.fields = tuple(used)
 
     def fill(self, values: Sequence[str]) -> str:
@@ -215,8 +214,8 @@ class PromptTokenizer:
         self._room = limit - empty
         if empty >= limit:
             raise InputError(
-                f"task.max_length leaves {limit} tokens for the prompt, but task.template alone "
-                f"takes {empty}: raise it, or shorten the template"
+                f"task.max_length leaves {limit} tokens for the prompt, but task.template without "
+                f"fields takes {empty}: increase it, or shorten the template"
             )
 
     def ids(self, rows: Sequence[Sequence[str]]) -> list[list[int]]:

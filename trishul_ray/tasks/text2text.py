@@ -217,7 +217,7 @@ def _decoder_start_id(backbone: Backbone) -> int:
     if start_id is None:
         raise InputError(
             f"model.name={backbone.name!r}: its config.json has neither decoder_start_token_id nor "
-            "pad_token_id, one of which must begin an answer"
+            "pad_token_id, one of which must start an answer"
         )
     return start_id
 
@@ -244,7 +244,7 @@ class TextToClass(Text2Text):
             if not normalized or normalized in seen:
                 fault = f"is the same as {seen[normalized]!r}" if normalized else "is empty"
                 raise InputError(
-                    f"task.verbalizers: {text!r} {fault}; every class needs its own text"
+                    f"task.verbalizers: {text!r} {fault}; set a different text for every class"
                 )
             seen[normalized] = text
 

@@ -99,7 +99,7 @@ class Verbalizer(Classification):
         """Create the task with the prompt and the words of the section."""
         if config.template is None:
             raise InputError(
-                f"task.template is not set, and there is no default for dataset {info.name!r}: "
+                f"task.template is not set and has no default for dataset {info.name!r}: "
                 f"set a prompt, e.g. '{{{info.fields[0]}}}\\nAnswer:'"
             )
         return cls(
@@ -216,7 +216,7 @@ def answer_tokens(
     if common[: len(prompt_ids)] != prompt_ids:
         raise InputError(
             f"task.template ends in {template.text[-12:]!r}, which the tokenizer joins with the "
-            "answer after it: end it with a letter or a colon, without white space"
+            "answer after it; end it with a letter or a colon, without white space"
         )
     answers: dict[int, str] = {}
     for word, ids in zip(verbalizers, answered_ids, strict=True):
@@ -224,8 +224,8 @@ def answer_tokens(
         if token is None or token in answers:
             other = answers.get(token) if token is not None else "the others"
             raise InputError(
-                f"task.verbalizers: {word!r} and {other!r} begin with the same token, by which a "
-                "class is scored: choose words with different beginnings"
+                f"task.verbalizers: {word!r} and {other!r} start with the same token, which "
+                "scores the class: choose words with different beginnings"
             )
         answers[token] = word
     return tuple(common[len(prompt_ids) :]), tuple(answers)

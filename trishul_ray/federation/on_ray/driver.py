@@ -202,7 +202,7 @@ class RayDriver:
     def _replace_coordinator(self, error: RayError) -> None:
         """Start another coordinator, or raise a RunError after too many losses."""
         limit = self._experiment.resources.max_restarts
-        loss = f"the coordinator died or lost what it needs ({cause_of(error)})"
+        loss = f"the coordinator died or lost objects ({cause_of(error)})"
         if self._losses >= limit:
             used_up = f"resources.max_restarts={limit} are used up"
             raise RunError(f"{loss}; {used_up}") from error

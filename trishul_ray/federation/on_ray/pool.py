@@ -147,7 +147,7 @@ class ActorPool:
         self._spec = self._spec or spec
         if other := changed_sources(self._spec.sources, spec.sources):
             raise InputError(
-                f"the nodes of the cluster have different {other}: they must be the same on all"
+                f"the nodes of the cluster have different {other}: provide the same on every node"
             )
         if spec.stack not in self.stacks:
             self.stacks.append(spec.stack)

@@ -172,8 +172,8 @@ def build_context(
         dataset, _, sources = prepare_dataset(experiment)
         if changed := changed_sources(prepared.sources, sources):
             raise InputError(
-                f"node {socket.gethostname()} has other {changed} than the driver: data.path, "
-                "storage.hub and model folders must have the same content on every node"
+                f"node {socket.gethostname()} has different {changed} than the driver: provide the "
+                "same content of data.path, storage.hub and model folders on every node"
             )
     context = build_model_context(experiment, dataset.info, backbones)
     reset_peak(context.device)
@@ -328,7 +328,7 @@ def _client_mix(context: WorkerContext) -> np.ndarray | None:
     if "label" not in context.train.columns:
         raise InputError(
             f"evaluation.per_client: the test rows of dataset {context.info.name} have neither a "
-            "client column nor classes, by which clients could be scored"
+            "client column nor classes to score clients by"
         )
     return class_mix(context.shards, context.train.labels, context.info.num_classes)
 

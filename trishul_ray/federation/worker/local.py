@@ -100,7 +100,7 @@ def _upload(context: WorkerContext, client: "LocalClient", losses: Tensor) -> tu
         remedy = f"(optimizer.lr={settings.optimizer.lr}): try a smaller learning rate"
         if run.round == step == 1:
             remedy = (
-                "before any step was made: the cause is the backbone, the data, or start() of "
+                "before the first update: the cause is the backbone, the data, or start() of "
                 f"{named(type(context.method))}"
             )
         raise FailsAgainError(
