@@ -1,4 +1,4 @@
-"""Commands that a test starts, with all processes that they start."""
+"""Commands that a test starts, with all their processes."""
 
 import os
 import signal
@@ -10,16 +10,15 @@ from pathlib import Path
 
 import psutil
 
-#: Marks every process that a test's command starts, children of children too.
+#: Marks every process that a test's command starts, including descendants.
 MARK = "TRISHUL_TEST_MARK"
-#: Seconds for which two agents of Ray may outlive a driver that was killed; see
-#: docs/architecture.md.
+#: Seconds for which two agents of Ray may outlive a killed driver; see docs/architecture.md.
 AGENTS_WAIT = 150
 REPOSITORY = Path(__file__).parents[1]
 
 
 def start_command(*words, cwd, options=(), **environment):
-    """Start a command, with what this process has in its environment but for Ray's and ours."""
+    """Start a command in this environment, without variables of Ray and this package."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "TRISHUL_"))}
     paths = [str(REPOSITORY), *filter(None, [inherited.get("PYTHONPATH")])]
     fixed = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
@@ -28,7 +27,7 @@ def start_command(*words, cwd, options=(), **environment):
 
 
 def marked(mark):
-    """Live processes that inherited a command's mark."""
+    """Return the live processes that inherited a command's mark."""
     found = []
     for process in psutil.process_iter(["environ", "status"]):
         info = process.info
@@ -47,18 +46,18 @@ def describe(process):
 def _name(process):
     try:
         return process.name()
-    except psutil.Error:  # it has ended since it was found
+    except psutil.Error:  # It has ended in the meantime.
         return ""
 
 
-#: Undoes what a child inherits of tests in the background (no SIGINT) or of nohup (no SIGHUP). A
-#: function that runs in the child would have gRPC's handlers run at the fork: with a Ray in this
-#: process, that has aborted it.
+#: Undoes the signal settings that a child inherits from tests in the background (no SIGINT) or
+#: under nohup (no SIGHUP). A Python function in the child would run gRPC's fork handlers, which
+#: have aborted a process with a Ray.
 HEAR_SIGNALS = ("env", "--default-signal=INT,HUP")
 
 
 class Command:
-    """A command under way, with all the processes it has started."""
+    """A running command, with all processes that it has started."""
 
     def __init__(self, words, env, cwd, **options):
         self.mark = uuid.uuid4().hex
@@ -73,8 +72,8 @@ class Command:
         )
 
     def wait_for(self, text, seconds=90):
-        """Read the error stream up to a line that holds ``text``; kill all if it does not come."""
-        deadline = threading.Timer(seconds, self.sweep)  # a silent stream blocks its reader
+        """Read the error stream up to a line with ``text``; kill all if it does not come."""
+        deadline = threading.Timer(seconds, self.sweep)  # A silent stream would block its reader.
         deadline.start()
         try:
             for line in self.process.stderr:
@@ -86,24 +85,24 @@ class Command:
         raise AssertionError(f"{text!r} never came:\n{''.join(self.errors)}")
 
     def end(self, seconds=120):
-        """Wait for the end: exit code, stdout, stderr."""
+        """Wait for the end; return exit code, stdout, stderr."""
         out, rest = self.process.communicate(timeout=seconds)
         self.errors.append(rest or "")
         return self.process.returncode, out, "".join(self.errors)
 
     def processes(self, name=""):
-        """Its processes that live now, those whose name begins so."""
+        """Return the live processes of the command, optionally only those with this name prefix."""
         return [process for process in marked(self.mark) if _name(process).startswith(name)]
 
     def left_behind(self, seconds=15):
-        """Its processes that still live after a grace period, as text."""
+        """Return the processes that still live after a grace period, as text."""
         end = time.monotonic() + seconds
         while (alive := marked(self.mark)) and time.monotonic() < end:
             time.sleep(0.1)
         return [describe(process) for process in alive]
 
     def kill(self):
-        """Kill the driver alone; what it started ends by itself."""
+        """Kill only the driver; its processes end by themselves."""
         self.process.kill()
         assert self.left_behind(AGENTS_WAIT) == []
 

@@ -1,4 +1,4 @@
-"""Shared by all tests: places, small real experiments, commands that leave nothing behind."""
+"""Shared fixtures: storage, small real experiments, and commands that leave nothing behind."""
 
 import functools
 import os
@@ -7,8 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
-# Before anything imports the hub's client, which reads it once: tests need no network, and what
-# they look for in vain is not looked for again and again.
+# Set before anything imports the hub's client, which reads it once: tests need no network, and
+# failing lookups are not repeated.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hypothesis
@@ -25,7 +25,7 @@ hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 
-#: The files that take longest, the longest first: one that comes last leaves a worker idle.
+#: The slowest files, the longest first: a slow file at the end would leave a worker idle.
 LONGEST = [
     *("chaos/test_driver.py", "sweeps/test_reproduce.py", "chaos/test_crash_points.py"),
     *("chaos/test_damaged_files.py", "cluster/test_mlflow_server.py", "cluster/test_ray_up.py"),
@@ -41,7 +41,7 @@ LONGEST = [
 
 @pytest.hookimpl(trylast=True)  # after -m has chosen
 def pytest_collection_modifyitems(items):
-    """Put the longest files first; skip the tests marked gpu on a machine without a GPU."""
+    """Run the longest files first; skip the tests marked gpu on a machine without a GPU."""
     tests = Path(__file__).parent
     places = {tests / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
@@ -56,9 +56,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
-    """The cache of this machine: the caller's if there is one, so that repeated test runs share it.
+    """Return the cache of this machine: the caller's, if any, so that repeated test runs share it.
 
-    Otherwise all workers share one, in which each backbone is pretrained once.
+    Otherwise all workers share one cache, in which each backbone is pretrained once.
     """
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -70,7 +70,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def vit_folder(tmp_path_factory):
-    """``vit_folder(width=768)`` -> a folder to name as ``model.name`` for digits; no weights."""
+    """``vit_folder(width=768)`` returns a folder for ``model.name`` on digits, without weights."""
     from transformers import ViTConfig
 
     @functools.cache
@@ -94,25 +94,25 @@ def vit_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def dropout_backbone(vit_folder):
-    """The folder of a small ViT whose dropout is not zero."""
+    """Return the folder of a small ViT with dropout."""
     return vit_folder(dropout=0.2)
 
 
 @pytest.fixture(scope="session")
 def small_vit(vit_folder):
-    """The folder of a ViT of the width of vit-digits with half of its blocks."""
+    """Return the folder of a ViT of the width of vit-digits with half of its blocks."""
     return vit_folder(width=64)
 
 
 @pytest.fixture(scope="session")
 def small_backbone():
-    """Overrides of :func:`small`; a folder whose tests start no commands has its own."""
+    """Return overrides of :func:`small`; folders whose tests start no commands override it."""
     return []
 
 
 @pytest.fixture
 def small(cache, tmp_path, small_backbone):
-    """``small("method=ravan", ...)`` -> an experiment whose runs lie in this test's folder."""
+    """``small("method=ravan", ...)`` returns an experiment whose runs are in this test's folder."""
     from trishul_ray.experiment.loading import load_experiment
 
     def make(*overrides):
@@ -124,7 +124,7 @@ def small(cache, tmp_path, small_backbone):
 
 @pytest.fixture(scope="session")
 def executor(cache, small_vit):
-    """``executor("method=ravan", ...)`` -> an inline executor with its experiment, without Ray."""
+    """``executor("method=ravan", ...)`` returns an inline executor with its experiment."""
     from trishul_ray.experiment.loading import load_experiment
     from trishul_ray.federation.inline import InlineExecutor
     from trishul_ray.federation.prepare import prepare_run
@@ -141,7 +141,7 @@ def executor(cache, small_vit):
 
 @pytest.fixture(scope="session")
 def inline_result(cache, tmp_path_factory):
-    """``inline_result(experiment)`` -> what the same run gives in one process, computed once."""
+    """``inline_result(experiment)`` returns the cached result of the same run in one process."""
     from trishul_ray.experiment.loading import build_experiment
     from trishul_ray.federation.inline import InlineDriver
     from trishul_ray.federation.prepare import prepare_run
@@ -187,7 +187,7 @@ def drive_to_end():
 
 @pytest.fixture(scope="session")
 def assert_same():
-    """``assert_same(result, reference)``: same bytes of the state, same metrics."""
+    """``assert_same(result, reference)`` compares the bytes of the state and the metrics."""
 
     def check(result, reference):
         assert result.digest == reference.digest
@@ -198,7 +198,7 @@ def assert_same():
 
 @pytest.fixture(scope="session")
 def fork_server():
-    """Fork server of the workers of every local Ray of these tests."""
+    """Start the fork server of the workers of every local Ray of these tests."""
     from trishul_ray.federation.on_ray.fork_server import ForkServer
 
     with ForkServer() as server:
@@ -207,7 +207,7 @@ def fork_server():
 
 @pytest.fixture(scope="module")
 def local_ray(fork_server):
-    """A local Ray with two CPUs, started as a run starts it."""
+    """Start a local Ray with two CPUs, as a run starts it."""
     from trishul_ray.federation.on_ray.session import ray_session
 
     with ray_session(2, fork_server) as free:
@@ -216,7 +216,7 @@ def local_ray(fork_server):
 
 @pytest.fixture
 def start(cache, tmp_path):
-    """``start(words, **environment)`` -> a :class:`Command`; nothing of it outlives the test."""
+    """``start(words, **environment)`` returns a :class:`Command`, which ends with the test."""
     commands = []
 
     def begin(*words, cwd=tmp_path, options=(), **environment):
@@ -232,7 +232,7 @@ def start(cache, tmp_path):
 
 @pytest.fixture
 def ray_head(start):
-    """``ray_head(home, *words, token=...)`` -> the command and the port of a head with two CPUs."""
+    """``ray_head(home, *words, token=...)`` returns the command and the port of a Ray head."""
     started = []
 
     def begin(home, *words, token=None, cwd=None, **environment):
@@ -262,7 +262,7 @@ def ray_head(start):
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory):
-    """A database with MLflow's schema and nothing else, created once: it takes seconds."""
+    """Create a database with only MLflow's schema, once, because it takes seconds."""
     from trishul_ray.tracking.store import open_client
 
     file = tmp_path_factory.mktemp("store") / "mlflow.db"
@@ -272,14 +272,14 @@ def empty_store(tmp_path_factory):
 
 @pytest.fixture
 def mlflow_store(tmp_path, empty_store):
-    """MLflow's database, empty, in this test's folder ``runs``."""
+    """Return MLflow's empty database in this test's folder ``runs``."""
     (tmp_path / "runs").mkdir(exist_ok=True)
     return shutil.copy(empty_store, tmp_path / "runs" / "mlflow.db")
 
 
 @pytest.fixture
 def called(monkeypatch, capsys):
-    """``called("run", ...)`` -> exit code, stdout, stderr of the command, in this process."""
+    """``called("run", ...)`` returns exit code, stdout, stderr of the command, in this process."""
     from trishul_ray import cli
 
     def call(*words):
@@ -297,19 +297,19 @@ def called(monkeypatch, capsys):
 
 @pytest.fixture
 def trishul(start):
-    """``trishul("run", "seed=1", ...)`` -> the command line under way, with a small experiment."""
+    """``trishul("run", "seed=1", ...)`` starts a command with a small experiment."""
     return functools.partial(start, sys.executable, "-u", "-m", "trishul_ray.cli")
 
 
 @pytest.fixture(scope="session")
 def small_words():
-    """The overrides of :func:`small`, for a command line."""
+    """Return the overrides of :func:`small`, for a command line."""
     return SMALL
 
 
 @pytest.fixture(scope="session")
 def s3_server():
-    """An S3 server on localhost, with all its data in memory."""
+    """Start an S3 server on localhost, with all its data in memory."""
     server = S3Server()
     server.start()
     yield server
@@ -318,7 +318,7 @@ def s3_server():
 
 @pytest.fixture
 def s3_bucket(s3_server, monkeypatch):
-    """``s3_bucket(path)`` -> the URI of a path in a bucket of this test's own."""
+    """``s3_bucket(path)`` returns the URI of a path in a separate bucket of this test."""
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     own = s3_server.new_bucket()

@@ -1,14 +1,14 @@
-"""Commands that end at a chosen call that changes a file or MLflow's database.
+"""Commands that exit before a chosen call that changes a file or MLflow's database.
 
-The calls are seen by an audit hook of Python, which also sees requests to an HTTP server, and by
-SQLAlchemy's event before a commit; a process ends right before one. Python gives all kept files
-their names (``files.py``), and SQLite writes whole transactions, so that readers see changes at no
-other time: Arrow, torch and safetensors write into files that nobody reads before they are renamed.
-For files cut in half under their final names, see test_damaged_files.py.
+An audit hook of Python reports the calls, including requests to an HTTP server, as does
+SQLAlchemy's event before a commit. Python names all stored files (``files.py``), and SQLite writes
+whole transactions, so readers see changes only at these times: Arrow, torch and safetensors write
+files that are not read before they are renamed. For files that are cut in half under their final
+names, see test_damaged_files.py.
 
 Every run is a fork of a server that has imported everything. Its backbone is pretrained for one
-epoch. The cells of a sweep are run one after the other in the process of the sweep, in place of Ray
-Tune, whose processes no hook follows: trials write the same files as runs.
+epoch. The cells of a sweep run sequentially in the process of the sweep, instead of under Ray Tune,
+whose processes no hook can follow; trials write the same files as runs.
 """
 
 import io
@@ -62,13 +62,13 @@ from trishul_ray.tasks.base import task_classes
 from trishul_ray.tracking.progress import RunProgress
 
 load_experiment(None, ["uploads.codec=int4"])  # imports methods and codecs
-task_classes()  # and tasks
+task_classes()  # imports tasks
 
-#: Whether a test takes all crash points; otherwise it takes a part, different in each test.
+#: Whether tests cover all crash points; otherwise each test covers a different part.
 ALL = os.environ.get("TRISHUL_TEST_CRASHES") == "all"
 #: Exit code of a run that was ended before a call.
 CRASHED = 88
-#: Audit events of calls that change files: which arguments are the path, and its folder if any.
+#: Audit events of calls that change files: positions of the path and its folder in the arguments.
 _CALLS = {
     "open": ((0, None),),
     "os.mkdir": ((0, 2),),
@@ -80,11 +80,11 @@ _CALLS = {
     "os.truncate": ((0, None),),
 }
 _WRITES = os.O_CREAT | os.O_TRUNC
-#: The folders of a place with all files of commands: exports and reports are in the last one.
+#: Folders with all files of commands: exports and reports are in the last one.
 FOLDERS = ("runs", "cache", "tmp", "out")
 
 
-#: The overrides of a run of two rounds that is over in a second.
+#: Overrides of a run of two rounds that takes a second.
 TINY = [
     "model.init=random", "federation.clients=3", "federation.clients_per_round=2",
     "federation.rounds=2", "federation.local_steps=1", "federation.batch_size=4",
@@ -94,7 +94,7 @@ TINY = [
 
 @dataclass
 class Ended:
-    """End of a run: its exit code, its output, its calls, in order, and unsynced files."""
+    """End of a run: its exit code, its output, its calls in order, and unsynced files."""
 
     code: int
     said: str
@@ -106,7 +106,7 @@ class Ended:
 class Place:
     """A folder with the runs, the cache and the temporary files of runs.
 
-    ``bucket`` is the URI of the runs where an object store has them.
+    ``bucket`` is the URI of the runs if they are in an object store.
     """
 
     root: Path
@@ -116,9 +116,9 @@ class Place:
         self, words: list[str], *, crash: int | None = None, fresh: bool = False,
         extras: bool = False, started: Callable[[int], None] = lambda pid: None,
     ) -> Ended:  # fmt: skip
-        """Run in a fork, which ends before its call number ``crash``.
+        """Run in a fork, which exits before its call number ``crash``.
 
-        ``started`` gets the id of its process.
+        ``started`` receives the id of its process.
         """
         stored = [f"storage.runs={self.bucket or 'runs'}"]
         stored += ["tracking.uri=runs/mlflow.db"] if self.bucket else []
@@ -148,7 +148,7 @@ class Place:
         return Ended(process.exitcode, *ended)
 
     def restore(self, template: Path) -> None:
-        """Replace everything by a copy of another place; files but MLflow's are linked."""
+        """Replace everything by a copy of another place; files except MLflow's are hard links."""
         for name in FOLDERS:
             shutil.rmtree(self.root / name, ignore_errors=True)
             if (template / name).exists():
@@ -161,7 +161,7 @@ class Place:
         return Store.open(self.bucket or str(self.root / "runs")).child(id)
 
     def observe(self, id: str) -> dict[str, Any]:
-        """Return numbers and files of a finished run, which are the same after any crash."""
+        """Return the results and files of a finished run that are the same after any crash."""
         home = self.home(id)
         summary = RunSummary.read(home)
         rows = pq.read_table(io.BytesIO(home.read("metrics.parquet"))).to_pydict()
@@ -205,7 +205,7 @@ class Place:
     def files(self) -> list[str]:
         """Return all files, without hashes of timed content.
 
-        MLflow's artifacts, locks of runs and temporary files are left out.
+        MLflow's artifacts, locks of runs and temporary files are excluded.
         """
         names = []
         for path in sorted(self.root.rglob("*")):
@@ -214,7 +214,7 @@ class Place:
             temporary = any(part.endswith(".tmp") for part in parts)
             if parts[0] in FOLDERS and not (lock or temporary or "mlartifacts" in parts):
                 if parts[:2] == ("cache", "weights") and len(parts) > 2:
-                    # Named after the backbone's files, with the times at which they were linked.
+                    # Its name depends on the backbone's files and their link times.
                     kind = ".lock" if parts[2].endswith(".lock") else ""
                     parts = (*parts[:2], f"key{kind}", *parts[3:])
                 timed = parts[-1].startswith(("round-", "clients-"))
@@ -233,20 +233,20 @@ def crash_everywhere(
     again: Callable[[], Ended] | None = None,
     look: Callable[[], Iterable[str]] = tuple,
 ) -> dict[str, list[str]]:
-    """Crash a command before calls ``first``, ``first + stride``, ..., repeat it each time.
+    """Crash a command before calls ``first``, ``first + stride``, ..., and repeat it each time.
 
     Args:
-        place: Where it works; each time, it begins as a copy of ``template``.
+        place: Working folder; each time, it starts as a copy of ``template``.
         template: A copy of the place.
-        act: Run the command, which ends before the call of this number.
-        observe: Return numbers and files that are the same after any crash.
+        act: Run the command, which exits before the call of this number.
+        observe: Return results and files that are the same after any crash.
         first: The first call.
-        stride: Number of calls of which one is a crash point, unless all are asked for.
+        stride: Number of calls per crash point, unless all calls are tested.
         again: Repeat the command, if the repetition differs.
         look: Return the faults right after a crash.
 
     Returns:
-        The differences from a run without a crash, by call.
+        The differences from a run without a crash, keyed by call.
     """
     undisturbed = act(None)
     assert undisturbed.code == 0, undisturbed.said
@@ -281,7 +281,7 @@ def _difference(got: Any, want: Any) -> str:
 
 
 def _link(source: str, target: str) -> None:
-    # MLflow writes its database and its artifacts in place; all else is renamed.
+    # MLflow writes its database and its artifacts in place; all other files are renamed.
     in_place = ".db" in Path(source).name or "/mlartifacts/" in source
     (shutil.copy2 if in_place else os.link)(source, target)
 
@@ -300,7 +300,7 @@ def _call(*words: str) -> None:
 
 
 def _run_cells(sweeps: Any, missing: Any, states: Any, options: Any, progress: Any) -> Any:
-    """Run the cells that a sweep misses, as its trials do, in this process."""
+    """Run the missing cells of a sweep, as its trials do, in this process."""
     runs = trishul_ray.sweeps.run.cell_runs(sweeps, missing, states)
     trishul_ray.sweeps.tuner.prepare_inputs([run.experiment for run in runs.values()], progress)
     for run in runs.values():
@@ -317,7 +317,8 @@ def _watched(
     os.environ |= KEYS
     tempfile.tempdir = f"{root}/tmp"
     torch.set_num_threads(1)
-    # As many requests on a slow machine as on a fast one: a call has the same number in each run.
+    # Send the same number of requests on any machine, so that a call has the same number in each
+    # run.
     trishul_ray.tracking.mlflow.ROUNDS_SECONDS = 0.0
     locks = trishul_ray.storage.locks
     locks.RENEW_SECONDS, locks.EXPIRED_SECONDS = 900.0, 1.0
@@ -328,13 +329,13 @@ def _watched(
 
     def count(call: str) -> None:
         if not call.startswith("commit") and call in calls[-1:]:
-            return  # a file that is made, and then opened
+            return  # a file that is created, and then opened
         calls.append(call)
         if len(calls) == crash:
             os._exit(CRASHED)
 
     watched = tuple(f"{root}/{name}/" for name in FOLDERS)
-    skipped = f"{root}/tmp/."  # one file in a folder for temporary ones is like another
+    skipped = f"{root}/tmp/."  # files in a folder for temporary files are interchangeable
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "http.client.send":
@@ -354,7 +355,7 @@ def _watched(
             if path.startswith(watched) and not path.endswith("lock") and not inside:
                 count(f"{event} {path.removeprefix(root)}")
 
-    changes: list[str] = []  # of the transaction
+    changes: list[str] = []  # changes of the transaction
 
     def note(_: Any, __: Any, statement: str, *more: Any) -> None:
         if not statement.startswith(("SELECT", "PRAGMA")):

@@ -1,10 +1,10 @@
-"""Damage to a file by a power cut, a full disk or a worn one; every kind of kept file."""
+"""Damage to a file by a power cut, a full disk or a worn disk, for every kind of stored file."""
 
 from pathlib import Path
 
 
 def _page(data: bytes) -> bytes:
-    """Zeros in place of a page in the middle, or of a shorter file's middle half."""
+    """Replace a page in the middle, or a shorter file's middle half, by zeros."""
     size = min(4096, len(data) // 2)
     at = (len(data) - size) // 2
     return data[:at] + bytes(size) + data[at + size :]
@@ -15,7 +15,7 @@ def _bit(data: bytes) -> bytes:
     return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
 
 
-#: The damaged bytes of a file, given its content.
+#: Functions that damage the content of a file.
 DAMAGE = {
     "empty": lambda data: b"",
     "half": lambda data: data[: len(data) // 2],
@@ -24,7 +24,8 @@ DAMAGE = {
     "bit": _bit,
 }
 
-#: When test_damaged_files.py damages a file, by its pattern; it takes the newest that matches.
+#: Time at which test_damaged_files.py damages a file, keyed by pattern; it damages the newest
+#: match.
 RUN_AGAIN = [
     ("runs/*/attempt.json", "broken off"),
     ("runs/*/config.yaml", "broken off"),
@@ -48,14 +49,14 @@ RUN_AGAIN = [
     ("cache/models/*/preprocessor_config.json", "cached"),
     ("cache/models/*/.xxh128", "cached"),
 ]
-#: Files that other tests damage, in each of these ways.
+#: Files that other tests damage in each of these ways.
 ELSEWHERE = {
     "runs/*/failure.json": "sweeps/test_status.py",
     "runs/*/eval.json": "runs/test_evaluate.py",
     "runs/*/answers.jsonl": "runs/test_evaluate.py",
     "cache/layers/*": "experiment/test_experiment.py",
 }
-#: Files that nothing rests on: of a damaged database, SQLite or MLflow tells.
+#: Files without effect on results: SQLite or MLflow report a damaged database.
 NOT_CHECKED = [
     *("runs/mlflow.db", "runs/mlartifacts/**/*", "runs/*/harness.json"),
     *("cache/CACHEDIR.TAG", "**/*lock"),
@@ -63,7 +64,7 @@ NOT_CHECKED = [
 
 
 def unlisted(root: Path) -> list[str]:
-    """Return the files of ``runs`` and ``cache`` of which these lists know nothing."""
+    """Return the files of ``runs`` and ``cache`` that are not in these lists."""
     patterns = [*(pattern for pattern, _ in RUN_AGAIN), *ELSEWHERE, *NOT_CHECKED]
     listed = {path for pattern in patterns for path in root.glob(pattern)}
     kept = [path for place in ("runs", "cache") for path in (root / place).rglob("*")]

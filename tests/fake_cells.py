@@ -1,4 +1,4 @@
-"""Cells that never ran: a store with what a run leaves, filled by formulas, and sweeps of them."""
+"""Fake cells: a store with the files of runs, computed by formulas, and sweeps of them."""
 
 import io
 import itertools
@@ -21,7 +21,7 @@ METHODS = {
     "TRISHUL (λ=0)": {"name": "trishul", "lam": 0.0},
     "TRISHUL": {"name": "trishul", "lam": 0.01},
 }
-#: Methods with cores, which alone have spectral diagnostics.
+#: Methods with cores, which are the only methods with spectral diagnostics.
 WITH_CORES = ("RAVAN", "TRISHUL (λ=0)", "TRISHUL")
 ALPHAS = {"dirichlet(0.3)": 0.3, "dirichlet(0.1)": 0.1, "dirichlet(0.05)": 0.05}
 LAMBDAS = {"0 (no penalty)": 0.0, "0.001": 0.001, "0.01 (ours)": 0.01, "1": 1.0}
@@ -31,31 +31,31 @@ ROUNDS, CLIENTS, COHORT, RANK, BLOCKS = 5, 6, 4, 6, 4
 
 
 def accuracy(labels, number=ROUNDS):
-    """The accuracy after a round; each label and seed changes it."""
+    """Compute the accuracy after a round; it depends on each label and seed."""
     place = [*METHODS].index(labels.get("method", "TRISHUL"))
     return 0.5 + 0.07 * place - 0.3 * math.exp(-number / 3) - penalty(labels) + spread(labels)
 
 
 def similarity(labels, number=ROUNDS):
-    """The principal-angle similarity of updates."""
+    """Compute the principal-angle similarity of updates."""
     place = [*METHODS].index(labels.get("method", "TRISHUL"))
     return 0.4 + 0.08 * place + 0.01 * number - penalty(labels) + spread(labels)
 
 
 def penalty(labels):
-    """Difficulty of a cell's setting."""
+    """Compute the difficulty of a cell's setting."""
     harder = {"20newsgroups": 0.1, "dirichlet(0.1)": 0.1, "dirichlet(0.05)": 0.15, "1": 0.2}
     labels = [label for axis, label in labels.items() if axis != "seed"]
     return sum(harder.get(label, 0.0) for label in labels)
 
 
 def spread(labels):
-    """Distance of a seed from seed 0."""
+    """Compute the deviation of a seed from seed 0."""
     return 0.02 * int(labels["seed"])
 
 
 def cell_of(folder, labels, config, unfinished, **summary):
-    """A cell with its own folder; ``unfinished(labels)`` is its status, None if it is finished."""
+    """Create a cell with a separate folder; ``unfinished(labels)`` is its status or None."""
     home = Store.open(str(folder / "-".join(labels.values()).replace("/", "-")))
     name = home.uri.rsplit("/", 1)[-1]
     if status := unfinished(labels):
@@ -84,7 +84,7 @@ def cell_of(folder, labels, config, unfinished, **summary):
 
 
 def round_of(labels, number, with_cores):
-    """The record of a round."""
+    """Create the record of a round."""
     row = {"round": number, "loss": 1.0, "accuracy": accuracy(labels, number)}
     if number == 0:
         return row
@@ -117,10 +117,10 @@ def parquet(rows):
 
 
 def arrays(labels, lam):
-    """``diagnostics.npz``: random cohorts, updates and spectra by the seed."""
+    """Create ``diagnostics.npz``: random cohorts, updates and spectra, depending on the seed."""
     rng = np.random.default_rng(int(labels["seed"]))
     clients = np.stack([np.sort(rng.permutation(CLIENTS)[:COHORT]) for _ in range(ROUNDS)])
-    # Updates of two clients correlate by a half, with a penalty by 0.8.
+    # The correlation of two clients' updates is 0.5, or 0.8 with a penalty.
     shared = rng.normal(size=(ROUNDS + 1, 1, 400))
     own = rng.normal(size=(ROUNDS + 1, CLIENTS, 400))
     updates = shared + own * (0.5 if lam else 1.0)
@@ -146,7 +146,7 @@ def arrays(labels, lam):
 
 
 def sweep_of(axes, cell, shown=None):
-    """A sweep with a cell for each combination: ``cell(labels)``."""
+    """Create a sweep with a cell per combination: ``cell(labels)``."""
     combinations = itertools.product(*axes.values())
     cells = tuple(cell(dict(zip(axes, labels, strict=True))) for labels in combinations)
     axes = {axis: tuple(labels) for axis, labels in axes.items()}
@@ -154,7 +154,7 @@ def sweep_of(axes, cell, shown=None):
 
 
 def by_method(folder, unfinished=lambda labels: None):
-    """Datasets x methods x seeds; TRISHUL needs 10 % more time."""
+    """Create datasets x methods x seeds; TRISHUL takes 10% more time."""
 
     def cell(labels):
         config = {"method": METHODS[labels["method"]]}
@@ -165,7 +165,7 @@ def by_method(folder, unfinished=lambda labels: None):
 
 
 def by_alpha(folder, unfinished=lambda labels: None):
-    """Methods with cores x α x seeds."""
+    """Create methods with cores x α x seeds."""
 
     def cell(labels):
         partition = {"kind": "dirichlet", "alpha": ALPHAS[labels["partition"]]}
@@ -176,7 +176,7 @@ def by_alpha(folder, unfinished=lambda labels: None):
 
 
 def by_lambda(folder, unfinished=lambda labels: None):
-    """Datasets x λ x seeds of TRISHUL."""
+    """Create datasets x λ x seeds of TRISHUL."""
 
     def cell(labels):
         config = {"method": {"name": "trishul", "lam": LAMBDAS[labels["lambda"]]}}
@@ -187,7 +187,7 @@ def by_lambda(folder, unfinished=lambda labels: None):
 
 
 def by_epsilon(folder, unfinished=lambda labels: None):
-    """Methods with cores x ε x seeds; also without noise, and not private at all."""
+    """Create methods with cores x ε x seeds; also without noise, and without privacy."""
 
     def cell(labels):
         epsilon = EPSILONS[labels["epsilon"]]
@@ -200,7 +200,7 @@ def by_epsilon(folder, unfinished=lambda labels: None):
 
 
 def by_draw(folder, unfinished=lambda labels: None):
-    """Methods with cores x draws x seeds."""
+    """Create methods with cores x draws x seeds."""
 
     def cell(labels):
         config = {"method": METHODS[labels["method"]], "draw": int(labels["draw"])}
@@ -210,7 +210,7 @@ def by_draw(folder, unfinished=lambda labels: None):
 
 
 def by_allocation(folder, unfinished=lambda labels: None):
-    """Uniform and water-filled heads x seeds."""
+    """Create uniform and water-filled heads x seeds."""
 
     def cell(labels):
         counts = (2, 4, 6, 4) if labels["allocation"] == "water-filling" else (4, 4, 4, 4)
@@ -222,7 +222,7 @@ def by_allocation(folder, unfinished=lambda labels: None):
 
 
 def by_client(folder, unfinished=lambda labels: None):
-    """Methods x seeds, with clients scored by the global model and by their own."""
+    """Create methods x seeds, with clients scored by global and personalized models."""
 
     def cell(labels):
         scores = {name: 0.1 * place for place, name in enumerate("abcde")}
@@ -236,7 +236,7 @@ def by_client(folder, unfinished=lambda labels: None):
 
 
 _ONE_DATASET = {"dataset": ("cifar100",)}
-#: For each kind of figure, a sweep and what the figure shows of it.
+#: A sweep per kind of figure, and the options of the figure.
 CASES = {
     "convergence": (by_method, {}),
     "megabytes": (by_method, {}),
@@ -260,7 +260,7 @@ CASES = {
 
 
 def figure_of(kind, where=None, **fields):
-    """A figure of a kind."""
+    """Create a figure of a kind."""
     return FigureLayout(
         name=f"a-{kind}", title="A <title> & more", kind=kind, where=where or {}, **fields
     )

@@ -1,4 +1,4 @@
-"""Tiny random backbones of every supported family, and inputs for them."""
+"""Tiny random backbones of every supported family, and their inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ ENCODER: dict[str, Any] = {
 
 
 def build(family: str) -> nn.Module:
-    """Return a tiny random model, the same at every call, without zero-initialized parameters."""
+    """Build a tiny random model, the same in every call, without zero-initialized parameters."""
     torch.manual_seed(0)
     model: nn.Module
     if family == "vit":
@@ -91,7 +91,7 @@ def inputs(family: str) -> dict[str, Tensor]:
 
 
 def uneven_heads(specs: list[LayerSpec]) -> dict[str, LayerAdapter]:
-    """Multi-head adapters whose heads and rank differ by layer; the first has no heads."""
+    """Create multi-head adapters whose heads and rank differ by layer; the first has no heads."""
     return {
         spec.name: MultiHead(heads=i % 4, rank=2 + i % 2, init="random_normal")
         for i, spec in enumerate(specs)
@@ -99,7 +99,7 @@ def uneven_heads(specs: list[LayerSpec]) -> dict[str, LayerAdapter]:
 
 
 def heads(specs: list[LayerSpec]) -> dict[str, LayerAdapter]:
-    """Multi-head adapters of one rank whose heads differ by layer; the first has no heads."""
+    """Create multi-head adapters of one rank with different heads; the first has no heads."""
     return {
         s.name: MultiHead(heads=i % 4, rank=3, init="random_normal") for i, s in enumerate(specs)
     }
@@ -110,7 +110,7 @@ def lora(specs: list[LayerSpec]) -> dict[str, LayerAdapter]:
 
 
 def mixed(specs: list[LayerSpec]) -> dict[str, LayerAdapter]:
-    """Multi-head adapters with and without trainable scalars, and LoRA, in one model."""
+    """Create multi-head adapters with and without trainable scalars, and LoRA, in one model."""
     kinds: list[LayerAdapter] = [
         MultiHead(heads=2, rank=3),
         MultiHead(heads=3, rank=2, train_scale=False),

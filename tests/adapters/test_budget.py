@@ -1,4 +1,4 @@
-"""The parameter counts of the papers' settings, on the meta device."""
+"""Parameter counts of the papers' settings, on the meta device."""
 
 import math
 
@@ -49,7 +49,7 @@ def sites():
 
 
 def adapters(method, layers, budget, matching):
-    """The method's adapter on every layer; Fed-SB is one head without a scalar."""
+    """Create the method's adapter on every layer; Fed-SB is one head without a scalar."""
     build = {
         "lora": lambda s: LoRA(budget),
         "ffa": lambda s: LoRA(ffa_rank(s, budget, matching), train_A=False),
@@ -75,7 +75,7 @@ def test_counts_with_the_published_ranks(sites, model, budget, method):
     layers = sites[model]
     counts = count_parameters(adapters(method, layers, budget, "published"), layers)
     assert counts.adapter == PUBLISHED[model, budget][method]
-    # 4 scalars on each of 24 matrices of ViT-B/16.
+    # There are 4 scalars on each of 24 matrices of ViT-B/16.
     assert counts.scalars == (HEADS * len(layers) if method == "ravan" else 0)
 
 

@@ -1,4 +1,4 @@
-"""Forward, merged weight and update of the kinds of adapters agree."""
+"""Check of the consistency of forward, merged weight and update per kind of adapter."""
 
 import pytest
 import torch

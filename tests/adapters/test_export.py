@@ -37,7 +37,7 @@ def test_peft_loads_the_adapter_with_equal_logits(make, family, adapters, train_
     exported = export_peft(bench.adapted, Trained(state), folder, f"tiny/{family}")
     assert not exported.folded and exported.error == 0
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*missing.*")  # an adapter key not found
+        warnings.filterwarnings("error", message=".*missing.*")  # a missing adapter key
         loaded = PeftModel.from_pretrained(bench.twin, folder)
     with torch.no_grad():
         got = loaded(**bench.inputs).logits
@@ -65,7 +65,7 @@ def test_ranks_differ_by_layer_without_headless_layers(make, tmp_path):
         assert config["alpha_pattern"].get(name, config["lora_alpha"]) == ranks[name]
     assert config["base_model_name_or_path"] == "tiny/vit"
     assert config["modules_to_save"] == ["classifier"]
-    # Fields that are not written have PEFT's defaults, and written ones have PEFT's names.
+    # Omitted fields have PEFT's defaults, and written fields have PEFT's names.
     read = LoraConfig.from_pretrained(tmp_path / "adapter").to_dict()
     usual = LoraConfig(peft_type="LORA").to_dict()
     assert config.keys() <= read.keys()

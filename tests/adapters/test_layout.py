@@ -9,7 +9,7 @@ from trishul_ray.errors import InputError
 
 @st.composite
 def tensors(draw):
-    """Shapes of a random collection of layers, in the order a model might give them."""
+    """Draw the shapes of a random collection of layers, in the order of a model."""
     shapes = []
     for i in range(draw(st.integers(0, 6))):
         heads, rank = draw(st.integers(1, 4)), draw(st.integers(1, 3))
@@ -101,7 +101,7 @@ def test_banks_view_all_cores_of_a_rank(shapes):
         assert bank.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
         same_rank = [views[name] for name in cores if views[name].shape[-1] == bank.shape[-1]]
         assert torch.equal(bank, torch.cat(same_rank))
-    # Banks come first in the vector, in the order of the units.
+    # Banks are first in the vector, in the order of the units.
     matrices = [core for bank in banks for core in bank]
     units = list(layout.units(cores))
     assert [unit.span for unit in units] == [unit.wire for unit in units]

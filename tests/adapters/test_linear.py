@@ -1,4 +1,4 @@
-"""Adapted layers in low precision keep small updates."""
+"""Small updates of adapted layers in low precision."""
 
 import pytest
 import torch
@@ -34,18 +34,18 @@ def test_two_parts_double_the_precision(weight_scale, update_scale, seed):
     assert high.dtype == remainder.dtype == LOW
     error = (high.double() + remainder.double() - (weight + update).double()).abs()
     assert (error <= 2.0**-17 * whole.abs() + 1e-12).all()
-    # Relative to the update itself, however small.
+    # Errors are relative to the update itself, however small.
     assert error.norm() <= 2.0**-8 * update.norm()
 
 
 def regressed(x, y, bias):
-    """Return the matrix that a layer applied, by least squares over tokens, [d_out, d_in]."""
+    """Compute the matrix that a layer applied, by least squares over tokens, [d_out, d_in]."""
     x, y = x.detach().double().flatten(0, -2), y.detach().double().flatten(0, -2)
     return torch.linalg.lstsq(x, y - bias.detach().double()).solution.T
 
 
 def gain(actual, expected):
-    """Return the share of ``expected`` present in ``actual``: 1 if all, 0 if rounded away."""
+    """Compute the fraction of ``expected`` in ``actual``: 1 if kept, 0 if rounded away."""
     return float((actual * expected).sum() / expected.square().sum())
 
 
@@ -64,7 +64,7 @@ def layer_of(adapter, path="auto", width=32):
     }
     size = adapter.delta(linear.weight, layer.constants, params).norm()
     last = next(name for name in ("lora_B", "core") if name in params)
-    # As large as the base: a thousandth of the weight.
+    # It is as large as the base: a thousandth of the weight.
     params[last] *= 1e-3 * linear.weight.double().norm() / size
     base = 0.2e-3 * torch.randn(width, width, generator=generator)
     return layer, params, base
@@ -75,10 +75,13 @@ def layer_of(adapter, path="auto", width=32):
     pairwise(KINDS, ["auto", "merged", "factored"], ["trained", "evaluated", "evaluated on a GPU"]),
 )
 def test_small_updates_reach_the_output(kind, path, bound_as):
-    """An update of a thousandth of the weight, from the adapter or the base. Rounding the summed
-    weight to bfloat16, or adding to a rounded output, would lose half of it or more."""
+    """Test an update of a thousandth of the weight, from the adapter or the base.
+
+    Rounding the summed weight to bfloat16, or adding to a rounded output, would lose at least half
+    of it.
+    """
     layer, params, base = layer_of(KINDS[kind], path)
-    layer._two_products_pay = "GPU" in bound_as  # the merged weight is in two parts
+    layer._two_products_pay = "GPU" in bound_as  # The merged weight has two parts.
     delta = layer.adapter.delta(layer.weight, layer.constants, params)
     x = torch.randn(20_000, 32, generator=torch.Generator().manual_seed(2)).to(LOW)
     bound = {k: v.clone().requires_grad_(bound_as == "trained") for k, v in params.items()}
@@ -96,7 +99,7 @@ def test_small_updates_reach_the_output(kind, path, bound_as):
 @pytest.mark.parametrize("path", ["auto", "merged", "factored"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_equal_layer_with_its_base(kind, path):
-    """For trainables and input, against float64, with an update as large as the weight."""
+    """Compare trainables and input with float64, with an update as large as the weight."""
     layer, params, base = layer_of(KINDS[kind], path)
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(3, 50, 32, generator=generator).to(LOW).requires_grad_()
@@ -125,7 +128,7 @@ def test_gradients_equal_layer_with_its_base(kind, path):
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_bound_model_computes_with_its_base(make, trains):
-    """Through the whole model, by the inputs and outputs of every layer."""
+    """Test the whole model, by the inputs and outputs of every layer."""
     bench = make("vit", "mixed", dtype=LOW)
     generator = torch.Generator().manual_seed(4)
     base = {
@@ -148,7 +151,7 @@ def test_a_bound_model_computes_with_its_base(make, trains):
         x, y = (tensor.detach()[:, 1:].double() for tensor in seen[name])
         plain = nn.functional.linear(x, layer.weight.double(), layer.bias.double())
         gains.append(gain(y - plain, x @ update.double().T))
-    # Rounding does not average out over few channels either, hence a mean over layers.
+    # Rounding does not average out over few channels either, so take the mean over layers.
     assert sum(gains) / len(gains) == pytest.approx(1, abs=0.05)
     assert min(gains) > 0.8 and max(gains) < 1.2
 

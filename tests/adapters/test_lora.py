@@ -115,7 +115,7 @@ def test_a_is_gaussian_with_the_documented_variance():
     drawn = LoRA(64).initial(LayerSpec("layer", "layer", 8, 400), seed=0)["lora_A"]
     spread = 1 / math.sqrt(3 * 400)
     assert drawn.std().item() == pytest.approx(spread, rel=0.02)
-    assert drawn.abs().max() > 3.5 * spread  # a uniform distribution would end at 1.73
+    assert drawn.abs().max() > 3.5 * spread  # A uniform distribution would end at 1.73.
 
 
 def test_frozen_factor_is_not_counted():

@@ -1,4 +1,4 @@
-"""Attaching, binding, merging and detaching adapters of a whole model."""
+"""Attach, bind, merge and detach the adapters of a whole model."""
 
 import pickle
 from dataclasses import fields
@@ -19,7 +19,7 @@ from trishul_ray.errors import InputError
 FAMILIES = ["vit", "bert", "roberta", "t5", "llama", "llama-classifier"]
 ADAPTERS = ["uneven-heads", "heads", "lora", "mixed"]
 PATHS = ["auto", "merged", "factored"]
-#: Each family with one kind of adapters, and each kind; gradients are tried with every pair.
+#: Each family with one kind of adapters, and each kind; gradients are tested with every pair.
 EACH_ONCE = pytest.mark.parametrize(
     ("family", "adapters"), [(family, ADAPTERS[n % 4]) for n, family in enumerate(FAMILIES)]
 )
@@ -56,7 +56,7 @@ def test_the_start_is_the_pretrained_model(make, family, adapters):
     expected = logits(bench.twin(**bench.inputs))
     assert torch.equal(logits(bench.adapted.forward(**bench.inputs)), expected)
     start = bench.adapted.initial()
-    bench.adapted.bind(Trained(start))  # merged once: W + 0 is W, so the bits are equal
+    bench.adapted.bind(Trained(start))  # Merged only once: W + 0 is W, so the bits are equal.
     assert torch.equal(logits(bench.adapted.forward(**bench.inputs)), expected)
     bench.adapted.bind(Trained(start), torch.zeros_like(start))
     trained = logits(bench.adapted.forward(**bench.inputs))
@@ -118,7 +118,7 @@ def test_merge_writes_the_bound_model_into_plain_weights(make, family, adapters)
 
 @pytest.mark.parametrize(("family", "adapters", "path"), pairwise(FAMILIES, ADAPTERS, PATHS))
 def test_gradients_equal_plain_model_in_float64(make, family, adapters, path):
-    """Against autograd through `W + delta(params)` written into a plain copy of the model."""
+    """Compare with autograd through `W + delta(params)` written into a plain copy of the model."""
     bench = make(family, adapters, path=path, dtype=torch.float64)
     adapted, state = bench.adapted, bench.random_state()
     grad = torch.zeros_like(state)
@@ -157,7 +157,7 @@ def test_gradients_equal_plain_model_in_float64(make, family, adapters, path):
     error = (grad.double() - leaf.grad).abs().max()
     assert error <= 1e-5 * leaf.grad.abs().max()
     for name, value in adapted.layout.views(leaf.grad).items():
-        assert value.abs().max() > 0, name  # no comparison with zeros
+        assert value.abs().max() > 0, name  # Zeros would compare equal.
 
 
 def test_backward_accumulates_into_the_vector(make):
@@ -178,7 +178,7 @@ def test_backward_accumulates_into_the_vector(make):
     torch.testing.assert_close(grad, 2 * once)
     assert grad.data_ptr() == pointer
     assert once.abs().min(dim=0).values >= 0 and (once != 0).float().mean() > 0.9
-    # The next forward sees an in-place step without binding again.
+    # The next forward uses an in-place step without binding again.
     grad.zero_()
     state.sub_(1e-3 * once / once.norm())
     assert backward() < first
@@ -233,7 +233,7 @@ def test_bfloat16_backbones_train_float32_vectors(make):
     for adapted, inputs in ((bench.adapted, bench.inputs), (wide.adapted, wide.inputs)):
         grad = torch.zeros_like(state)
         adapted.bind(Trained(state), grad)
-        for _ in range(2):  # the head's cast must not outlive its graph
+        for _ in range(2):  # The head's cast must not outlive its graph.
             grad.zero_()
             adapted.forward(**inputs).logits.float().square().sum().backward()
         gradients.append(grad)
@@ -252,7 +252,7 @@ def test_bfloat16_backbones_train_float32_vectors(make):
     ],
 )
 def test_batched_layers_equal_single_layers_bitwise(make, adapters, clients, dtype):
-    """Of products, casts and their gradients; products of matrices follow."""
+    """Compare products, casts and their gradients; products of matrices depend on them."""
     bench = make("vit", adapters, dtype=dtype)
     adapted, joint = bench.adapted, bench.adapted._joint
     state = torch.stack([bench.random_state(seed) for seed in range(clients or 1)])
@@ -345,7 +345,7 @@ def test_mismatched_vectors_raise(make, vector, grad, message):
 
 
 def tied():
-    """A model whose embedding table is also the weight of the output layer."""
+    """Build a model whose embedding table is also the weight of the output layer."""
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
     model[1].weight = model[0].weight
     return model
@@ -360,7 +360,8 @@ def test_a_tied_parameter_is_replaced_in_every_module():
     overrides.bind({"0.weight": leaf})
     assert torch.equal(model(tokens), torch.full((2, 5), 3.0))
     model(tokens).sum().backward()
-    # From the rows looked up (5 outputs each) and from the output layer (2 tokens of ones).
+    # Contributions of the looked-up rows (5 outputs each) and of the output layer (2 tokens of
+    # ones).
     expected = torch.full((5, 3), 2.0)
     expected[tokens] += 5.0
     torch.testing.assert_close(leaf.grad, expected)

@@ -23,7 +23,7 @@ ROUTES = [Routes(*pair) for pair in itertools.product((True, False), repeat=2)]
 
 
 def case(d_out, d_in, heads, rank, tokens, dtype=torch.float64, *, bias=True, seed=0, scale=True):
-    """Return a layer with random adapter, tensors and input."""
+    """Draw a layer with a random adapter, tensors and input."""
     adapter = MultiHead(heads, rank, init="random_normal", train_scale=scale)
     generator = torch.Generator().manual_seed(seed)
 
@@ -43,7 +43,7 @@ def as_dtype(frozen, dtype):
 
 
 def plain(x, frozen, params):
-    """Eq. (forward) term by term, for autograd."""
+    """Compute eq. (forward) term by term, for autograd."""
     core = params["core"]
     heads, rank, _ = core.shape
     y = functional.linear(x, frozen.weight, frozen.bias)
@@ -159,7 +159,7 @@ def test_the_start_is_the_pretrained_layer(path):
     start = adapter.initial(LayerSpec("layer", "layer", 16, 16), seed=1)
     assert torch.equal(start["core"], torch.zeros(2, 4, 4))
     assert torch.equal(start["scale"], torch.ones(2))
-    # W + 0 is W: equal bits.
+    # W + 0 is W, so the bits are equal.
     expected = functional.linear(x, frozen.weight, frozen.bias)
     assert torch.equal(adapter.forward(x, frozen, start, path), expected)
 
@@ -207,7 +207,7 @@ def test_bfloat16_weights_keep_small_updates():
     plain(x.double(), exact, reference).square().sum().backward()
     error = (tiny["core"].grad - reference["core"].grad).norm() / reference["core"].grad.norm()
     assert error < 0.02
-    # A merged bfloat16 weight would lose an update this small.
+    # A merged bfloat16 weight would lose such a small update.
     call = Call(6304, 768, 768, 4, 110, core_grad=True, input_grad=True)
     assert not choose_routes(call, low_precision=True).merged_forward
 

@@ -1,4 +1,4 @@
-"""Frozen weights of 4 and 8 bits: what is stored, what is computed, and what is never changed."""
+"""Frozen weights of 4 and 8 bits: stored tensors, computed values, and unchanged storage."""
 
 import copy
 import subprocess
@@ -41,7 +41,7 @@ def layer(d_in, d_out, dtype, seed=0, bias=True):
 
 
 def dense_nf4(weight):
-    """NF4 with blocks of 64, from the definition: the nearest value, times the largest weight."""
+    """Compute NF4 with blocks of 64 from its definition: nearest value times largest weight."""
     flat = weight.float().reshape(-1)
     blocks = nn.functional.pad(flat, (0, -len(flat) % 64)).view(-1, 64)
     scale = blocks.abs().amax(1, keepdim=True)
@@ -60,14 +60,14 @@ def test_stored_weight_matches_the_definition(d_in, d_out, dtype, seed):
     assert eight.dtype == dtype
     assert ((eight.float() - weight).abs() <= 0.5001 * step + rounding).all()
     four = QuantizedLinear(linear, "nf4", dtype).weight.float()
-    # Scales have 8 bits of a dynamic code: within 4 % of the largest of their spread.
+    # Scales have 8 bits of a dynamic code: within 4% of the largest deviation from their mean.
     scales = weight.abs().max()
     assert (four - dense_nf4(weight)).abs().max() <= 0.05 * scales
 
 
 @pytest.mark.parametrize("shape", [(64, 48), (48, 64), (32, 96), (10, 7), (130, 66)])
 def test_rows_beyond_a_block_keep_their_scales(shape):
-    """On a CPU bitsandbytes itself takes another row's, with errors of a quarter of the weight."""
+    """On a CPU, bitsandbytes itself uses another row's scales, with errors of 25% of the weight."""
     linear = layer(shape[1], shape[0], torch.float32)
     error = QuantizedLinear(linear, "nf4", torch.float32).weight - linear.weight
     assert error.norm() / linear.weight.norm() < 0.12
@@ -109,7 +109,7 @@ def test_layer_output_equals_dequantized_product(d_in, d_out, n, kind, dtype, bi
 @pytest.mark.parametrize("adapter", [LoRA(rank=3), MultiHead(heads=2, rank=3)])
 @pytest.mark.parametrize("with_base", [False, True])
 def test_adapted_layer_equals_adapted_dequantized_layer(kind, dtype, adapter, with_base):
-    """Bit for bit, with the gradients of inputs and trainables; a base is added, never stored."""
+    """Compare bitwise, with the gradients of inputs and trainables; a base is never stored."""
     models = [nn.Sequential(layer(24, 40, dtype), nn.GELU(), layer(40, 24, dtype, seed=1))]
     models.append(copy.deepcopy(models[0]))
     quantize_layers(models[0], kind, dtype)
@@ -119,7 +119,7 @@ def test_adapted_layer_equals_adapted_dequantized_layer(kind, dtype, adapter, wi
     results = []
     for model in models:
         layers = {spec.name: adapter for spec in find_layers(model)}
-        # A dense weight in float32 might be merged, which sums in another order.
+        # A dense weight in float32 might be merged, with another order of sums.
         adapted = AdaptedModel(
             model, layers, seed=0, train_head=False,
             path="factored" if dtype == torch.float32 else "auto",
@@ -145,7 +145,7 @@ def test_adapted_layer_equals_adapted_dequantized_layer(kind, dtype, adapter, wi
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_backward_keeps_no_dense_weight(kind):
-    """A chain of wide layers keeps what autograd saves: without weights, next to nothing."""
+    """Measure the tensors that autograd saves for a chain of wide layers, without weights."""
     layers = nn.Sequential(*(layer(256, 256, torch.float32, n) for n in range(4)))
     quantize_layers(layers, kind, torch.float32)
     saved = []
@@ -183,7 +183,7 @@ def test_quantized_layers_of_every_family(make, family, kind):
 
 
 def test_stored_bits_are_those_promised():
-    """On the meta device, too: 4.13 bits of a weight with NF4, 8 with int8 and a row's scale."""
+    """Also test on the meta device: 4.13 bits per weight with NF4, 8 plus row scales with int8."""
     with torch.device("meta"):
         linear = nn.Linear(2048, 8192, bias=False)
     for kind, bits in (("nf4", 4.127), ("int8", 8.016)):

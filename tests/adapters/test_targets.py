@@ -126,7 +126,7 @@ def test_custom_model_adapts_all_linear_layers():
         def __init__(self):
             super().__init__()
             self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-            self.attention = nn.MultiheadAttention(3, 1)  # reads the weight of an inner layer
+            self.attention = nn.MultiheadAttention(3, 1)  # it reads the weight of an inner layer
             self.classifier = nn.Linear(3, 2)
 
     assert [layer.name for layer in find_layers(Net())] == ["blocks.0", "blocks.1"]

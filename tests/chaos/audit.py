@@ -1,4 +1,4 @@
-"""Audit of what a run has left, by what it would have left undisturbed."""
+"""Audit the files of a run against those of an undisturbed run."""
 
 from contract.digests import differences, outcome
 
@@ -9,7 +9,7 @@ from trishul_ray.tracking.store import is_server, open_client
 
 
 def rounds_saved(runs):
-    """Return the newest round that each run in a folder has saved, by id."""
+    """Return the newest round that each run in a folder has saved, keyed by id."""
     saved = {}
     for file in runs.glob("*/checkpoints/round-*"):
         id = file.parent.parent.name
@@ -18,12 +18,12 @@ def rounds_saved(runs):
 
 
 def audit(experiment, reference, paths, database):
-    """Return what is wrong with a finished run, each as (kind, text).
+    """Return the faults of a finished run, each as (kind, text).
 
     Args:
         reference: :func:`contract.digests.outcome` of the same run, undisturbed.
-        paths: All that is in the places of the run and in the cache.
-        database: Database of MLflow with the run; None without one.
+        paths: All paths in the storage of the run and in the cache.
+        database: Database of MLflow with the run, or None.
     """
     home, checkpoint, wrong = run_folder(experiment), open_checkpoints(experiment).newest(), []
     if found := list(differences(reference, outcome(checkpoint))):
@@ -42,7 +42,7 @@ def audit(experiment, reference, paths, database):
 
 
 def _audit_mlflow(experiment, home, run_id, database):
-    """Look for one finished run in MLflow that has every point once a step."""
+    """Check that MLflow has one finished run with every point once per step."""
     client = open_client(f"sqlite:///{database}")
     group = client.get_experiment_by_name(experiment.tracking.experiment)
     runs = [] if group is None else client.search_runs([group.experiment_id])
@@ -53,7 +53,7 @@ def _audit_mlflow(experiment, home, run_id, database):
     for name in sorted({name for record in records.values() for name in record}):
         history = client.get_metric_history(run_id, name)
         got = sorted((point.step, point.value) for point in history)
-        if is_server(str(experiment.tracking.uri)):  # what it has not answered is sent again
+        if is_server(str(experiment.tracking.uri)):  # A request without a response is sent again.
             got = sorted(set(got))
         want = [(step, record[name]) for step, record in records.items() if name in record]
         if got != want:

@@ -1,4 +1,4 @@
-"""Shared by the tests that end runs in forks."""
+"""Fixtures of the tests that kill runs in forks."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def fork_environment():
-    """Let the server of forks find the modules of ``tests``, and no places of the caller."""
+    """Make the fork server find the modules of ``tests``, without the caller's storage paths."""
     with pytest.MonkeyPatch.context() as patch:
         paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))

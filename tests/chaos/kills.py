@@ -1,14 +1,15 @@
-"""Runs whose processes are killed for real at drawn moments, and the audit of what they leave.
+"""Kill the processes of runs at random moments, and audit the results.
 
 ::
 
-    make chaos MINUTES=60     # runs of drawn integers for an hour
-    make chaos SEED=17        # the run of this one
+    make chaos MINUTES=60     # runs of random integers for an hour
+    make chaos SEED=17        # the run of this integer
 
-An integer stands for a configuration (of ``contract/digests.py``, often with further stages), the
-places of the run, a victim, and the moments of its deaths. Integers in a row go through all
-configurations and all victims. A command that its victim ends is repeated as its message says; all
-others must go on by themselves. At the end all must be as if nothing had happened.
+An integer determines a configuration (of ``contract/digests.py``, often with additional stages),
+the storage paths of the run, a victim, and the moments of its deaths. Consecutive integers cover
+all configurations and all victims. If its victim ends a command, the command is repeated as its
+message advises; all other commands must continue by themselves. At the end, the results must equal
+those of an undisturbed run.
 """
 
 import argparse
@@ -41,26 +42,26 @@ from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.tracking.store import open_client
 
-#: Process titles or names of the victims that are processes of a run.
+#: Titles or names of the processes of a run that are victims.
 TITLES = {
     "coordinator": "ray::Coordinator",
     "client": "ray::ClientActor",
 }
 VICTIMS = ("driver", *TITLES, "tracking server", "object store")
-#: Configurations of stages alone, which go with those of many methods.
+#: Configurations with only stages, which are combined with many methods.
 STAGES = ("", "", "codecs", "topk", "clock", "clock, selected", "privacy", "attacked")
 #: Kinds of findings, as in the last table.
 KINDS = ("different", "lost", "left", "silent")
-#: Seconds in which a run prints a line, and in which a run ends.
+#: Maximum seconds until a run prints a line, and until it ends.
 SILENT, LONGEST = 120, 400
-#: What Ray leaves for two minutes after the death of a driver.
+#: Processes of Ray that remain for up to two minutes after a killed driver.
 AGENTS = re.compile(r"dashboard.agent|runtime_env.agent")
 TRACE = re.compile(r"Traceback|\*\*\* SIG|Fatal Python")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What an integer stands for.
+    """The test case of an integer.
 
     A moment is a text to wait for, or a number of lines of rounds, and seconds after it.
     """
@@ -77,7 +78,7 @@ class Plan:
 
 
 def draw(number):
-    """Return the plan of an integer."""
+    """Draw the plan of an integer."""
     rng = random.Random(number)
     names = [name for name in CONFIGURATIONS if usable(name)]
     name, victim = names[number % len(names)], VICTIMS[number % len(VICTIMS)]
@@ -108,7 +109,7 @@ class Place:
 
     def __init__(self):
         self._stack, self._references = ExitStack(), {}
-        self.late = []  # (seconds, played, mark): when no process may be left any more
+        self.late = []  # (seconds, played, mark): the time after which no process may remain
 
     def __enter__(self):
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kills-")))
@@ -129,12 +130,13 @@ class Place:
         self._stack.close()
 
     def reference(self, plan):
-        """Return the words of a plan, and what its run gives if nobody disturbs it."""
+        """Return the overrides of a plan, and the outcome of its undisturbed run."""
         for more in (plan.stages, ()):
             words = (*BASE, *plan.words, *more, "evaluation.every=4")
             if words in self._references:
                 return words, self._references[words]
-            with suppress(InputError):  # these stages do not go with each other, or the method
+            # These stages are not compatible with each other, or with the method.
+            with suppress(InputError):
                 places = [f"storage.runs={self.folder}/inline", "resources.backend=inline"]
                 found = outcome(run_inline(load_experiment(None, [*words, *places])))
                 shutil.rmtree(self.folder / "inline")
@@ -143,7 +145,7 @@ class Place:
         raise AssertionError(f"{plan.name}: refused")
 
     def places(self, plan):
-        """Return the overrides that name the places of a run, which are made."""
+        """Create the storage of a run, and return the overrides with its paths."""
         if self.mlflow is None and plan.tracking == "server":
             self.mlflow = MlflowServer(self.folder / "server")
             self.mlflow.start()
@@ -169,14 +171,14 @@ class Place:
         return [*words, f"tracking.experiment=run-{plan.number}"]
 
     def files(self, plan):
-        """Return the paths of what is in the places of a run, and in the cache."""
+        """Return the paths of all files in the storage of a run and in the cache."""
         paths = [*self.cache.rglob("*"), *(self.folder / str(plan.number)).rglob("*")]
         if plan.storage == "S3":
             paths += map(Path, self.s3.keys(self.bucket, f"{plan.number}/"))
         return paths
 
     def database(self, plan):
-        """Return the database of MLflow with a run; None without one."""
+        """Return the MLflow database of a run, or None."""
         files = {
             "none": None,
             "database": self.folder / str(plan.number) / "runs" / "mlflow.db",
@@ -196,7 +198,7 @@ class Place:
 
 @dataclass
 class Played:
-    """What became of a plan: counts of the last table, and findings as (kind, text)."""
+    """Outcome of a plan: counts of the last table, and findings as (kind, text)."""
 
     plan: Plan
     counts: Counter = field(default_factory=Counter)
@@ -208,7 +210,7 @@ class Played:
         self.findings.append((kind, text))
 
     def read(self, text):
-        """Look at the output of a command, the next one: what it says of rounds, and how."""
+        """Parse the rounds and events in the output of the next command."""
         self.said.append(text)
         if TRACE.search(text):
             self.find("silent", f"a traceback: {text[TRACE.search(text).start() :][:300]}")
@@ -225,7 +227,7 @@ class Played:
 
 
 def kill(place, command, victim, rng):
-    """Kill a victim of a command; return whether it was there. A server is started again."""
+    """Kill a victim of a command and return whether it existed; restart a server."""
     if victim == "driver":
         command.process.kill()
     elif victim in TITLES:
@@ -254,17 +256,17 @@ def reached(command, moment):
 
 
 def ended(command, seconds):
-    """Return the exit code and the output of a command; None if it does not end."""
+    """Return the exit code and the output of a command, or None if it does not end."""
     try:
         code, out, errors = command.end(seconds)
         return code, out + errors
-    except subprocess.TimeoutExpired as late:  # or what it has left holds its streams open
+    except subprocess.TimeoutExpired as late:  # or its remaining processes keep its streams open
         rest = [part.decode() for part in (late.stdout, late.stderr) if part]
         return command.process.poll(), "".join([*command.errors, *rest])
 
 
 def play(number, place):
-    """Run the plan of an integer; return what became of it."""
+    """Run the plan of an integer, and return its outcome."""
     plan = draw(number)
     played, rng = Played(plan), random.Random(-number - 1)
     words, reference = place.reference(plan)
@@ -314,9 +316,9 @@ def play(number, place):
 
 
 def _look_for_processes(place, played, command):
-    """Record the processes that a command leaves behind; look for Ray's agents minutes later.
+    """Record the processes that a command leaves behind; check Ray's agents minutes later.
 
-    The agents outlive a killed driver, and on a loaded machine every driver.
+    The agents outlive a killed driver and, on a loaded machine, every driver.
     """
     if left := command.left_behind():
         place.late.append((time.monotonic() + AGENTS_WAIT, played, command.mark))
@@ -326,7 +328,7 @@ def _look_for_processes(place, played, command):
 
 
 def look_again(place, now):
-    """Look for processes of drivers that ended more than ``AGENTS_WAIT`` seconds ago."""
+    """Check the processes of drivers that ended more than ``AGENTS_WAIT`` seconds ago."""
     for late in [each for each in place.late if each[0] <= now]:
         place.late.remove(late)
         _, played, mark = late
@@ -335,7 +337,7 @@ def look_again(place, now):
 
 
 def table(all_played):
-    """Return the outcomes of each victim."""
+    """Return the outcomes per victim."""
     shown = Table("victim", "kills", "ended", "continued", *KINDS, title="Killed for real")
     for victim in VICTIMS:
         mine = [played for played in all_played if played.plan.victim == victim]

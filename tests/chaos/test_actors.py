@@ -1,4 +1,4 @@
-"""Actors killed during a round: same bytes, limited replacements, no processes left."""
+"""Actors killed during a round: same bytes, limited replacements, no remaining processes."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def step_and_kill(driver, victim):
 
 
 def finish(driver, report):
-    """Run the other rounds; return the result, the rounds of all records, and all events."""
+    """Run the remaining rounds; return the result, the rounds of all records, and all events."""
     records, events = list(report.records), list(report.events)
     while not report.finished:
         report = driver.step()
@@ -49,7 +49,7 @@ def finish(driver, report):
 
 
 def replaced(events, pid):
-    """Whether an event reports that another actor replaces this one."""
+    """Return whether an event reports that another actor replaces this one."""
     start = f"client actor {pid} died ("
     return [e for e in events if e.startswith(start) and e.endswith("another one replaces it")]
 
@@ -74,9 +74,9 @@ def test_client_without_room_to_restart_blocks_nobody(small, inline_result, asse
     experiment = small("resources.actors=2", "evaluation.diagnostics_every=0")
     with open_driver(experiment, prepare_run(experiment), "a") as driver:
         records = list(driver.begin().records)
-        while len(driver.processes()) < 3:  # both clients take part
+        while len(driver.processes()) < 3:  # Both clients take part.
             records += driver.step().records
-        other = Other.remote()  # waits for the room of a client, which then has none to restart in
+        other = Other.remote()  # It waits for the resources of a client, which then cannot restart.
         client = driver.processes()[1]
         os.kill(client, signal.SIGKILL)
         assert ray.get(other.ready.remote(), timeout=60)
@@ -92,7 +92,7 @@ def test_client_without_replacements_is_dropped(small, inline_result, assert_sam
     experiment = small(*LONG, "resources.actors=2", "resources.max_restarts=0")
     with open_driver(experiment, prepare_run(experiment), "a") as driver:
         first_records = driver.begin().records
-        # The actor that started first; the other may still be starting.
+        # This actor started first; the other may still be starting.
         first = driver.processes()[1]
         result, rounds, events = finish(driver, step_and_kill(driver, first))
         assert len(driver.processes()) == 2
@@ -150,7 +150,7 @@ def test_coordinator_without_replacements_fails_the_run(small):
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["coordinator", "client"])
 def test_actor_dies_in_second_run(small, inline_result, assert_same, drive_to_end, victim):
-    """A new actor builds the second run."""
+    """Kill an actor in the second run: a new actor opens the run."""
     first, second, third = (
         small(*LONG, "resources.actors=1", f"method={name}", f"seed={seed}")
         for seed, name in enumerate(("fullft", "trishul", "fedit"))

@@ -1,4 +1,4 @@
-"""A run that is killed at any of its writes is, once repeated, as if it had not been."""
+"""Kill a run before any of its writes; after a repetition, its files equal an undisturbed run's."""
 
 import shutil
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from trishul_ray.report.summary import RunSummary
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run, and the files before it.
+    """A run, and the files that exist before it.
 
     Attributes:
         words: Its overrides.
-        before: Overrides of a run that has finished, without figures.
-        extras: Whether figures are drawn and the model is exported.
+        before: Overrides of an earlier finished run, without figures.
+        extras: Whether to draw figures and export the model.
         fresh: Whether the run starts over.
         cold: Whether the cache is empty.
-        stride: Number of calls of which one is a crash point, unless all are asked for.
+        stride: Number of calls per crash point, unless all calls are tested.
     """
 
     words: list[str]
@@ -49,7 +49,7 @@ SCENARIOS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, fork_environment):
-    """Folder of the runs; its folder ``warm`` has the cache and the database of another run."""
+    """Return the folder of the runs; its folder ``warm`` has cache and database of another run."""
     place = Place(tmp_path_factory.mktemp("crashes"))
     (place.root / "tmp").mkdir()
     other = place.run([*TINY, "seed=77"])
@@ -63,7 +63,7 @@ def place(tmp_path_factory, fork_environment):
 def crash_run(place, scenario, first, stride):
     """Crash a run before calls ``first``, ``first + stride``, ..., and repeat it each time.
 
-    Returns the differences from a run without a crash, by call.
+    Returns the differences from a run without a crash, keyed by call.
     """
     place.restore(place.root / "warm")
     template = Place(place.root / "template")
@@ -79,7 +79,7 @@ def crash_run(place, scenario, first, stride):
         return place.run(scenario.words, crash=crash, fresh=scenario.fresh, extras=scenario.extras)
 
     def look():
-        if place.home(id).exists("result.json"):  # then it is one
+        if place.home(id).exists("result.json"):  # then it is finished
             return RunSummary.read(place.home(id)).damaged_files(place.home(id))
         return ()
 
@@ -103,6 +103,6 @@ def test_some_crash_points(place, name, stride):
 @pytest.mark.timeout(7200 if ALL else 900)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_crash_points(place, name):
-    # Scenarios have most calls in common: each begins at another one.
+    # Scenarios share most calls, so each starts at another call.
     first = 1 + list(SCENARIOS).index(name)
     assert crash_run(place, SCENARIOS[name], first, SCENARIOS[name].stride) == {}

@@ -1,6 +1,7 @@
-"""Sweeps and exports that are killed at any write are, repeated, as if they were not.
+"""Kill sweeps and exports before any write; repeated commands complete them.
 
-A sweep is killed in its driver, before, in and after its cells, which run as :mod:`crashes` says.
+A sweep is killed in its driver, before, in and after its cells, which run as described in
+:mod:`crashes`.
 """
 
 import re
@@ -23,7 +24,7 @@ SWEEP = [
 
 @pytest.fixture
 def place(tmp_path, fork_environment):
-    """Folder of the runs; its folder ``template`` is how a command finds it."""
+    """Return the folder of the runs; its folder ``template`` is the state before a command."""
     place = Place(tmp_path)
     place.restore(tmp_path / "nothing")
     return place
@@ -42,7 +43,7 @@ def cell(method, seed):
 
 
 def logged(database):
-    """Return MLflow's active runs, without times and ids, by their names and their parents'."""
+    """Return MLflow's active runs, without times and ids, keyed by own and parent's name."""
     with closing(sqlite3.connect(database)) as base:
 
         def pairs(table, uuid):
@@ -67,13 +68,13 @@ def logged(database):
 
 
 def untimed(path):
-    """Return the content of a report's file, without what depends on the clock."""
+    """Return the content of a report's file, without clock-dependent parts."""
     text = path.read_text(encoding="utf-8", errors="replace")
     return re.sub(r"\d+(\.\d+)? (ms|s|min|h)\b", "", text)
 
 
 def test_a_sweep_of_four_cells(place):
-    """Two cells are run before, by themselves: they keep their MLflow runs."""
+    """Two cells have finished as single runs before: they keep their MLflow runs."""
     for seed in SEEDS:
         assert place.run(cell(METHODS[0], seed)).code == 0
     template = keep(place)

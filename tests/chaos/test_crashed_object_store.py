@@ -1,6 +1,6 @@
-"""A run in an object store that is killed at any request is, once repeated, as if it had not been.
+"""Kill a run in an object store before any request; a repetition completes it.
 
-The server ends its client, since no hook of Python sees what Arrow sends.
+The server kills its client, because no hook of Python sees the requests of Arrow.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from trishul_ray.experiment.loading import load_experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(7200 if ALL else 900)]
 
-#: A run with all kinds of files: the memory of clients is in separate files.
+#: A run with all kinds of files: client states are in separate files.
 WORDS = [*TINY, "uploads.codec=int4", "uploads.error_feedback=true"]
 
 
@@ -27,7 +27,7 @@ def server():
 
 @pytest.fixture
 def world(server, tmp_path, fork_environment, monkeypatch):
-    """The place of a run in a new bucket, its template, the bucket, and how to look at both."""
+    """Create the storage of a run in a new bucket, its template, the bucket, and its observers."""
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     bucket = server.new_bucket()
@@ -52,10 +52,10 @@ def world(server, tmp_path, fork_environment, monkeypatch):
 
 @pytest.mark.parametrize("late", [False, True], ids=["killed", "killed and listed late"])
 def test_a_run_killed_before_a_request(server, world, late):
-    """A request without an answer is done before the next request.
+    """Kill a run before a request; a request without a response is executed before the next one.
 
-    Late listings hide new files, but no hidden objects: nobody knows of a temporary object or a
-    lease that no listing shows.
+    Late listings hide new files, but no hidden objects: a temporary object or a lease that no
+    listing shows cannot be found.
     """
     place, template, bucket, observe = world
     newest = []
@@ -72,7 +72,7 @@ def test_a_run_killed_before_a_request(server, world, late):
     def again():
         server.watch(late=newest if late else ())
         ended = place.run(WORDS, started=server.sent_by)
-        server.watch()  # for the look at the bucket
+        server.watch()  # for the inspection of the bucket
         return ended
 
     stride = 30 if late else 15

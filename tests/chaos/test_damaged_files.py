@@ -1,4 +1,4 @@
-"""Every kind of kept file, damaged as a power cut or a worn disk does: no number changes."""
+"""Damage every kind of stored file as a power cut or a worn disk does: results do not change."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ from damage import DAMAGE, ELSEWHERE, RUN_AGAIN, unlisted
 
 from trishul_ray.experiment.loading import load_experiment
 
-#: With all that a run keeps: what clients keep, prepared rows and weights, a pretrained backbone.
+#: With all files of a run: client states, prepared rows and weights, a pretrained backbone.
 WORDS = [
     "federation.clients=3", "federation.clients_per_round=2", "federation.rounds=2",
     "federation.local_steps=1", "federation.batch_size=4", "evaluation.limit=16",
@@ -17,7 +17,7 @@ WORDS = [
     "uploads.error_feedback=true",
 ]  # fmt: skip
 _WAYS = list(DAMAGE)
-#: Kinds of files and of damage; without ALL two of the latter for each file, in turn.
+#: Kinds of files and of damage; without ALL, two kinds of damage per file, alternately.
 CASES = [
     (*kind, _WAYS[(number + further) % len(_WAYS)])
     for number, kind in enumerate(RUN_AGAIN)
@@ -27,7 +27,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, fork_environment):
-    """The place of runs, the id of one, what it must be, and a template of each state."""
+    """Create runs, the id of one, its expected outcome, and a template of each state."""
     place = Place(tmp_path_factory.mktemp("damaged"))
     id, want = load_experiment(None, WORDS).id, {}
 
@@ -60,18 +60,19 @@ def world(tmp_path_factory, fork_environment):
 
 @pytest.mark.slow
 @pytest.mark.chaos
-@pytest.mark.timeout(900)  # the first one makes the runs
+@pytest.mark.timeout(900)  # The first case makes the runs.
 @pytest.mark.parametrize(("pattern", "state", "damage"), CASES)
 def test_a_damaged_file_changes_nothing(world, pattern, state, damage):
     place, id, want = world
     place.restore(place.root / state)
-    if pattern.startswith("cache/weights"):  # of the backbone's files as they are linked now
+    # Named by the stamps of the backbone's current links.
+    if pattern.startswith("cache/weights"):
         assert place.run(WORDS).code == 0
         shutil.rmtree(place.root / "runs")
         (place.root / "runs").mkdir()
     file = max(place.root.glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name))
     data = file.read_bytes()
-    file.unlink()  # the template has a link to it
+    file.unlink()  # The template has a link to the same file.
     file.write_bytes(DAMAGE[damage](data))
     again = place.run(WORDS, extras=state == "finished")
     assert again.code == 0, again.said

@@ -1,4 +1,4 @@
-"""A driver killed or interrupted leaves no processes, and the same command continues the run."""
+"""A killed or interrupted driver leaves no processes, and the same command resumes the run."""
 
 import contextlib
 import json
@@ -21,9 +21,9 @@ ROUNDS = 4
 #: Rounds of half a second, so that a kill hits one in progress.
 LONG = [
     *(f"federation.rounds={ROUNDS}", "federation.local_steps=20", "resources.actors=1"),
-    "evaluation.diagnostics_every=0",  # half of the figures, which take longer than all rounds
+    "evaluation.diagnostics_every=0",  # Half of the figures, which take longer than all rounds.
 ]
-#: Rounds that no test waits for: however late a signal comes, the run is still going.
+#: Rounds that no test waits for: however late a signal arrives, the run has not ended.
 MANY_ROUNDS = 1000
 #: Seconds for a command to start or to end on a loaded machine.
 LONG_WAIT = 200
@@ -46,7 +46,7 @@ def test_driver_killed_twice_keeps_bytes_and_mlflow_run(trishul, words, tmp_path
 
     words = [*words, "tracking.mlflow=true"]
     experiment = load_experiment(None, words)
-    # Before there is any checkpoint.
+    # Before the first checkpoint.
     first = trishul("run", *words)
     first.wait_for("starting clients")
     first.kill()
@@ -60,7 +60,7 @@ def test_driver_killed_twice_keeps_bytes_and_mlflow_run(trishul, words, tmp_path
     third = trishul("run", *words)
     code, out, errors = third.end()
     assert code == 0, errors
-    # The second was killed in a later round, or between its last one and its figures.
+    # The second driver was killed in a later round, or between its last round and its figures.
     assert "continuing after round" in errors or "had finished before" in errors, errors
     assert RAYS_OWN.search(out + errors) is None, out + errors
     assert third.left_behind() == []
@@ -86,7 +86,7 @@ def test_ctrl_c_on_terminal_prints_resume_command(trishul, words, tmp_path, inli
         while True:
             try:
                 screen.extend(os.read(parent, 4096))
-            except OSError:  # the other end is closed
+            except OSError:  # The other end is closed.
                 return
 
     ends = dict.fromkeys(("stdin", "stdout", "stderr"), child)
@@ -104,7 +104,7 @@ def test_ctrl_c_on_terminal_prints_resume_command(trishul, words, tmp_path, inli
         assert time.monotonic() < deadline, screen.decode()
         assert command.process.poll() is None, screen.decode()
         time.sleep(0.05)
-    os.write(parent, b"\x03")  # as the key does: to every process of the foreground group
+    os.write(parent, b"\x03")  # The key also signals every process of the foreground group.
     assert command.process.wait(timeout=60) == 130, screen.decode()
     assert command.left_behind() == []
     os.close(parent)
@@ -124,7 +124,8 @@ def own_terminal(descriptor):
     import fcntl
     import termios
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored if the tests run in the background
+    # It is ignored if the tests run in the background.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
 
 
@@ -146,7 +147,7 @@ def to_all_processes(command):
 
 
 def to_the_driver_last(command):
-    """Its processes: all of Ray's, and the driver when they have ended or are about to."""
+    """Signal Ray's processes first, and the driver when they have ended or are about to."""
     others = [process for process in command.processes() if process.pid != command.process.pid]
     yield from others
     psutil.wait_procs(others, timeout=0.5)
@@ -181,7 +182,7 @@ def test_sigterm_stops_a_run_like_ctrl_c(
     exit_code, out, errors = command.end(LONG_WAIT)
     assert exit_code == code, errors
     assert command.left_behind(60) == []
-    # If Ray's processes get the signal, too, they may print a line about it.
+    # If Ray's processes also receive the signal, they may print a line about it.
     unwanted = RAYS_OWN if receivers is to_the_driver else re.compile(r"Traceback|\*\*\* SIG")
     assert unwanted.search(out + errors) is None, out + errors
     kept = f"runs/{experiment.id}/checkpoints; to continue: trishul run {words[0]}"
@@ -193,7 +194,7 @@ def test_sigterm_stops_a_run_like_ctrl_c(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_while_ray_starts_leaves_nothing(trishul, words, signum, code):
-    # With two threads, a native one of OpenBLAS may receive the signal.
+    # With two threads, a native thread of OpenBLAS may receive the signal.
     command = trishul("run", *words, f"federation.rounds={MANY_ROUNDS}", OMP_NUM_THREADS="2")
     command.wait_for("starting Ray", LONG_WAIT)
     time.sleep(random.Random().uniform(0, 4))
@@ -226,7 +227,7 @@ def ray_process(command, name):
 
 @pytest.mark.timeout(900)
 def test_run_that_loses_ray_is_continued(trishul, words, tmp_path, inline_result):
-    """Ray ends a driver without a raylet; the next command continues the run."""
+    """Kill the raylet, which ends the driver; the next command resumes the run."""
     words = [*words, "tracking.mlflow=true"]
     experiment = load_experiment(None, words)
     command = trishul("run", *words)

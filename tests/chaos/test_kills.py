@@ -1,4 +1,4 @@
-"""A driver and a client are killed by kills.py, so that it goes on working."""
+"""kills.py kills a driver and a client, so that it keeps working."""
 
 import pytest
 from chaos.kills import Place, draw, play

@@ -1,4 +1,4 @@
-"""A sweep whose driver is killed or interrupted leaves nothing, and repeats no finished cell."""
+"""A killed or interrupted driver of a sweep leaves no processes, and repeats no finished cell."""
 
 import contextlib
 import json
@@ -14,13 +14,13 @@ pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.usefixtures("mlfl
 
 CELLS, ROUNDS = 4, 4
 METHODS, SEEDS = ["--axis", "method=trishul,fedit"], ["--axis", "seed=0..1"]
-#: Seconds for a command to get going on a loaded machine.
+#: Seconds for a command to start on a loaded machine.
 LONG_WAIT = 280
 
 
 @pytest.fixture
 def sweep(trishul, small_words):
-    """``sweep(*words)`` -> the command under way."""
+    """``sweep(*words)`` returns the running command."""
     rounds = [f"federation.rounds={ROUNDS}", "federation.local_steps=10"]
     fixed = [*small_words, *rounds, "storage.runs=runs", "tracking.mlflow=true"]
 
@@ -31,7 +31,7 @@ def sweep(trishul, small_words):
 
 
 def finished_cells(tmp_path):
-    """Parts of each cell's result that must not change."""
+    """Return the parts of each cell's result that must not change."""
     kept = {}
     for result in tmp_path.glob("runs/*/result.json"):
         files = [result.with_name(name) for name in ("attempt.json", "result.json")]
@@ -74,7 +74,7 @@ def test_repeated_sweep_skips_finished_cells_after_kill(sweep, tmp_path):
         assert re.search(rf"│ {method} +│ +[\d.]+ ± [\d.]+ │", out), out
     assert_one_mlflow_run_each(tmp_path)
     assert second.left_behind() == []
-    # Once more: nothing is run, and Ray is not started.
+    # The third command runs nothing, and does not start Ray.
     third = sweep()
     code, again, errors = third.end(LONG_WAIT)
     assert (code, again) == (0, out), errors
@@ -89,10 +89,10 @@ def test_ctrl_c_leaves_nothing_and_prints_resume_command(sweep, tmp_path):
     command = sweep("federation.rounds=1000", "evaluation.every=1000")
     command.wait_for("starting Ray", LONG_WAIT)
     checkpoints = []
-    while not checkpoints:  # in the middle of a round
+    while not checkpoints:  # during a round
         assert command.process.poll() is None
         checkpoints = list(tmp_path.glob("runs/*/checkpoints/round-000001*"))
-    os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    os.killpg(command.process.pid, signal.SIGINT)  # A terminal signals the whole group.
     code, _, errors = command.end(60)
     assert code == 130, errors
     assert command.left_behind() == []
@@ -106,7 +106,7 @@ def test_ctrl_c_leaves_nothing_and_prints_resume_command(sweep, tmp_path):
 
 
 def suspend(processes, database):
-    """Stop processes at a moment when none of them has the database locked."""
+    """Stop processes at a moment when none of them has locked the database."""
     deadline = time.monotonic() + LONG_WAIT
     while time.monotonic() < deadline:
         for process in processes:
@@ -132,7 +132,7 @@ def test_cell_of_another_command_is_awaited(sweep, tmp_path, end):
     while not list(tmp_path.glob("runs/*/checkpoints/round-*")):
         assert first.process.poll() is None
         time.sleep(0.1)
-    # A fast machine would end these cells before the second command looks for them.
+    # A fast machine would finish these cells before the second command looks for them.
     workers = first.processes("ray::")
     assert workers
     suspend(workers, tmp_path / "runs" / "mlflow.db")

@@ -1,4 +1,4 @@
-"""Two commands that drive the same run in a bucket, which has no locks."""
+"""Two commands drive the same run in a bucket, which has no locks."""
 
 import time
 
@@ -16,7 +16,7 @@ LONGER = [*TINY, f"federation.rounds={ROUNDS}", "federation.local_steps=20"]
 
 @pytest.fixture
 def words(s3_bucket, mlflow_store):
-    """The overrides of a run in a bucket that logs to a database of this test."""
+    """Return the overrides of a run in a bucket that logs to a database of this test."""
     place = [f"storage.runs={s3_bucket('runs')}", f"tracking.uri=sqlite:///{mlflow_store}"]
     return [*LONGER, *place, "tracking.mlflow=true"]
 

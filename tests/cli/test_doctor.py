@@ -67,7 +67,7 @@ def test_constraints_pin_every_required_package():
 
 @pytest.fixture
 def server():
-    """Address of a web server that answers 200, and 503 below ``/broken``."""
+    """Return the address of a web server that responds with 200, and 503 below ``/broken``."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -86,7 +86,7 @@ def server():
 
 @pytest.fixture
 def silent():
-    """Address of a port that nothing listens on."""
+    """Return the address of a port that nothing listens on."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{taken.getsockname()[1]}"
@@ -142,7 +142,7 @@ def test_old_leftovers_are_removed(called, monkeypatch, tmp_path):
 
 
 def test_user_without_a_home_gets_the_variable(tmp_path):
-    """As in a container with any uid, or a service of systemd."""
+    """Test a user like in a container with any uid, or in a service of systemd."""
     code = """
     import pwd, sys
     def unknown(uid):

@@ -1,7 +1,7 @@
-"""Every command of the README, docs/ and --help is parsed and, as far as possible offline, run.
+"""Parse every command of the README, docs/ and --help and, as far as possible offline, run it.
 
-A run is resolved, checked against the real shapes of its backbone (no weights), and prepared on a
-few rows of its dataset. Commands are found where they are documented; none is listed here.
+A run is resolved, checked against the real shapes of its backbone (without weights), and prepared
+on a few rows of its dataset. Commands are collected from the documents; none is listed here.
 """
 
 import functools
@@ -33,19 +33,19 @@ PUBLIC = [*DATASETS.all().values()]
 
 ROOT = Path(__file__).parents[2]
 APP = typer.main.get_command(app)
-#: Replaces a backbone of the same kind, whose tokenizer would have to come from the hub.
+#: Replaces a backbone of the same kind, whose tokenizer would have to be downloaded.
 TINY = {
     "image-classification": "vit-digits",
     "sequence-classification": "bert-tiny",
     "seq2seq-lm": "t5-tiny",
     "causal-lm": "llama-tiny",
 }
-#: The pages that go on where the README stops.
+#: Pages that continue the README.
 PAGES = (
     *("configuration.md", "instruction-tuning.md", "object-store.md", "output.md"),
     *("public-data.md", "python.md", "slurm.md", "your-data.md"),
 )
-#: Enough for the largest number of clients and of classes.
+#: Enough rows for the largest number of clients and of classes.
 ROWS = {"train": 400, "test": 100}
 
 
@@ -67,7 +67,7 @@ def documented_commands():
             words.pop(0)
         if words[:1] == ["trishul"]:
             words = words[: words.index(">")] if ">" in words else words
-            # An ellipsis stands for further arguments.
+            # An ellipsis means further arguments.
             yield where, tuple(word for word in words[1:] if word != "...")
 
 
@@ -129,7 +129,7 @@ def check_run(experiment):
     check_fits(experiment)
     tiny = TINY[backbone_of(experiment.model, experiment.storage.places).family]
     model = experiment.model.model_copy(update={"name": tiny, "init": "random"})
-    # Byte-level tokens are longer than words: short texts, short rows.
+    # Byte-level tokens are shorter than words, so use short texts and short rows.
     prepared = prepare_run(experiment.model_copy(update={"model": model}))
     assert len(prepared.dataset.train) > 0
     for client in range(experiment.federation.clients):
@@ -168,7 +168,7 @@ def places(hub, cache, monkeypatch):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """A mirror with a few rows of every public dataset, and the user's data of the README."""
+    """Create a mirror with a few rows of every public dataset, and the user data of the README."""
     root = tmp_path_factory.mktemp("documented")
     folder, here = root / "hub", root / "here"
     for source in PUBLIC:

@@ -135,7 +135,7 @@ def test_every_field_is_listed(method):
     entries = re.findall(r"^(\S+?)=(.*?)  \((.*)\)((?:\n    .*)*)$", text, re.MULTILINE)
     assert [name for name, *_ in entries] == list(field_names(method))
     assert "<class" not in text and "typing" not in text
-    # The name of a method means itself.
+    # Without a run of this name, it is the method's name.
     assert [name for name, _, _, meaning in entries if not meaning] == ["method.name"]
     assert f"task.kind=auto  ({' | '.join(task_kinds())})" in text
     assert "tracking.mlflow=true  (true or false; not in the id)" in text

@@ -1,4 +1,4 @@
-"""Output of commands: nothing is cut, names are not markup, an interrupt prints no traceback."""
+"""Output of commands: no truncation, no markup in names, no traceback on an interrupt."""
 
 import io
 import sys
@@ -101,7 +101,7 @@ def test_a_configuration_is_printed_unchanged(called, tmp_path):
 )
 @pytest.mark.parametrize("show", [True, False])
 def test_rejected_run_has_no_id(called, monkeypatch, tmp_path, words, message, show):
-    """Before Ray: a run of these words never starts it."""
+    """Reject a run before Ray starts."""
     monkeypatch.setattr("trishul_ray.federation.on_ray.session.ray_session", None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.xlsx").write_bytes(b"PK")

@@ -1,4 +1,4 @@
-"""`trishul submit`: wrong input is one line, and a command runs on a real cluster as a job."""
+"""`trishul submit`: errors in one line, and a command as a job on a real cluster."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_data_and_usual_secrets_are_not_shipped(tmp_path):
 
 @pytest.fixture
 def cluster(ray_head, tmp_path):
-    """The address of the dashboard of a new cluster with two CPUs, which requires a token."""
+    """Start a cluster with two CPUs that requires a token; return the address of its dashboard."""
     dashboard = free_port()
     words = ["--include-dashboard=true", "--dashboard-host=127.0.0.1"]
     words += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={free_port()}"]
@@ -74,7 +74,7 @@ def cluster(ray_head, tmp_path):
         try:
             urllib.request.urlopen(f"{address}/api/version", timeout=1).close()
             return address
-        except urllib.error.HTTPError:  # it requires the token
+        except urllib.error.HTTPError:  # The cluster requires the token.
             return address
         except OSError:
             assert time.monotonic() < deadline and command.process.poll() is None
@@ -101,7 +101,7 @@ def test_submitted_sweep_skips_finished_runs(cluster, trishul, tmp_path, cache):
     assert code == 1 and "f" * 64 not in errors and "Traceback" not in errors
     code, out, errors = submit(TOKEN)
     assert code == 0, out + errors
-    # The runs and the report are where the nodes store runs.
+    # The runs and the report are in the storage of the nodes.
     assert "joining the Ray cluster" in out
     assert f"report    {runs}/reports/trishul-sweep-" in out and TOKEN not in out
     results = {path: path.read_bytes() for path in runs.glob("*/result.json")}

@@ -1,4 +1,4 @@
-"""`trishul table`, `sweep` and `report`: wrong input ends them before any actor starts."""
+"""`trishul table`, `sweep` and `report`: invalid input ends them before any actor starts."""
 
 import pytest
 from tiny_run import TINY
@@ -132,7 +132,7 @@ def test_report_shows_finished_runs_and_runs_nothing(called, monkeypatch, tmp_pa
     page = (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
     assert "1 of 4 runs finished, 3 missing" in page
     assert "Profile custom." in page
-    # It can go where other machines see it, as the report of a job does.
+    # The report can be written to shared storage, like the report of a job.
     monkeypatch.setenv("TRISHUL_REPORT", f"file://{tmp_path}/shared/page")
     code, out, error = called("report", "mine.yaml", *TINY)
     assert f"report    file://{tmp_path}/shared/page/report.html" in out, error

@@ -1,4 +1,4 @@
-"""A sweep on a cluster without workers: its nodes come, no more than it asks for, and go."""
+"""A sweep on a cluster without workers: nodes start, at most as many as requested, and stop."""
 
 import json
 import time
@@ -13,8 +13,8 @@ from trishul_ray.experiment.loading import load_experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-#: Files of `ray up` on the head. (As by `ray.cluster_utils.AutoscalingCluster`, which itself
-#: reads a file that Ray's wheel lacks, and ends all Rays of the machine when it starts.)
+#: Files of `ray up` on the head. (`ray.cluster_utils.AutoscalingCluster` is similar, but reads a
+#: file that Ray's wheel lacks, and stops all Rays of the machine when it starts.)
 CLUSTER = {
     "cluster_name": "fake",
     "max_workers": 4,
@@ -41,7 +41,7 @@ def node_type(workers, **resources):
     return {"resources": resources, "node_config": {}, "min_workers": 0, "max_workers": workers}
 
 
-#: None of these machines has a GPU. Ray counts one, and what trains there finds none.
+#: None of these machines has a GPU. Ray counts one, but training finds none.
 NODE_TYPES = {
     "ray.head.default": node_type(0, CPU=0),
     "cpu": node_type(1, CPU=2, object_store_memory=100 * 2**20),
@@ -51,7 +51,7 @@ NODE_TYPES = {
 
 @pytest.fixture
 def cluster(start, tmp_path):
-    """A head without CPUs, with Ray's autoscaler, version 2."""
+    """Start a head without CPUs, with Ray's autoscaler, version 2."""
     nodes = RayNodes(start, tmp_path)
     provider = {**CLUSTER["provider"], "gcs_address": f"127.0.0.2:{nodes.port}"}
     config = {**CLUSTER, "provider": provider, "available_node_types": NODE_TYPES}
@@ -62,7 +62,7 @@ def cluster(start, tmp_path):
 
 @contextmanager
 def seen_nodes(cluster):
-    """Yields the type of every node that is there at some time, by id."""
+    """Collect the type of every node that exists at some time, keyed by id."""
     types, ended = {}, Event()
 
     def look():
@@ -92,7 +92,7 @@ def test_sweep_scales_nodes_from_zero_and_back(
         while cluster.workers():
             assert time.monotonic() < end
             time.sleep(0.5)
-    # resources.device=auto is the CPU if no node has a GPU yet.
+    # resources.device=auto is the CPU as long as no node has a GPU.
     assert sorted(types.values()) == ["cpu"]
     for seed in range(2):
         experiment = load_experiment(None, [*words, f"seed={seed}"])

@@ -1,6 +1,6 @@
-"""The files of cluster/: valid by the schemas of who reads them, and as safe as they say.
+"""The files of cluster/ are valid according to their readers' schemas, and secure as documented.
 
-The schemas of Kubernetes validate pods, policies and accounts. Nothing here starts a cluster.
+The schemas of Kubernetes validate pods, policies and accounts. These tests start no cluster.
 """
 
 import configparser
@@ -27,7 +27,7 @@ from trishul_ray.storage.redaction import redact
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
 PYTHON = Path(sys.executable)
-#: The oldest Kubernetes that is still maintained when KubeRay 1.6 is.
+#: The oldest Kubernetes that is still maintained at the time of KubeRay 1.6.
 KUBERNETES = "1.32"
 
 
@@ -49,7 +49,7 @@ def test_ray_accepts_the_file(name):
     prepared = prepare_local(config)[0] if name == "onprem.yaml" else config
     jsonschema.validate(prepared, json.loads(schema.read_text()))
     assert config["cluster_name"] == "trishul-ray"
-    # Files that are copied to the nodes lie in this project, or in the user's home.
+    # Files to copy to the nodes are in this project, or in the user's home.
     for remote, local in config["file_mounts"].items():
         assert remote.startswith("~/")
         assert local.startswith("~/") or (ROOT / local).exists()
@@ -74,12 +74,12 @@ def test_gpu_workers_use_spot_with_on_demand_alternative():
     market = {n: each["node_config"]["InstanceMarketOptions"] for n, each in workers.items()}
     spot = {n: each for n, each in workers.items() if market[n] == {"MarketType": "spot"}}
     assert len({each["node_config"]["InstanceType"] for each in spot.values()}) >= 3
-    # One kind of GPU: results depend on it.
+    # Use one kind of GPU, because results depend on it.
     families = {each["node_config"]["InstanceType"].split(".")[0] for each in workers.values()}
     assert len(families) == 1
     assert len(workers) == len(spot) + 1
     assert all(each["min_workers"] == 0 for each in workers.values())
-    # Ray takes the highest priority: what costs least, first.
+    # Ray prefers the highest priority: the cheapest type is first.
     order = sorted(workers, key=lambda name: -workers[name]["priority"])
     assert [name in spot for name in order] == [True] * len(spot) + [False]
     for name, each in NODES.items():
@@ -92,7 +92,7 @@ def test_nodes_use_account_rights_and_firewall():
         node = each["node_config"]
         profile = "trishul-ray-head" if name == "head" else "trishul-ray-worker"
         assert node["IamInstanceProfile"] == {"Name": profile}
-        # Without the template Ray would create a group that opens port 22 to the world.
+        # Without the template, Ray would create a group that opens port 22 to the world.
         assert node["LaunchTemplate"]["LaunchTemplateName"] == "trishul-ray"
         assert not {"SecurityGroupIds", "ImageId", "KeyName"} & node.keys()
         assert node["MetadataOptions"]["HttpTokens"] == "required"
@@ -162,7 +162,7 @@ def test_node_with_old_driver_is_rejected(tmp_path, driver, rejected):
     words = ["bash", str(CLUSTER / "setup-node.sh"), "s3://mine"]
     env = {"HOME": str(tmp_path / "home"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     run = subprocess.run(words, env=env, capture_output=True, text=True)
-    # Without secrets the set-up of the other one ends later.
+    # Without secrets, the set-up of the other service would end later.
     assert run.returncode == (2 if rejected else 1)
     assert (f"driver of this node is {driver}" in run.stderr) is rejected
     assert bool(list((tmp_path / "home").iterdir())) is not rejected
@@ -183,7 +183,7 @@ def test_the_linters_accept_template_and_image():
 
 @pytest.fixture
 def account(monkeypatch):
-    """An account, on no network, in which the stack has been deployed."""
+    """Deploy the stack in a mocked account, without a network."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     with mock_aws():
@@ -213,7 +213,8 @@ def statements(session, role):
         yield from policy["Document"]["Statement"]
     for name in iam.list_role_policies(RoleName=role)["PolicyNames"]:
         document = iam.get_role_policy(RoleName=role, PolicyName=name)["PolicyDocument"]
-        document = yaml.safe_load(document) if isinstance(document, str) else document  # moto's way
+        # moto returns text
+        document = yaml.safe_load(document) if isinstance(document, str) else document
         yield from document["Statement"]
 
 
@@ -232,7 +233,7 @@ def test_nodes_reach_one_bucket(account):
             if any(action.startswith("s3:") for action in actions):
                 assert all(action.startswith("s3:") for action in actions)
                 assert set(listed(statement["Resource"])) <= {bucket, f"{bucket}/*"}
-    # A worker has no other right.
+    # A worker has no other permission.
     for statement in statements(account, "trishul-ray-worker"):
         assert all(action.startswith("s3:") for action in listed(statement["Action"]))
 
@@ -243,8 +244,8 @@ def test_head_ends_only_its_nodes(account):
     for statement in statements(account, "trishul-ray-head"):
         for action in listed(statement["Action"]):
             by_action.setdefault(action, []).append(statement)
-    # It starts instances with the cluster's tag alone, of the types that our file asks for, by the
-    # template, and so behind its firewall.
+    # It starts only instances with the cluster's tag, of the types in our file, from the template,
+    # and thus behind its firewall.
     for statement in by_action["ec2:RunInstances"]:
         assert "*" not in listed(statement["Resource"])
         kinds = {arn.split(":")[5].partition("/")[0] for arn in listed(statement["Resource"])}
@@ -330,7 +331,7 @@ def test_policy_covers_pods_of_its_namespace():
     policy = KINDS["NetworkPolicy"]["spec"]
     label = policy["podSelector"]["matchLabels"].items()
     templates = [template for cluster in CLUSTERS for template in templates_of(cluster)]
-    templates.append(KINDS["RayJob"]["spec"]["submitterPodTemplate"])  # it asks the head, too
+    templates.append(KINDS["RayJob"]["spec"]["submitterPodTemplate"])  # it also queries the head
     assert len(templates) == 7
     assert all(label <= template["metadata"]["labels"].items() for template in templates)
     (rule,) = policy["ingress"]

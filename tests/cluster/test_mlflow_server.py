@@ -1,4 +1,4 @@
-"""cluster/mlflow/start.sh, and runs on it: with a password, many at once, and one that goes."""
+"""cluster/mlflow/start.sh, and runs on it: with a password, in parallel, and with an outage."""
 
 import os
 import time
@@ -20,9 +20,9 @@ from trishul_ray.tracking.mlflow import MlflowRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-#: As many as a node of a large machine runs at once.
+#: The number of runs at once on a node of a large machine.
 TRIALS = 20
-#: Seconds for which a server is gone: several of the growing pauses between two attempts.
+#: Seconds of an outage: several of the growing pauses between two attempts.
 GONE = 15.0
 
 
@@ -30,7 +30,7 @@ GONE = 15.0
 def server(tmp_path_factory):
     started = MlflowServer(tmp_path_factory.mktemp("head"))
     (started.home / "mlflow").mkdir()
-    # A server before a restart of the machine had this number.
+    # Before a restart of the machine, a server had this process id.
     (started.home / "mlflow" / "pid").write_text(str(os.getpid()))
     started.start()
     try:
@@ -54,7 +54,7 @@ def opened(server, attempt, tags=None, parent=None):
 def test_wrong_password_is_rejected(server, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "another-password")
     with pytest.raises(InputError, match="does not answer") as caught:
-        opened(server, "wrong", parent="0" * 32)  # at once: it is not an outage
+        opened(server, "wrong", parent="0" * 32)  # immediately: it is not an outage
     assert "another-password" not in str(caught.value)
     with pytest.raises(urllib.error.HTTPError) as nobody:
         urllib.request.urlopen(f"{server.address}/api/2.0/mlflow/experiments/search?max_results=1")
@@ -64,7 +64,7 @@ def test_wrong_password_is_rejected(server, monkeypatch):
 def test_a_stopped_run_is_continued_on_the_server(server, tmp_path, capfd):
     first = opened(server, "stopped")
     first.round(0, {"accuracy": 0.25})
-    # The driver is gone. The next one logs again what it reads from the checkpoint.
+    # The driver is gone. The next driver logs again the rounds from the checkpoint.
     second = opened(server, "stopped")
     for step, accuracy in enumerate((0.25, 0.5)):
         second.round(step, {"accuracy": accuracy})
@@ -105,7 +105,7 @@ def test_a_password_in_the_address_is_written_nowhere(
     assert {"result.json", "mlflow.db"} <= {path.name for path in kept}
     assert [path for path in kept if PASSWORD.encode() in path.read_bytes()] == []
 
-    # The file that the run has written is run again, with the store of the environment.
+    # The file written by the run is run again, with the store of the environment.
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     code, _, error = called("run", config)
     assert code == 0, error
@@ -146,7 +146,7 @@ def test_interrupted_server_loses_no_trials_or_metrics(server, trishul, small_wo
     server.end()
     gone = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
-        # Without a server, a trial waits for it at its beginning and at its end.
+        # Without a server, a trial waits for it at its start and at its end.
         late = pool.submit(opened, server, "begins-late", parent=others)
         wait_for("*/result.json", 1)
         time.sleep(max(0.0, gone + GONE - time.monotonic()))
@@ -170,7 +170,7 @@ def test_interrupted_server_loses_no_trials_or_metrics(server, trishul, small_wo
         assert run.info.status == "FINISHED" and sorted(records) == list(range(5))
         for name in records[4]:
             history = client.get_metric_history(run.info.run_id, name)
-            # A point whose answer was lost with the server is sent again.
+            # A point whose response was lost with the server is sent again.
             logged = sorted({(point.step, point.value) for point in history})
             assert logged == [(step, each[name]) for step, each in records.items() if name in each]
         assert {"best_on_test/accuracy", "total/wall_seconds"} <= set(run.data.metrics)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture
 def cluster(start, tmp_path):
-    """A head, and a node whose torch uses no vector instructions."""
+    """Start a head, and a node whose torch uses no vector instructions."""
     nodes = RayNodes(start, tmp_path)
     nodes.add()
     nodes.add(ATEN_CPU_CAPABILITY="default")
@@ -24,7 +24,7 @@ def cluster(start, tmp_path):
 
 
 def metrics_of(cluster, run):
-    """Return the metrics of a run that the head's agent serves now, by name."""
+    """Return the metrics of a run that the head's agent serves now, keyed by name."""
     url = f"http://127.0.0.2:{cluster.metrics_port}/metrics"
     with urllib.request.urlopen(url, timeout=30) as response:
         text = response.read().decode()

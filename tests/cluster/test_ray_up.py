@@ -1,9 +1,9 @@
 """From `ray up cluster/aws.yaml` to `ray down`, against a mocked AWS on localhost.
 
-moto's server stands for EC2, IAM, S3 and CloudFormation. `ssh` and `rsync` are shims, first in
-PATH, that run commands on this machine: no packet goes to the addresses of mocked instances. The
-file is the shipped one, with our ports and folders, and fewer nodes. Ray counts their GPUs; what
-trains there finds none.
+moto's server mocks EC2, IAM, S3 and CloudFormation. `ssh` and `rsync` are shims, first in PATH,
+that run commands on this machine: no packet is sent to the addresses of mocked instances. The file
+is the shipped one, with other ports and folders, and fewer nodes. Ray counts their GPUs, but
+training finds none.
 """
 
 import os
@@ -23,7 +23,7 @@ from tiny_run import TINY
 
 from trishul_ray.sweeps.loading import find_sweeps
 
-#: A table to reproduce in place of four runs, such as vision, which takes a quarter of an hour.
+#: A table with four runs, instead of vision, which takes a quarter of an hour.
 TABLE = os.environ.get("TRISHUL_TEST_TABLE")
 SECONDS = 5400 if TABLE else 900
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 600)]
@@ -36,7 +36,7 @@ BUCKET = "results-of-mine"
 
 @pytest.fixture
 def aws(monkeypatch):
-    """The address of an AWS on localhost, in which the stack has been deployed."""
+    """Start an AWS on localhost in which the stack is deployed; return its address."""
     monkeypatch.setenv("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
@@ -66,7 +66,7 @@ def aws_environment(address):
 
 @pytest.fixture
 def laptop(aws, tmp_path, start, cache):
-    """``laptop(words...)`` -> exit code, stdout, stderr of a command on the user's machine."""
+    """``laptop(words...)`` returns exit code, stdout, stderr of a command on the user's machine."""
     home, nodes = tmp_path / "laptop", tmp_path / "nodes"
     folder = Path("/tmp") / f"up-{os.getpid()}"  # Ray's sockets need a short path
     for each in (home, nodes, folder):
@@ -100,7 +100,7 @@ def laptop(aws, tmp_path, start, cache):
 
 
 def write_config(path, ports, folder):
-    """Write cluster/aws.yaml with what differs where all nodes are on one machine."""
+    """Write cluster/aws.yaml with the changes for nodes on one machine."""
     text = (ROOT / "cluster" / "aws.yaml").read_text(encoding="utf-8")
     text = text.replace("s3://CHANGE-ME", f"s3://{BUCKET}").replace("6379", str(ports["gcs"]))
     config = yaml.safe_load(text)
@@ -109,7 +109,7 @@ def write_config(path, ports, folder):
     agents = ["--dashboard-agent-listen-port=0", "--metrics-export-port=0"]
     # Nodes must not share a folder: one would delete the working directory of the other.
     more = [f"--temp-dir={folder}/head", f"--dashboard-port={ports['dashboard']}", *agents]
-    # Neither MLflow nor the watcher, which would ask this machine's own network for metadata.
+    # Disable MLflow and the watcher, which would query the metadata of this machine's network.
     config["head_start_ray_commands"] = [f"{head[1]} {' '.join(more)}"]
     config["worker_start_ray_commands"] = [
         f"{worker[1]} --temp-dir={folder}/$TEST_NODE {' '.join(agents)}"
@@ -177,7 +177,7 @@ def test_from_ray_up_to_ray_down(laptop, tmp_path):
 
 
 def check_firewall(instance):
-    """Check that the instance has our security group, with SSH from one range only."""
+    """Check that the instance has our security group, with SSH only from one range."""
     (group,) = instance["SecurityGroups"]
     assert group["GroupName"] == "trishul-ray"
     ids = [group["GroupId"]]
@@ -188,6 +188,6 @@ def check_firewall(instance):
 
 
 def boto_place(uri):
-    """Return a URI of the mocked S3 for pyarrow, which would look for the region elsewhere."""
+    """Return a URI of the mocked S3 for pyarrow, which would query the region elsewhere."""
     address = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://")
     return f"{uri}?{options_at(address)}"

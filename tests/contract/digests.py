@@ -1,7 +1,7 @@
-"""Small runs over all methods and optional sections, and whether two commits compute the same.
+"""Small runs of all methods and optional sections, and a comparison of two commits.
 
-The last bits of a result differ between processors. So the results of one commit are written on
-the machine that then compares those of another one::
+The last bits of a result differ between processors. Therefore, write the results of one commit on
+the machine that then compares another commit::
 
     python -m tests.contract.digests --write before.json        # at the commit before
     python -m tests.contract.digests --compare before.json      # at the commit after
@@ -43,7 +43,7 @@ BASE = (
 LIMITED = "federation.compute=uniform"
 OWN = "evaluation.per_client=true"
 
-#: Overrides by name. A name stays when its spelling changes.
+#: Overrides, keyed by name. A name stays when its spelling changes.
 CONFIGURATIONS = {
     # Each method of the core.
     "fedavg": "method=fedavg",
@@ -138,11 +138,11 @@ def run_inline(experiment):
 
 
 def plain(value):
-    """Return what JSON can store of a checkpoint: of an array its type, shape and hash."""
+    """Convert a checkpoint to JSON: arrays become their type, shape and hash."""
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, dict):
-        left_out = "seconds", "state_sha256"  # the state itself is compared
+        left_out = "seconds", "state_sha256"  # The state itself is compared.
         return {str(k): plain(v) for k, v in value.items() if not str(k).endswith(left_out)}
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
@@ -161,7 +161,7 @@ def outcome(checkpoint):
 
 
 def differences(one, other, path=""):
-    """Yield where two outcomes differ."""
+    """Yield the differences of two outcomes."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in sorted(one.keys() | other.keys()):
             inner = f"{path}.{key}" if path else key
@@ -174,7 +174,7 @@ def differences(one, other, path=""):
 
 
 def compare(before, after):
-    """Print one line for each configuration; return whether all are equal."""
+    """Print one line per configuration; return whether all are equal."""
     equal = True
     for name in after:
         if name not in before:

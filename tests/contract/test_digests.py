@@ -1,4 +1,4 @@
-"""Every method and stage has a small run, and a run computes the same bytes again."""
+"""Every method and stage has a small run, and repeated runs compute the same bytes."""
 
 import pytest
 from contract.digests import CONFIGURATIONS, experiment_of, known, outcome, run_inline
@@ -6,7 +6,7 @@ from contract.digests import CONFIGURATIONS, experiment_of, known, outcome, run_
 from trishul_ray.methods.base import method_classes
 from trishul_ray.stages import stage_names
 
-#: Five shapes of a run: plain; state at clients; a survey; LoRA factors; a stage.
+#: Five shapes of a run: plain, client state, a survey, LoRA factors, and a stage.
 SHAPES = ["trishul", "scaffold", "fedsb", "flora", "privacy"]
 
 

@@ -1,4 +1,4 @@
-"""``trishul check``: a broken promise is reported by name in one line."""
+"""``trishul check``: a failed check is reported by name in one line."""
 
 from pathlib import Path
 
@@ -131,7 +131,7 @@ class Method(FedIT):
 
 
 def outcomes(text, file, only=()):
-    """Outcomes of the checks of a file, or of some by name: those of a method take seconds."""
+    """Return the outcomes of the checks of a file, or of some: a method's checks take seconds."""
     file.write_text(text)
     with unloaded_after():
         plugin = load_plugin(file)

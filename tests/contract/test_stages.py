@@ -1,4 +1,4 @@
-"""Promises of every registered stage; new stages are picked up automatically."""
+"""Contract checks of every registered stage, including new ones."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from trishul_ray.contract import stages
 from trishul_ray.contract.methods import order_is_free, resumes
 from trishul_ray.stages import STAGES, stage_names
 
-#: Stages of the package, and not of a test that has loaded one.
+#: Stages of the package, without stages that another test has loaded.
 STAGES_OF_PACKAGE = stage_names()
 
 

@@ -1,4 +1,4 @@
-"""Coverage: part of a dataset is reported as part, with its numbers of rows."""
+"""Coverage: a part of a dataset is reported with its numbers of rows."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +14,7 @@ PUBLIC = [*DATASETS.all().values()]
 
 @pytest.fixture
 def mirror(tmp_path):
-    """A mirror with 4 of QQP's training rows and 2 of its test rows."""
+    """Create a mirror with 4 of QQP's training rows and 2 of its test rows."""
     folder = tmp_path / "hub/nyu-mll/glue"
     (folder / "qqp").mkdir(parents=True)
     for split, rows in (("train", 4), ("validation", 2)):

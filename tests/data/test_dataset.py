@@ -86,7 +86,7 @@ def test_pickles_contain_only_paths(tmp_path):
     for name in ("train", "test"):
         write_split(tmp_path / f"{name}.arrow", columns(1000), INFO)
     dataset = PreparedDataset(tmp_path, ("train", "test"))
-    dataset.train.batch(np.arange(3))  # opened
+    dataset.train.batch(np.arange(3))  # opens the files
     data = pickle.dumps(dataset)
     assert len(data) < 500 and len(pickle.dumps(dataset.train)) < 500
     again = pickle.loads(data)

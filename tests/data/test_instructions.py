@@ -1,4 +1,4 @@
-"""Instructions with answers: which columns are read, and which rows are rejected."""
+"""Instructions with responses: columns that are read, and rows that are rejected."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Partitions: every row at one client, reproducible, and as skewed as configured."""
+"""Partitions: every row belongs to one client, reproducibly, with the configured skew."""
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +28,7 @@ def labels_of(rows: int, classes: int, seed: int = 0) -> np.ndarray:
 
 
 def clients_of_rows(shards: Partition) -> np.ndarray:
-    """Return the client that holds each row, [n]."""
+    """Return the client of each row, [n]."""
     clients = np.empty(len(shards.permutation), dtype=np.int64)
     for client in range(shards.clients):
         clients[shards.shard(client)] = client
@@ -90,7 +90,7 @@ def test_the_seed_decides(kind, variant):
 
 
 def skew(labels: np.ndarray, config: PartitionConfig, clients: int, seed: int) -> float:
-    """Mean total variation distance of the clients' label shares from those of all rows."""
+    """Compute the mean total variation distance of the clients' label proportions from all rows."""
     counts = label_counts(partition(labels, config, clients, seed), labels, int(labels.max()) + 1)
     shares = counts / counts.sum(axis=1, keepdims=True)
     return float(np.abs(shares - counts.sum(axis=0) / counts.sum()).sum(axis=1).mean() / 2)
@@ -106,7 +106,7 @@ def test_skew_falls_with_alpha(variant, seed):
     ]
     assert skews == sorted(skews, reverse=True)
     iid = skew(labels, PartitionConfig(kind="iid"), 20, seed)
-    # Even cuts of every label are more alike than random parts, so iid is an upper bound.
+    # Even cuts of every label are more similar than random parts, so iid is an upper bound.
     assert skews[0] > 0.5 and skews[-1] < iid + 0.03
 
 
@@ -127,7 +127,8 @@ def test_moved_rows_reach_the_smallest_from_the_largest():
     labels = labels_of(300, 3)
     config = PartitionConfig(alpha=1e-3, variant="per-label", min_size=9)
     shards = partition(labels, config, 30, 0)
-    # Nearly all rows of each of three classes are at one client: thirty are filled only by moves.
+    # Nearly all rows of each of three classes are at one client: thirty clients are filled by
+    # moves.
     assert shards.sizes.min() == 9
 
 
@@ -179,7 +180,7 @@ def test_fewer_clients_hold_whole_natural_clients_evenly(data, members):
     np.testing.assert_array_equal(np.sort(shards.permutation), np.arange(len(members)))
     homes = [np.unique(clients_of_rows(shards)[members == member]) for member in distinct]
     assert all(len(home) == 1 for home in homes)
-    # Largest first to the smallest: no two differ by more than the largest natural client.
+    # Sizes descend, and differ at most by the largest natural client.
     assert shards.sizes.min() >= 1 and shards.sizes.max() - shards.sizes.min() <= sizes.max()
 
 

@@ -68,7 +68,7 @@ def test_every_name_has_a_description():
     assert len(dataset_names()) == len(set(dataset_names()))
     described = describe_datasets()
     assert tuple(described) == dataset_names()
-    # One line each, on a terminal of 80 columns.
+    # One line per message, on a terminal of 80 columns.
     assert all(0 < len(text) <= 60 for text in described.values())
 
 
@@ -112,7 +112,7 @@ def test_damaged_prepared_file_is_reported_and_rebuilt(tmp_path, damage):
     take_remarks()
     if damage == "gone":
         path.unlink()
-    elif damage == "description":  # not of the rows, but of what they are divided by
+    elif damage == "description":  # not of the rows, but of their divisor
         assert b'"mean": [0.' in content
         path.write_bytes(content.replace(b'"mean": [0.', b'"mean": [1.'))
     else:
@@ -203,7 +203,7 @@ def test_missing_dataset_names_the_places_searched(tmp_path, monkeypatch, with_m
 
 @pytest.mark.parametrize("fetch", [None, "cifar100/{split}-*.parquet"])
 def test_hub_and_mirror_give_same_rows(tmp_path, monkeypatch, fetch):
-    """``load_dataset`` reads a folder with the layout of the hub's repository, card included."""
+    """``load_dataset`` reads a folder with the layout of the hub's repository and its card."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hf"))
     folder = mirror(tmp_path / "hub")
     (folder.parent / "README.md").write_text(
@@ -242,7 +242,7 @@ def test_real_cifar100(cache):
 
 
 def inputs_of(split):
-    """The inputs of the rows, and their labels, to compare by content."""
+    """Return the inputs of the rows, and their labels, to compare by content."""
     kind = split.info.kind
     if kind == "image":
         return [row.tobytes() for row in split.column("pixels")]
@@ -272,7 +272,7 @@ class Lengths:
 
 
 def test_derived_rows_have_their_own_names(tmp_path):
-    """The same texts and numbers, with other names of classes, groups and clients."""
+    """Compare equal texts and numbers with other names of classes, groups and clients."""
     for names in (("a", "b"), ("b", "c")):
         rows = [{"text": f"t{n:02}", "label": names[n % 2]} for n in range(40)]
         rows = [

@@ -53,7 +53,7 @@ def test_validation_splits_of_mnli_are_groups(tmp_path):
     rows = {"premise": ["p"], "hypothesis": ["h"], "label": [1], "idx": [0]}
     for split in ("train", "validation_matched", "validation_mismatched"):
         write(tmp_path, f"nyu-mll/glue/mnli/{split}", rows | {"premise": [split]})
-    # The unlabelled test split is not read.
+    # The unlabeled test split is not read.
     write(tmp_path, "nyu-mll/glue/mnli/test_matched", rows | {"label": [-1]})
     data = prepare("glue/mnli", cache=tmp_path, hub=tmp_path)
     assert data.test.texts("premise").to_pylist() == ["validation_matched", "validation_mismatched"]
@@ -186,7 +186,7 @@ def test_one_split_is_split_as_the_dataset_says(tmp_path):
 
     train, test = read()
     assert len(test) == 10 and sorted(train + test) == sorted(f"text {n}" for n in range(50))
-    assert test != [f"text {n}" for n in range(40, 50)]  # not the last ones
+    assert test != [f"text {n}" for n in range(40, 50)]  # not simply the last rows
     assert read() == (train, test)
     other = published(sizes={"all": 5_574}, test_share=0.1)
     assert other.key(tmp_path) != source.key(tmp_path)
@@ -271,12 +271,13 @@ def test_real_questions(cache):
 
 @pytest.mark.parametrize("moved", ["train", "test", "both"])
 def test_reordered_class_names_are_rejected(tmp_path, moved):
-    """Its labels would be read by the names of the definition, or of another split."""
+    """Their labels would be interpreted by the names in the definition, or of another split."""
     texts = TextRows(("text",), ("no", "yes"))
     images = ImageRows(label="label", classes=2, size=(2, 2))
     pixel = {"bytes": encode_image(np.zeros((2, 2, 3), np.uint8)), "path": None}
     kinds = [("t", texts, {"text": ["a"]}), ("i", images, {"img": [pixel]})]
-    for kind, rows, values in kinds[:1] if moved == "both" else kinds:  # images have any names
+    # image files may have any name
+    for kind, rows, values in kinds[:1] if moved == "both" else kinds:
         for split in ("train", "test"):
             names = ["yes", "no"] if moved in (split, "both") else ["no", "yes"]
             features = {"label": {"names": names, "_type": "ClassLabel"}}

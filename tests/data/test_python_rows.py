@@ -1,4 +1,4 @@
-"""Rows passed from Python: one dataset, whatever form they come in."""
+"""Rows passed from Python: one dataset in any form."""
 
 import io
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Folders of images of the user: classes, splits, sizes, and images that cannot be read."""
+"""Folders of user images: classes, splits, sizes, and unreadable images."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def test_class_folders_become_classes(tmp_path):
 
 
 def test_any_name_of_a_folder_is_a_class(tmp_path):
-    """Also one that marks a missing value in a table; names are not sorted as numbers."""
+    """Include a name that marks a missing value in a table; names are not sorted as numbers."""
     names = ["1", "1.0", "10", "2", "NA", "null"]
     for value, name in enumerate(names):
         for number in range(4):
@@ -72,14 +72,14 @@ def test_sizes_and_modes_become_one(tmp_path):
     assert data.info.image_shape == (1, 8, 8) and (len(data.train), len(data.test)) == (6, 4)
     assert data.info.origin.notes == ("4 of 10 images resized and cropped to 8x8",)
     assert np.unique(data.test.column("pixels")[data.test.labels == 1]).tolist() == [200]
-    # With one color image, all become RGB.
+    # With one color image, all images become RGB.
     paint(root / "train/dark/3.jpg", (10, 10, 10), (8, 8))
     assert prepare_user("images", root, tmp_path).info.image_shape == (3, 8, 8)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_photo_is_turned_upright(tmp_path, orientation):
-    """A phone stores the sensor's pixels, and says in EXIF how they are turned."""
+    """A phone stores the sensor's pixels, and their orientation in EXIF."""
     seen = np.array([[[200, 0, 0], [0, 200, 0]], [[0, 0, 200], [90, 90, 90]]], np.uint8)
     turned = {
         1: seen, 2: seen[:, ::-1], 3: seen[::-1, ::-1], 4: seen[::-1], 5: seen.transpose(1, 0, 2),
@@ -104,7 +104,7 @@ def test_center_is_cropped_and_large_images_shrink(tmp_path):
         save(wide.transpose(Image.Transpose.ROTATE_90), tmp_path / "photos" / name / "2.png")
     data = prepare_user("images", tmp_path / "photos", tmp_path)
     assert data.info.image_shape == (3, 256, 256)
-    assert data.train.column("pixels")[:, 0].max() <= 64  # the filter blends a border pixel
+    assert data.train.column("pixels")[:, 0].max() <= 64  # The filter blends border pixels.
 
 
 def test_broken_images_are_named_at_once_or_skipped(tmp_path):
@@ -163,7 +163,7 @@ def test_wrong_folders_are_named(tmp_path):
 
 
 def gray_values(bits=8):
-    """Twelve gray images of 8x8, the first one all black."""
+    """Return twelve gray images of 8x8, the first one all black."""
     values = np.random.default_rng(0).integers(0, 256, (12, 8, 8))
     values[0] = 0
     return (values * 257 if bits == 16 else values).astype(np.uint16 if bits == 16 else np.uint8)
@@ -189,7 +189,7 @@ def test_images_of_16_bits_equal_those_of_8(tmp_path, suffix):
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_transparent_images_are_shown_on_white(tmp_path, mode):
-    """Black images, with their content in the alpha channel, as icons and sketches have it."""
+    """Test black images with their content in the alpha channel, such as icons and sketches."""
     for number, name in enumerate("abab"):
         pixels = np.zeros((8, 8, 4), np.uint8)
         pixels[:, 4 * (name == "b") :][:, :4, 3] = 255

@@ -1,4 +1,4 @@
-"""Tables of the user: files, splits, columns, names, and rows that are incomplete."""
+"""User tables: files, splits, columns, names, and incomplete rows."""
 
 import json
 
@@ -30,7 +30,7 @@ FORMATS = [".csv", ".tsv", ".json", ".jsonl", ".parquet"]
 
 
 def stored(data):
-    """All rows of a dataset as (text, class, client, group), sorted."""
+    """Return all rows of a dataset as (text, class, client, group), sorted."""
     info, found = data.info, []
     for split in (data.train, data.test):
         numbers = [split.labels, split.column("client"), split.column("group")]
@@ -194,7 +194,7 @@ def test_wrong_folders_and_fields_are_named(tmp_path):
 
 
 def label_table(rows, names=None, kind=None):
-    """A table of texts and labels; ``names`` are the names of the hub's ClassLabel."""
+    """Create a table of texts and labels; ``names`` are the names of the hub's ClassLabel."""
     table = pa.table({"text": [f"t{n}" for n in range(len(rows))], "label": pa.array(rows, kind)})
     if names is None:
         return table

@@ -1,6 +1,7 @@
-"""Invalid input prints one line, exits with 2 and writes nothing; a failed run, a paragraph and 1.
+"""Invalid input prints one line, exits with 2 and writes nothing; a failed run exits with 1.
 
-Most cases call the entry point in this process; a few run the command as a separate process.
+A failed run prints a paragraph. Most cases call the entry point in this process; a few run the
+command as a separate process.
 """
 
 import json
@@ -24,7 +25,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def trishul(monkeypatch, called, tmp_path, cache):
-    """``trishul("run", ...)`` -> (exit code, standard error), in an empty folder."""
+    """``trishul("run", ...)`` returns (exit code, standard error), in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -1,8 +1,8 @@
-"""Every dataset, backbone family and method: builds, trains a round, is measured.
+"""Every dataset, backbone family and method: build, train a round, measure.
 
-TRISHUL is run on every pair of the paper, every other method on one of them: methods do not see
-datasets. Rows are a few of the test's own, in the hub's layout; backbones are the built-in small
-ones with random weights, so nothing is said about quality.
+TRISHUL runs on every pair of the paper, every other method on one of them, because methods do not
+depend on datasets. Rows are a few rows of the test in the hub's layout; backbones are small
+built-ins with random weights, so the scores are meaningless.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from trishul_ray.methods.base import method_class
 
 PUBLIC = [*DATASETS.all().values()]
 
-#: The paper's pairs of dataset and backbone family, with the metric that counts.
+#: The paper's pairs of dataset and backbone family, with the primary metric.
 PAIRS = {
     ("cifar100", "vit-digits"): "accuracy",
     ("svhn", "vit-digits"): "accuracy",
@@ -29,9 +29,10 @@ PAIRS = {
     ("mrqa", "t5-tiny"): "f1",
     ("glue/rte", "llama-tiny"): "accuracy",
 }
-#: GLUE's other tasks differ from RTE in the reading of rows and the prompt alone.
+#: GLUE's other tasks differ from RTE only in the reading of rows and the prompt.
 OTHERS = ("glue/mnli", "glue/qnli", "glue/qqp", "glue/sst2")
-#: Beside the paper's: an encoder with a head, a decoder with a head, a T5 that names the label.
+#: In addition to the paper: an encoder with a head, a decoder with a head, a T5 that generates the
+#: label.
 BESIDE = (
     ("20newsgroups", "bert-tiny", "auto"),
     ("glue/rte", "llama-tiny", "classification"),
@@ -56,7 +57,7 @@ PLACES = {
 
 @pytest.fixture(scope="session")
 def hub(tmp_path_factory):
-    """A mirror with a few rows of every dataset of the paper."""
+    """Create a mirror with a few rows of every dataset of the paper."""
     folder, names = tmp_path_factory.mktemp("hub"), {name for name, _ in PAIRS} | {*OTHERS}
     for source in PUBLIC:
         if source.name in names:
@@ -66,7 +67,7 @@ def hub(tmp_path_factory):
 
 @pytest.fixture
 def one_round(hub, cache, tmp_path, drive_to_end):
-    """``one_round(dataset, model, method)`` -> the result of a round of two steps on a mirror."""
+    """``one_round(dataset, model, method)`` returns the result of a round of two steps."""
 
     def run(dataset, model, method, kind="auto"):
         experiment = load_experiment(
@@ -105,9 +106,9 @@ def check(final, headline, method="trishul"):
     for record in (before, after):
         assert 0.0 <= record.scores[headline] <= 1.0 and math.isfinite(record.scores["loss"])
     assert math.isfinite(after.train_loss) and after.refused == {}
-    if not method_class(method).personal:  # those may leave all that counts with the clients
+    if not method_class(method).personal:  # those may keep all trained parameters on the clients
         assert after.uploaded_parameters > 0
-        # It trained: the global model answers otherwise than before.
+        # Training changed the outputs of the global model.
         assert after.scores["loss"] != before.scores["loss"]
 
 

@@ -1,6 +1,7 @@
-"""Changed inputs of every kind: each is read, or rejected in one line, and leaves nothing behind.
+"""Changed inputs of every kind are read, or rejected in one line, and leave nothing behind.
 
-An input is a sound one with random changes, drawn by its number; one that fails can be had again.
+An input is a valid one with random changes, drawn by its number, so that a failure can be
+reproduced.
 """
 
 import hashlib
@@ -42,12 +43,12 @@ from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.loading import load_sweep
 
 ROOT = Path(__file__).parents[2]
-#: Inputs of each kind, without and with the slow tests.
+#: Number of inputs of each kind, without and with the slow tests.
 FEW, MANY = 30, 2000
 
 
 def configurations(folder):
-    """Fields of the schema with values of other types, and changed YAML files."""
+    """Draw fields of the schema with values of other types, and changed YAML files."""
     sound = load_experiment(None, ["method=trishul"]).to_yaml().decode()
     names, file = sorted(field_names()), folder / "mine.yaml"
 
@@ -62,7 +63,7 @@ def configurations(folder):
 
 
 def sweeps(folder):
-    """Changed files of sweeps."""
+    """Draw changed sweep files."""
     sound = [file.read_text() for file in sorted((ROOT / "sweeps" / "smoke").glob("*.yaml"))]
     sound = [text for text in sound if len(text) < 3000]
     file = folder / "mine.yaml"
@@ -75,7 +76,7 @@ def sweeps(folder):
 
 
 def mirrors(folder):
-    """Changed user tables in every format."""
+    """Draw changed user tables in every format."""
     rows = [{"text": f"word {n}", "label": n % 2} for n in range(40)]
     sink = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows), sink)
@@ -97,7 +98,7 @@ def mirrors(folder):
 
 
 def images(folder):
-    """Changed images in every format."""
+    """Draw changed images in every format."""
     pixels = np.random.default_rng(0).integers(0, 256, (12, 10, 3), dtype=np.uint8)
     sound = []
     for kind in ("png", "jpeg", "gif", "bmp", "tiff", "webp"):
@@ -112,7 +113,7 @@ def images(folder):
 
 
 def checkpoints(folder):
-    """Changed checkpoints with a right checksum in their names, which are skipped."""
+    """Draw changed checkpoints with the correct checksum in their names, which are skipped."""
     some = np.ones(5, np.float32)
     sound = Checkpoint(
         "mine", "attempt", 1,
@@ -149,7 +150,7 @@ def checkpoints(folder):
 
 
 def results(folder):
-    """Changed results with a right checksum."""
+    """Draw changed results with the correct checksum."""
     experiment = Experiment()
     id = experiment.id
     home = Store.open(str(folder / "runs" / id))
@@ -173,7 +174,7 @@ def results(folder):
 
 
 def models(folder):
-    """Changed files of a backbone, such as an exported one."""
+    """Draw changed files of a backbone, such as an exported one."""
     config = ViTConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
         image_size=8, patch_size=4, num_channels=1, num_labels=3,
@@ -182,7 +183,7 @@ def models(folder):
     ViTForImageClassification(config).save_pretrained(place)
     (place / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5]}))
     sound = {file.name: file.read_bytes() for file in place.iterdir()}
-    # A model of 2**31 layers would take for ever.
+    # A model of 2**31 layers would take forever.
     odd = [value for value in ODD_VALUES if not isinstance(value, int) or value < 10]
 
     def read(rng, show):
@@ -203,7 +204,7 @@ def models(folder):
 
 
 def devices(folder):
-    """Changed files of devices."""
+    """Draw changed device files."""
     numbers = {"client": [0, 1, 2, 3], "speed": [1.0, 2.0, 3.0, 4.0]}
     sound = numbers | {"up": [1.0] * 4, "down": [1.0] * 4}
     file = folder / "devices.parquet"
@@ -248,7 +249,7 @@ class Fuzzed(FedIT):
 
 
 def plug_ins(folder):
-    """Changed plug-ins."""
+    """Draw changed plug-ins."""
     file = folder / "fuzzed.py"
 
     def read(rng, show):
@@ -271,7 +272,7 @@ def where_of(error):
 
 
 class Shown(list):
-    """What a kind has drawn for an input."""
+    """The random changes of an input."""
 
     def __call__(self, value):
         self.append(value)

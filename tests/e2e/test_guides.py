@@ -1,7 +1,7 @@
-"""The guides in docs/, followed to the letter in a copy of the package.
+"""Follow the guides in docs/ literally in a copy of the package.
 
-Files are written where the guides say, the documented commands are run (small), and the tests that
-the guides name must find what was added and pass.
+Files are written as in the guides, the documented commands run on small data, and the tests that
+the guides name must find the added code and pass.
 """
 
 import json
@@ -19,7 +19,7 @@ from public_mirror import write_table
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").glob("adding-*.md"))
-#: All pages whose files are written and whose commands are run.
+#: All pages whose files are written and whose commands run.
 PAGES = [*GUIDES, ROOT / "docs" / "plugins.md"]
 #: A file in a guide: its path at the end of a paragraph, then its content.
 FILE = re.compile(
@@ -28,9 +28,9 @@ FILE = re.compile(
 TUTORIAL = ROOT / "docs" / "getting-started.md"
 #: A file of the tutorial, named before its content.
 TUTORIAL_FILE = re.compile(r"`(\w+\.(?:py|yaml))`[^`]*:\n\n```(?:python|yaml)\n(.*?)```", re.DOTALL)
-#: The guides whose runs are on images; those of the others are on texts.
+#: Guides whose runs are on images; the other guides use texts.
 IMAGES = ("adding-a-method", "adding-an-adapter", "adding-a-codec", "plugins")
-#: Makes a documented run one of seconds.
+#: Makes a documented run take seconds.
 SMALL = [
     "model.init=random",
     "budget=4",
@@ -79,14 +79,14 @@ def call(words, folder, **options):
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
 def test_a_guide_is_short_and_linked(guide):
-    assert len(guide.read_text(encoding="utf-8").splitlines()) <= 140  # not much to read
+    assert len(guide.read_text(encoding="utf-8").splitlines()) <= 140  # a guide must stay short
     for page in ("README.md", "CONTRIBUTING.md"):
         assert f"(docs/{guide.name})" in (ROOT / page).read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A copy of package and tests with the files of all guides, and the data of their commands."""
+    """Copy package and tests, and add the files of all guides and the data of their commands."""
     folder = tmp_path_factory.mktemp("clone")
     for part in ("trishul_ray", "tests", "docs", "sweeps"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""A run on a part of a dataset is marked on the terminal, in result and MLflow."""
+"""A run on a part of a dataset is marked on the terminal, in the result and in MLflow."""
 
 import json
 

@@ -1,7 +1,7 @@
-"""Random configurations, most of them wrong: each is a run, or one line that says what is wrong.
+"""Random configurations, most of them invalid: each is a run or one line with the error.
 
-A configuration is resolved, fitted to its backbone, prepared and built as a run does it; some of
-those that stand run a round of one step, since a method's server is reached in no other way.
+A configuration is resolved, checked against its backbone, prepared and built as in a run. Some of
+the valid ones run a round of one step, because nothing else reaches the server of a method.
 """
 
 import random
@@ -15,11 +15,11 @@ from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.methods.base import method_names
 
-#: Texts that some layer might take for a path, a number or a pattern.
+#: Texts that some layer might interpret as a path, a number or a pattern.
 ODD = ["a" * 300, "../../x", "~nobody/x", "", " ", "a\0b", "{x}", "[x", "null", "-1", "é", "*", "/"]
 NUMBERS = [0, 1, 2, 3, 5, 64, 65, 70, 100, 1000, 10**9, -1, 0.5, 1e-9, 1e9, ".nan", ".inf", "x"]
 
-#: Values tried in each field. The first entries are sound.
+#: Values to try in each field. The first entries are valid.
 FIELDS = {
     "data.name": ["digits", "digits", "learning_rates", "cifar100", "table", "images", *ODD],
     "data.path": ["null", "nowhere", *ODD],
@@ -84,7 +84,7 @@ SMALL = [
     "resources.backend=inline",
     "resources.device=cpu",
 ]
-#: Known cases that the draw need not hit.
+#: Known cases that the random draw need not hit.
 KNOWN = [
     ["method=flexlora", "budget=70"],
     ["method=flexlora", "adapter.rank=65"],
@@ -99,22 +99,22 @@ KNOWN = [
     ["storage.hub=" + "a" * 300],
     ["data.name=table", "data.path=" + "a" * 300],
 ]
-#: Configurations that are drawn, and of how many one runs a round if it is sound.
+#: Number of configurations, and the fraction of valid ones that run a round.
 DRAWN, RUNS = 200, 10
 
 
 def draw(number):
-    """A few random fields on top of a small sound run."""
+    """Draw a few random fields on top of a small valid run."""
     rng = random.Random(number)
     names = rng.sample(sorted(FIELDS), rng.choice([1, 1, 2, 2, 3, 4]))
     if rng.random() < 0.5 and "method.name" not in names:
         names.append("method.name")
-    # Sound entries come first in each list: take them more often than their share.
+    # Valid entries are first in each list: draw them more often.
     return [f"{name}={FIELDS[name][int(len(FIELDS[name]) * rng.random() ** 2)]}" for name in names]
 
 
 def outcome_of(words, folder, cache, run):
-    """``"run"``, or the one line."""
+    """Return ``"run"``, or the error line."""
     places = [f"storage.cache={cache}", f"storage.runs={folder}"]
     try:
         experiment = load_experiment(None, [*SMALL, *places, *words])

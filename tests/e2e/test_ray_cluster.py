@@ -1,4 +1,4 @@
-"""An existing cluster: joined with a token, shared, left as it was; ray_nodes.py has none."""
+"""An existing cluster: joined with a token, shared, and unchanged; ray_nodes.py has no token."""
 
 import json
 import os
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def cluster(ray_head, tmp_path):
-    """``cluster(token)`` -> its address, the environment to join it, and its command."""
+    """``cluster(token)`` returns its address, the environment to join it, and its command."""
 
     def begin(token):
         home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
@@ -34,7 +34,7 @@ def test_two_runs_share_a_cluster_with_token(
     cluster, trishul, small_words, tmp_path, inline_result, cache
 ):
     environment, daemon = cluster("0123456789abcdef" * 4)
-    # Relative places: the cluster's processes live in another folder.
+    # Use relative paths: the cluster's processes run in another folder.
     words = [*small_words, "storage.runs=runs"]
     os.symlink(cache, tmp_path / "link")
     environment["TRISHUL_CACHE"] = "link"
@@ -47,7 +47,7 @@ def test_two_runs_share_a_cluster_with_token(
         result = json.loads((tmp_path / "runs" / experiment.id / "result.json").read_text())
         assert result["state_sha256"] == inline_result(experiment).digest
     assert all(command.left_behind() == [] for command in commands)
-    # The cluster lives, the runs' actors do not.
+    # The cluster is alive, but the runs' actors are not.
     assert daemon.process.poll() is None
     deadline = time.monotonic() + 15
     while actors_of(daemon) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Whole federated runs as Ray Tune trials: the same bytes in the trials' own bundles."""
+"""Whole federated runs as Ray Tune trials: the same bytes in the bundles of the trials."""
 
 import pytest
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 
 def trial(config):
-    """Find the bundles of the trial, run the experiment, report."""
+    """Find the bundles of the trial, run the experiment, and report."""
     from ray import tune
 
     experiment = build_experiment(config["fields"])

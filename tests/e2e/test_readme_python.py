@@ -28,7 +28,7 @@ def test_the_python_of_the_readme_runs_and_predicts(cache, tmp_path):
     seven = int(np.flatnonzero(labels == 7)[0])
     pixels = np.rint(images[seven] * (255 / 16)).astype(np.uint8).reshape(8, 8)
     exif = Image.Exif()
-    exif[0x0112] = 6  # as a phone held upright takes it
+    exif[0x0112] = 6  # the orientation of a phone held upright
     turned = np.ascontiguousarray(np.rot90(pixels))
     Image.fromarray(turned).save(tmp_path / "seven.png", exif=exif)
     assert '"runs/<id>/adapter"' in adapter

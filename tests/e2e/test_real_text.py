@@ -1,7 +1,7 @@
-"""Real texts from a mirror, through each text task: a federated run lowers the test loss.
+"""Real texts from a mirror for each text task: a federated run lowers the test loss.
 
-The language models have random weights, so nothing is said about quality. Without a mirror
-(TRISHUL_HUB) these are left out.
+The language models have random weights, so the scores are meaningless. Without a mirror
+(TRISHUL_HUB) these tests are skipped.
 """
 
 import os
@@ -18,7 +18,7 @@ HUB = Path(os.environ.get("TRISHUL_HUB", "/nonexistent"))
 
 @pytest.fixture
 def records(cache, tmp_path, drive_to_end):
-    """``records(*words)`` -> those of a run of two rounds."""
+    """``records(*words)`` returns the records of a run of two rounds."""
 
     def run(*words):
         experiment = load_experiment(

@@ -29,7 +29,7 @@ def trishul_here(monkeypatch, called, tmp_path, cache):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, cache):
-    """The folder of a finished run; tests copy it and never change it."""
+    """Return the folder of a finished run; tests copy it and never change it."""
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -41,7 +41,7 @@ def finished(tmp_path_factory, cache):
 
 @pytest.fixture
 def home(finished, tmp_path):
-    """A copy of the finished run for one test."""
+    """Copy the finished run for one test."""
     target = tmp_path / "runs" / finished.name
     shutil.copytree(finished, target)
     return target
@@ -57,7 +57,7 @@ def contents(folder):
 
 def without_order(settings):
     fields = json.loads(settings)
-    # The folder of the run, which may have been moved since, is where its backbone is.
+    # The backbone is in the folder of the run, which may have been moved since.
     _, _, backbone = fields["base_model_name_or_path"].partition("/runs/")
     names = sorted(fields["target_modules"])
     return fields | {"target_modules": names, "base_model_name_or_path": backbone}
@@ -164,7 +164,7 @@ def test_run_without_a_valid_checkpoint_starts_over(trishul_here, home):
 
 @pytest.fixture
 def mounted(tmp_path):
-    """``mounted(*options)`` -> the folder of a new tmpfs; skips if mounting is not allowed."""
+    """``mounted(*options)`` returns the folder of a new tmpfs; skips if mounting is not allowed."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
@@ -200,7 +200,7 @@ def test_full_disk_names_the_command_to_continue(trishul_here, mounted, tmp_path
     code, _, error = trishul_here("run", *words)
     assert code == 0, error
     shutil.copy(disk / experiment.id / "result.json", tmp_path)
-    # Continue from the first checkpoint without a free byte on the disk.
+    # Resume from the first checkpoint without a free byte on the disk.
     (disk / experiment.id / "result.json").unlink()
     newest = max((disk / experiment.id / "checkpoints").glob("round-*"))
     newest.unlink()

@@ -1,4 +1,4 @@
-"""The identity of an experiment: only fields that can change its numbers."""
+"""The identity of an experiment: only fields that can change its results."""
 
 import json
 import pickle
@@ -27,8 +27,8 @@ def test_every_field_is_described():
         assert info.description or last == "name", f"{name} has no description"
 
 
-#: Ids of three experiments. A change of one of them starts finished runs over: it needs a new
-#: NUMERICS, or a reason.
+#: Ids of three experiments. A changed id makes finished runs start over: it needs a new NUMERICS,
+#: or a reason.
 IDS = {
     "": "fbb6234922d6",
     "method=fedit seed=3 budget=8 federation.rounds=5": "dd2ad649fd67",

@@ -287,7 +287,7 @@ def test_the_source_without_a_look_up(register_newcomer):
 
 @pytest.fixture
 def tuned_file(tmp_path):
-    """A file of tuned rates on digits, of budget 4: FedIT's on two partitions, and TRISHUL's."""
+    """Write a file of tuned rates on digits with budget 4: FedIT on two partitions, and TRISHUL."""
     common = {
         "dataset": "digits", "rank": 4, "model": "vit-digits", "optimizer": "adam",
         "metric": "validation_accuracy", "score": 0.75, "edge": None,
@@ -319,7 +319,7 @@ def test_tuned_rates_replace_others_and_name_differences(tuned_file):
     assert rate("partition.alpha=0.1") == (0.023, f"{best}; borrowed from α = 0.3, for 0.1")
     method = "; borrowed from method fedit, for scaffold"
     assert rate("method=scaffold") == (0.021, at_edge + method)
-    # A setting without a rate in the file is as without the file.
+    # A setting without a rate in the file behaves as without the file.
     for words in (["method=ravan"], ["budget=8"], ["dataset=cifar100"], ["partition.kind=iid"]):
         plain = load_experiment(None, words).optimizer
         assert rate(*words) == (plain.lr, plain.lr_source)
@@ -402,7 +402,7 @@ def test_a_run_reports_its_rate_and_the_source(
     register_newcomer(**attributes)
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
     monkeypatch.chdir(tmp_path)
-    # More clients than rows: the run is rejected before the first round.
+    # There are more clients than rows: the run is rejected before the first round.
     words = ["method=newcomer", "federation.clients=2000", "resources.backend=inline", *overrides]
     code, _, error = called("run", *words)
     lines = [line for line in error.splitlines() if "learning rate" in line]

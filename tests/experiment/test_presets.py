@@ -1,4 +1,4 @@
-"""The presets: the paper's protocol by dataset, and prompts that fit its backbones."""
+"""The presets: the paper's protocol per dataset, and prompts that fit its backbones."""
 
 import functools
 from pathlib import Path
@@ -65,13 +65,13 @@ def test_published_protocols_of_instructions(dataset, clients, cohort, rounds, w
     assert ((fed.local_steps, fed.batch_size), made.lora_rank) == (work, budget)
     assert rate is None or made.optimizer.lr == rate
     assert (made.data.train_limit == 20_000) == (dataset == "alpaca-gpt4")
-    # Four bits and recomputation are for the preset's backbone.
+    # 4-bit weights and recomputation are only for the preset's backbone.
     other = load_experiment(None, [f"dataset={dataset}", "model=llama-tiny"])
     assert other.model.quantize == "none" and not other.model.gradient_checkpointing
 
 
 def info_of(dataset):
-    """Facts of the dataset that need no rows."""
+    """Return the facts of the dataset that need no rows."""
     rows = next(source for source in PUBLIC if source.name == dataset).rows
     classes = tuple(getattr(rows, "classes", ()))
     return DatasetInfo(dataset, rows.kind, classes, fields=tuple(getattr(rows, "fields", ())))
@@ -139,7 +139,7 @@ def test_verbalizers_follow_the_order_of_classes():
 @pytest.mark.parametrize(
     ("dataset", "trishul", "ravan"),
     [
-        # The headline row of the paper's table of initializations; RAVAN's own is random normal.
+        # The main row of the paper's table of initializations; RAVAN's default is random normal.
         ("cifar100", "gram_schmidt", "random_normal"),
         ("svhn", "gram_schmidt", "random_normal"),
         ("20newsgroups", "random_normal", "random_normal"),
@@ -149,7 +149,7 @@ def test_verbalizers_follow_the_order_of_classes():
 )
 @pytest.mark.parametrize("budget", ["lower", "higher"])
 def test_bases_and_ranks_match_the_papers_tables(dataset, trishul, ravan, budget):
-    """On the paper's backbone (shapes only): its initialization, and its ranks in each table."""
+    """Check initialization and ranks in each table on the shapes of the paper's backbone."""
     ranks = {"lower": (110, 64, 221), "higher": (156, 128, 313)}[budget]
     names = {"trishul": ranks[0], "ravan": ranks[0], "ffalora": ranks[1], "fedsb": ranks[2]}
     for name, rank in names.items():

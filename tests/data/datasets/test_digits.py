@@ -1,4 +1,4 @@
-"""The digits dataset: its splits hold all rows once, and are the same bytes everywhere."""
+"""The digits dataset: its splits cover all rows once, and are the same bytes everywhere."""
 
 import numpy as np
 from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""Synthetic stand-ins: the schema of the real datasets, the same rows everywhere, learnable."""
+"""Synthetic datasets: the schema of the real datasets, the same rows everywhere, learnable."""
 
 import pytest
 from public_mirror import write_mirror
@@ -12,7 +12,7 @@ from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
 
-#: The stand-ins of texts, with their real datasets.
+#: Synthetic text datasets, with their real datasets.
 REAL = dict(
     zip(
         ["topics", "questions", "mnli", "qnli", "qqp", "rte", "sst2"],
@@ -46,7 +46,7 @@ def test_schema_matches_the_real_dataset(name, tmp_path):
 
 def test_the_same_rows_on_any_machine(tmp_path):
     found = {s.name: prepare(s.name, cache=tmp_path, hub=None).fingerprint[:8] for s in SYNTHETIC}
-    # With other rows, raise the number in SyntheticDataset.key.
+    # If the rows change, increment the number in SyntheticDataset.key.
     assert found == {
         "synthetic/topics": "91b77851",
         "synthetic/questions": "f5e47e59",
@@ -62,7 +62,7 @@ def test_the_same_rows_on_any_machine(tmp_path):
 
 @pytest.fixture
 def experiment(cache, tmp_path):
-    """``experiment("mnli", ...)`` -> a tiny run with the preset of a stand-in."""
+    """``experiment("mnli", ...)`` returns a tiny run with the preset of a synthetic dataset."""
     tiny = ["federation.local_steps=8", "federation.batch_size=8", "evaluation.limit=64"]
     places = [f"storage.cache={cache}", f"storage.runs={tmp_path}", "tracking.mlflow=false"]
 
