@@ -1,9 +1,9 @@
-"""Sound inputs, changed at random: bytes, texts, values of JSON."""
+"""Valid inputs, changed at random: bytes, texts, values of JSON."""
 
 import copy
 import re
 
-#: Texts that some layer might take for a path, a number, a pattern, a formula or a tag.
+#: Texts that some layer might interpret as a path, a number, a pattern, a formula or a tag.
 ODD_TEXTS = [
     "", " ", "a" * 300, "../../x", "~nobody/x", "a\0b", "{x}", "[x", "null", "-1", "é\u202e", "*",
     "/", "=1", "$x_$", "1e400", "0x", "2001-99-99", "!!int x", "&a [*a]", "<<: 1", "0..3", "yes",
@@ -16,7 +16,7 @@ _WORDS = re.compile(r"[A-Za-z_.\d-]+|\s+|.", re.DOTALL)
 
 
 def change_bytes(rng, data):
-    """Return bytes with one to three changes, in the first hundred bytes as often as elsewhere."""
+    """Make one to three changes, in the first hundred bytes as often as elsewhere."""
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(data) + 1)
         if rng.random() < 0.5:
@@ -29,7 +29,7 @@ def change_bytes(rng, data):
 
 
 def change_text(rng, text):
-    """Return a text with one to three words, or lines, left out, doubled, moved or replaced."""
+    """Remove, duplicate, move or replace one to three words or lines."""
     for _ in range(rng.randint(1, 3)):
         parts = text.splitlines(keepends=True) if rng.random() < 0.3 else _WORDS.findall(text)
         if not parts:
@@ -53,7 +53,7 @@ def change_text(rng, text):
 
 
 def change_json(rng, value, odd=ODD_VALUES):
-    """Return a JSON value with one to three values replaced, left out, doubled or renamed."""
+    """Replace, remove, duplicate or rename one to three values."""
     value = copy.deepcopy(value)
     for _ in range(rng.randint(1, 3)):
         parent, key = _place(rng, value)

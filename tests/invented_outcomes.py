@@ -1,4 +1,4 @@
-"""Invented outcomes of sweeps, as `trishul report` collects them: no run has these numbers."""
+"""Invented outcomes of sweeps, as collected by `trishul report`: no run has these numbers."""
 
 import hashlib
 from collections.abc import Callable
@@ -25,13 +25,13 @@ FIELDS = {
 
 
 def random_of(*words):
-    """A generator that depends on the words alone."""
+    """Return a generator that depends only on the words."""
     digest = hashlib.sha256("/".join(words).encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:8], "big"))
 
 
 def invent_run(labels, value, *, status="finished", reason="", metric="accuracy", seconds=18.0):
-    """One cell; ``value`` is in percent."""
+    """Create one cell; ``value`` is in percent."""
     method = FIELDS.get(labels.get("method", ""), "trishul")
     experiment = Experiment(method=method, seed=int(labels.get("seed", 0)))
     name = hashlib.sha256(repr(sorted(labels.items())).encode()).hexdigest()[:12]
@@ -54,7 +54,7 @@ def invent_run(labels, value, *, status="finished", reason="", metric="accuracy"
 
 
 def product(axes):
-    """All combinations of labels."""
+    """Return all combinations of labels."""
     combinations = [{}]
     for axis, labels in axes.items():
         combinations = [{**found, axis: label} for found in combinations for label in labels]
@@ -77,7 +77,7 @@ def invent_sweep(
     shown=None,
     **layout,
 ):
-    """A sweep with one table. ``level(labels)`` is the mean in percent."""
+    """Create a sweep with one table. ``level(labels)`` is the mean in percent."""
     cells = []
     for labels in product(axes):
         if left_out(labels):
@@ -107,7 +107,7 @@ def invent_sweep(
 
 
 def vision(*, seeds=3, profile="paper", paper="tab:vision", **options):
-    """A table like the paper's of CIFAR-100 and SVHN."""
+    """Create a table like the paper's table of CIFAR-100 and SVHN."""
     axes = {
         "method": tuple(LEVELS),
         "budget": ("lower", "higher"),
@@ -144,7 +144,7 @@ def vision(*, seeds=3, profile="paper", paper="tab:vision", **options):
 
 
 def sensitivity(*, seeds=3, profile="paper", **options):
-    """A table like the paper's of λ, with a column of means."""
+    """Create a table like the paper's table of λ, with a column of means."""
     axes = {
         "lambda": ("0 (no penalty)", "0.001", "0.01 (ours)", "0.1", "1.0"),
         "dataset": ("cifar100", "svhn", "20newsgroups"),
@@ -167,7 +167,7 @@ def sensitivity(*, seeds=3, profile="paper", **options):
 
 
 def initialization(*, seeds=3, profile="paper", **options):
-    """A table of one column, which three seeds cannot decide."""
+    """Create a table of one column, in which three seeds are inconclusive."""
     axes = {
         "initialization": ("Random Normal", "Gram-Schmidt", "Constant", "Shared Subspace"),
         "dataset": ("20newsgroups",),
@@ -189,7 +189,7 @@ def initialization(*, seeds=3, profile="paper", **options):
 
 
 def half_missing(labels):
-    """States of a sweep in which much is not finished, and something went wrong."""
+    """Create the states of a sweep with many unfinished and some failed runs."""
     draw = random_of("state", *labels.values()).random()
     if labels.get("method") == "FFA-LoRA" and labels["dataset"] == "svhn":
         reason = "out of memory on round 12: CUDA tried to allocate 2.00 GiB; 3 attempts"
@@ -202,7 +202,7 @@ def half_missing(labels):
 
 
 def square(figure, sweep):
-    """A figure without content."""
+    """Return a figure without content."""
     svg = f'<svg xmlns="http://www.w3.org/2000/svg"><title>{figure.title}</title></svg>'
     return DrawnFigure(svg.encode(), b"%PDF-", "x,value\n1,2\n", f"profile {sweep.profile}")
 

@@ -22,20 +22,20 @@ from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.runtime.random_streams import torch_rng
 from trishul_ray.storage.store import Store
 
-#: The methods of papers: all but those with private heads.
+#: The methods of papers: all except methods with private heads.
 PUBLISHED = [n for n in method_names() if not n.endswith("-private")]
 #: All methods.
 SINGLE = [*method_names()]
-#: The methods that what acts on changes composes with.
+#: Methods that support stages which act on changes.
 BY_MEAN = [name for name in PUBLISHED if method_class(name).mean_is_enough]
-#: One with cores, one with LoRA, one with state at its clients. Sections that act on changes know
-#: no more of a method; tests/contract/test_sections.py has them all.
+#: Methods with cores, with LoRA, and with client state. Sections that act on changes do not
+#: distinguish methods further; tests/contract/test_sections.py has all.
 KINDS = ["trishul", "fedit", "scaffold"]
 RUNS = iter(range(10_000))
 
 
 def server_of(inline, tmp_path, name=None):
-    """A server with the checkpoints of that name, by default with none."""
+    """Create a server with the checkpoints of that name, by default with none."""
     experiment = inline.context.settings
     store = Store.open(str(tmp_path / (name or f"run-{next(RUNS)}")))
     return Server(experiment, inline, CheckpointStore(store, experiment.id), "attempt")
@@ -49,7 +49,7 @@ def run(inline, tmp_path, name=None):
 
 
 def resumed(inline, tmp_path, stops=1):
-    """Return the checkpoints of a whole run and of a stopped one, which hold the same bytes."""
+    """Return the checkpoints of a whole run and of a stopped one, after comparing their bytes."""
     whole = run(inline, tmp_path).checkpoint
     for _ in range(stops):  # each time from the last checkpoint
         server_of(inline, tmp_path, "parts").step()
@@ -60,7 +60,7 @@ def resumed(inline, tmp_path, stops=1):
 
 
 class Recording:
-    """An executor that remembers the uploads of its last jobs."""
+    """An executor that stores the uploads of its last jobs."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -121,7 +121,7 @@ def resident(experiment):
 
 
 def assert_that_of_the_dequantized_backbone(small, inline_result, tmp_path, kind, words):
-    """Compare a run on a quantized backbone, bit for bit, with that on the dequantized one."""
+    """Compare a run on a quantized backbone bitwise with the run on the dequantized one."""
     shared = [*words, "federation.rounds=2", "federation.local_steps=2", "adapter.path=factored"]
     run = small(f"model.quantize={kind}", *shared)
     dense = resident(run)
@@ -137,7 +137,7 @@ def assert_that_of_the_dequantized_backbone(small, inline_result, tmp_path, kind
 
 
 def assert_alpha_scales_the_update(executor, tmp_path, name, *own):
-    """Exactness, folding and export hold at alpha = 3 r, where every factor of alpha / r counts."""
+    """Check exactness, folding and export at alpha = 3 r, where every factor alpha / r counts."""
     one = ["federation.clients=1", "federation.clients_per_round=1"]
     recording = Recording(executor(f"method={name}", "adapter.alpha=24", "budget=8", *own, *one))
     server = server_of(recording, tmp_path)
@@ -166,18 +166,20 @@ def assert_alpha_scales_the_update(executor, tmp_path, name, *own):
         torch.testing.assert_close(left @ right, update, atol=1e-6, rtol=1e-5)
 
 
-#: Answers of a small decoder, whose clients are weighed by label tokens.
+#: Responses of a small decoder, whose clients are weighted by label tokens.
 ANSWERS = [
     "dataset=synthetic/instructions", "model.name=llama-tiny", "partition.by=group", "budget=8",
 ]  # fmt: skip
 
 
 def errors_of_the_mean(executor, tmp_path, name, weighting, own=()):
-    """Compare the global update with the weighted mean of the clients' updates, in the second
-    round, when every factor has moved: the relative error of each layer."""
+    """Return the relative error of the global update per layer, against the weighted mean.
+
+    The second round is used, after every factor has changed.
+    """
     options = [f"method={name}", f"federation.weighting={weighting}", *own]
     options += ANSWERS if weighting == "tokens" else []
-    # Free sizes, so that the two weightings differ.
+    # Different sizes, so that the two weightings differ.
     recording = Recording(executor(*options, "partition.variant=per-label"))
     server = server_of(recording, tmp_path)
     server.step()

@@ -16,7 +16,7 @@ PASSWORD = "a-password-that-was-made-up"
 
 
 class MlflowServer:
-    """The server that the script starts, in a home folder of its own."""
+    """The server that the script starts, in a separate home folder."""
 
     def __init__(self, home):
         self.port = free_port()

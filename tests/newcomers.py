@@ -1,4 +1,4 @@
-"""Methods and a task that were written by the guides alone, as plug-ins for the tests."""
+"""Methods and a task that were written using only the guides, as plug-ins for the tests."""
 
 import sys
 from contextlib import contextmanager
@@ -13,8 +13,8 @@ NEWCOMERS = sorted(file.stem for file in FOLDER.glob("*.py"))
 
 @contextmanager
 def unloaded_after():
-    """Forget the plug-ins that are loaded inside: other tests know the built-in ones alone."""
-    for registry in REGISTRIES:  # the built-in ones are registered before
+    """Unload the plug-ins loaded in this context: other tests expect only the built-in ones."""
+    for registry in REGISTRIES:  # Register the built-in ones first.
         registry.all()
     tables = [loading.LOADED.owners, loading.LOADED.newest]
     tables += [table for registry in REGISTRIES for table in (registry.items, registry.owners)]

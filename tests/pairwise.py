@@ -2,7 +2,7 @@
 
 
 def pairwise(first, second, third):
-    """Rows of three parameters in which each two values occur together; the longest come first."""
+    """Return rows of three parameters, longest first, in which each pair of values occurs."""
     assert len(third) <= min(len(first), len(second))
     return [
         (a, b, third[(i + j) % len(third)])

@@ -47,7 +47,7 @@ def instruction_columns(rows, count, split):
     return columns
 
 
-#: Formats of rows that can be written; a format of a dataset's own comes with its own tests.
+#: Supported formats of rows; tests of a dataset with another format write it themselves.
 COLUMNS = {
     ImageRows: image_columns,
     InstructionRows: instruction_columns,
@@ -74,7 +74,7 @@ def write_table(file, columns):
 def write_mirror(folder, source, counts):
     """Write every split of a public dataset, with ``counts["train"]`` or ``counts["test"]`` rows.
 
-    A split is a test split if the dataset has it besides ``train``.
+    All splits except ``train`` are test splits.
     """
     for split in source.sizes:
         count = counts["train" if split == "train" or len(source.sizes) == 1 else "test"]

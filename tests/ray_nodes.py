@@ -1,4 +1,4 @@
-"""Several real Ray nodes on this machine, each with its own address, home and processes."""
+"""Several real Ray nodes on this machine, each with a separate address, home and processes."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ class RayNodes:
 
     @property
     def environment(self):
-        """Variables that a command needs to join, where a token of another cluster lies about."""
+        """Return the variables to join, even if a token of another cluster exists."""
         mode = {"RAY_AUTH_TOKEN": "f" * 64, "RAY_AUTH_MODE": "disabled"}
         return {"RAY_ADDRESS": f"127.0.0.2:{self.port}", **mode}
 
@@ -77,7 +77,7 @@ class RayNodes:
         else:
             role = [f"--address=127.0.0.2:{self.port}"]
         if autoscaling is not None:
-            file = home / "ray_bootstrap_config.yaml"  # where `ray up` puts it
+            file = home / "ray_bootstrap_config.yaml"  # the location that `ray up` uses
             file.write_text(json.dumps(autoscaling))
             role.append(f"--autoscaling-config={file}")
             environment |= AUTOSCALER
@@ -105,7 +105,7 @@ class RayNodes:
         return [node for node in nodes if node.state == 0]
 
     def workers(self):
-        """Return the types of the nodes that are alive, without the head, by id."""
+        """Return the types of the nodes that are alive, without the head, keyed by id."""
         nodes = [node for node in self._alive() if not node.is_head_node]
         return {node.node_id.hex(): node.node_type_name for node in nodes}
 
@@ -117,13 +117,13 @@ class RayNodes:
             try:
                 if node.address in self.alive():
                     return
-            except Exception as error:  # the head is starting
+            except Exception as error:  # The head is starting.
                 said = str(error)
             assert time.monotonic() < end, said
             time.sleep(0.5)
 
     def close(self):
-        """Take all machines away."""
+        """Stop all nodes."""
         for node in reversed(self.nodes):
             node.kill()
         shutil.rmtree(self.temporary, ignore_errors=True)

@@ -12,7 +12,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
 
 
 def options_at(address):
-    """Return the options of a URI for pyarrow, by which it finds the server at an address."""
+    """Return the options of a URI with which pyarrow finds the server at an address."""
     return f"endpoint_override={address}&scheme=http&region=us-east-1"
 
 
@@ -20,12 +20,12 @@ class S3Server:
     """A server that can be stopped and started again: it keeps its port and its data."""
 
     def __init__(self):
-        self.port = 0  # any, the first time
+        self.port = 0  # any port, the first time
 
     def start(self):
         from moto.server import ThreadedMotoServer
 
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # one line per request
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
         self._server.start()
         _, self.port = self._server.get_host_and_port()
@@ -47,7 +47,7 @@ class S3Server:
         return name
 
     def keys(self, bucket, prefix):
-        """Return the names of the objects in a bucket that begin with a prefix."""
+        """Return the names of the objects in a bucket with a prefix."""
         pages = self.client().get_paginator("list_objects_v2")
         found = pages.paginate(Bucket=bucket, Prefix=prefix)
         return [each["Key"] for page in found for each in page.get("Contents", [])]
@@ -57,13 +57,13 @@ class S3Server:
         return f"s3://{bucket}/{path}?{options_at(f'127.0.0.1:{self.port}')}"
 
     def objects(self, bucket):
-        """Return the content of a bucket, by key."""
+        """Return the content of a bucket, keyed by object name."""
         client = self.client()
         keys = self.keys(bucket, "")
         return {key: client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in keys}
 
     def uploads(self, bucket):
-        """Return the keys of uploads in parts that are neither complete nor aborted."""
+        """Return the keys of multipart uploads that are neither complete nor aborted."""
         found = self.client().list_multipart_uploads(Bucket=bucket)
         return [each["Key"] for each in found.get("Uploads", [])]
 
@@ -81,7 +81,8 @@ class S3Server:
 class FaultyS3Server(S3Server):
     """A server with one fault at a time, at a request that changes its data.
 
-    A part of a body is never data: S3 takes none, and test_store.py kills a writer in mid-body.
+    A partial body never becomes data: S3 rejects it, and test_store.py kills a writer during a
+    body.
     """
 
     def start(self):
@@ -95,7 +96,7 @@ class FaultyS3Server(S3Server):
 
         Args:
             kill: Number of the request before which its sender is killed.
-            unanswered: Number of the request that is done, whose answer never comes.
+            unanswered: Number of the request that is executed, but never gets a response.
             late: Keys that the first listings do not show.
         """
         self.requests, self._kill, self._unanswered = [], kill, unanswered
@@ -103,7 +104,7 @@ class FaultyS3Server(S3Server):
         self._known = threading.Event()
 
     def sent_by(self, process):
-        """Tell the id of the process that sends the requests."""
+        """Set the id of the process that sends the requests."""
         self._sender = process
         self._known.set()
 

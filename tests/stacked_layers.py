@@ -1,4 +1,4 @@
-"""The stacked layers of clients against the layer of each."""
+"""Compare the stacked layers of clients with the layer of each client."""
 
 import torch
 

@@ -6,7 +6,7 @@ from typing import get_origin
 from trishul_ray.data.coverage import Coverage, RowCounts
 from trishul_ray.report.summary import Hardware, RunSummary
 
-#: The fields of a machine that nobody has.
+#: The fields of a machine that does not exist.
 MACHINE = {
     "machine": "x86_64",
     "system": "Linux",

@@ -1,4 +1,4 @@
-"""Tell which files and names a power cut could take away."""
+"""Detect files and names that a power cut could lose."""
 
 import os
 from collections.abc import Sequence
@@ -7,16 +7,17 @@ from typing import Any
 
 
 class Syncs:
-    """Tells what a power cut could take away of a folder in which this process writes.
+    """Detect what a power cut could lose in a folder to which this process writes.
 
-    A name is safe once its folder is synced, and so is a file's content, if nothing was written
-    since. A file gets its name when its content is safe. Locks and MLflow's files are left out.
+    A name is safe once its folder is synced. A file's content is safe once the file is synced, if
+    nothing was written since. A file must get its name only after its content is safe. Locks and
+    MLflow's files are excluded.
     """
 
     def __init__(self, root: str, places: Sequence[str] = ("runs", "cache")) -> None:
         self._places = tuple(f"{root}/{place}" for place in places)
-        self._synced: dict[tuple[int, int], tuple[int, int]] = {}  # size and time, by inode
-        self._names: dict[str, str] = {}  # last name in a folder that is not synced, by folder
+        self._synced: dict[tuple[int, int], tuple[int, int]] = {}  # size and time, keyed by inode
+        self._names: dict[str, str] = {}  # last name in an unsynced folder, keyed by folder
         self._before = {_inode(path) for path in self._kept()}
         self.faults: list[str] = []
         self._fsync, self._replace, self._mkdir = os.fsync, os.replace, os.mkdir

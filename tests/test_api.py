@@ -43,7 +43,7 @@ WORDS = [
 
 @pytest.fixture
 def tiny(cache, tmp_path):
-    """``tiny("digits", rounds=3)`` -> the result of a run of a second in this test's folder."""
+    """``tiny("digits", rounds=3)`` returns the result of a short run in this test's folder."""
 
     def run(*dataset, **fields):
         places = {"runs": tmp_path / "runs", "cache": cache}
@@ -53,14 +53,14 @@ def tiny(cache, tmp_path):
 
 
 def digits(count):
-    """Images uint8 [8, 8] and labels."""
+    """Return images uint8 [8, 8] and labels."""
     images, labels = load_digits(return_X_y=True)
     pixels = np.rint(images[:count] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8)
     return list(pixels), [int(label) for label in labels[:count]]
 
 
 def seen_by(result, images):
-    """The images as the model of a result is given them, float32 [N, 1, 8, 8]."""
+    """Return the images as the model of a result receives them, float32 [N, 1, 8, 8]."""
     task = result._trained.context.task
     pixels = torch.from_numpy(np.stack(images)[:, None] / 255).float()
     return (pixels - task.mean[0]) / task.std[0]
@@ -74,7 +74,7 @@ def test_a_run_is_the_commands_and_says_nothing(tiny, called, tmp_path, cache, c
     assert result.id == load_experiment(None, words).id and not result.repeated
     code, _, error = called("run", *words)
     assert code == 0 and "this run had finished before" in error
-    assert tiny(method="fedit", seed=1).repeated  # digits is the default
+    assert tiny(method="fedit", seed=1).repeated  # digits is the default.
     stored = json.loads((tmp_path / "runs" / result.id / "result.json").read_text())
     del stored["checksum"]
     assert result.summary == stored and "export" in stored
@@ -228,7 +228,7 @@ def test_rows_are_a_dataset_named_by_content(tiny, tmp_path):
     assert tiny(pd.DataFrame({"pixels": images, "label": names}), **options).id == result.id
     shuffled = [*names[1:], names[0]]
     assert tiny({"pixels": images, "label": shuffled}, **options).id != result.id
-    # The place of the cache is not in the id.
+    # The location of the cache is not in the id.
     elsewhere = tiny({"pixels": images, "label": names}, cache=tmp_path / "cache", **options)
     assert elsewhere.id == result.id
     kinds = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=[*"abcdefghij"])}
@@ -251,7 +251,7 @@ def test_rows_are_a_dataset_named_by_content(tiny, tmp_path):
 
 
 class Net(nn.Module):
-    """A model of nobody's library."""
+    """A model that belongs to no library."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -279,7 +279,7 @@ def test_any_module_is_a_model(tiny, tmp_path):
         adapted = PeftModel.from_pretrained(Net(), result.adapter_path).eval()
         torch.testing.assert_close(adapted(pixels), logits, atol=1e-5, rtol=1e-5)
     assert result.predict(images) == [str(k) for k in logits.argmax(1).tolist()]
-    # Another process does not have the module: the error asks for it.
+    # Another process does not have the module: the error requests it.
     script = (
         "import trishul_ray\n"
         f"result = trishul_ray.load({result.id!r}, runs={str(tmp_path / 'runs')!r})\n"
@@ -417,7 +417,7 @@ def test_a_sweep_is_a_table_of_its_cells(tiny, tmp_path, cache):
     )
     assert list(table["method"]) == ["fedit", "fedit", "trishul", "trishul"]
     assert set(table["status"]) == {"finished"} and table["accuracy"].between(0, 1).all()
-    # The same cells, from the content of a file: nothing is run.
+    # The same cells from the content of a file, without running anything.
     content = {"axes": {"method": ["fedit", "trishul"], "seed": "0..1"}}
     again = trishul_ray.sweep(content, **places, **fields)
     pd.testing.assert_frame_equal(again, table)

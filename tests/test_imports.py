@@ -25,24 +25,25 @@ MAY_IMPORT = {
     "storage": set(),
     "version": set(),
     "spectral": set(),
-    # Names of basis initializations are those of the algebra.
+    # Names of basis initializations are defined in the algebra.
     "config": {"spectral"},
     "adapters": {"spectral"},
     "methods": {"adapters", "config", "spectral"},
     "data": {"config"},
     "models": {"adapters", "config", "data"},
-    # The id has the content of own data and models; some defaults depend on what a backbone takes.
+    # The id has the content of user data and models; some defaults depend on the inputs of a
+    # backbone.
     "experiment": {"adapters", "config", "data", "methods", "models", "stages", "tasks"},
-    # A contract, which knows the part of an experiment that it may read as a protocol.
+    # The contract of stages, in which a protocol is the readable part of an experiment.
     "stages": {"adapters", "config", "methods"},
     "tasks": {"config", "data", "models"},
     "tracking": {"config", "storage"},
-    # Plug-ins: what the guides document, and nothing imports them.
+    # Plug-ins: the documented imports of the guides; nothing imports the plug-ins.
     "lab": {
         *("adapters", "config", "contract", "data", "methods", "report", "spectral", "stages"),
     },
 }
-#: Content of the lab and of the folder of the paper, as other parts would name it.
+#: Content of the lab and of the folder of the paper, as other parts would refer to it.
 EXTENSIONS = (
     "paper.json",
     *("private_heads", "private_core", "fedplora", "Fed-PLoRA"),
@@ -52,9 +53,9 @@ EXTENSIONS = (
     *("poisson", "canary", "PrivacyConfig", "DevicesConfig", "CohortConfig", "ServerConfig"),
     *("UploadsConfig", "privacy_clip", "error_feedback"),
 )
-#: The Python interface, which everything else leaves alone.
+#: The Python interface, which nothing else imports.
 INTERFACE = {"api", "result"}
-#: Parts that a part may not import: those above it.
+#: Parts that a part may not import: the parts above it.
 MAY_NOT_IMPORT = {
     "federation": {"cli", "contract", "report", "runs", "sweeps", "tracking"},
     "contract": {"cli", "jobs", "report", "runs", "sweeps", "tracking"},
@@ -62,18 +63,18 @@ MAY_NOT_IMPORT = {
     "runs": {"cli", "contract", "sweeps"},
     "sweeps": {"cli", "contract", "jobs"},
     "jobs": {"cli", "contract"},
-    # A plug-in with commands of its own: what the guides document, and nothing imports it.
+    # A plug-in with additional commands: the documented imports; nothing imports it.
     "paper": {"contract", "federation", "jobs", "runs", "sweeps"},
 }
 #: Parts that are plug-ins of the others.
 PLUG_INS = {"lab", "paper"}
-#: Third parties that only some may import: beginnings of module names.
+#: Third-party modules that only some parts may import: prefixes of module names.
 ONLY = {
     "ray": ("federation.on_ray.", "sweeps.", "models.pretraining.", "cli.", "jobs."),
     "mlflow": ("tracking.",),
     "datasets": ("data.",),
 }
-#: Files of the federation that run where there is no Ray.
+#: Files of the federation that run without Ray.
 CORE_OF_FEDERATION = ("federation.worker.local", "federation.worker.survey")
 CORE = ("spectral", "adapters", "methods", "tasks")
 
@@ -84,7 +85,7 @@ def module(path):
 
 
 def running(tree):
-    """All nodes but those under `if TYPE_CHECKING`: a name in an annotation is no dependency."""
+    """Return all nodes except under `if TYPE_CHECKING`, which is not a dependency."""
     todo = [tree]
     while todo:
         node = todo.pop()
@@ -102,7 +103,7 @@ def parsed(path):
 
 @cache
 def imported(path, nodes=running):
-    """Every module a file imports, wherever in it; relative ones made absolute."""
+    """Return every module that a file imports anywhere; relative imports become absolute."""
     package = ["trishul_ray", *path.relative_to(ROOT).parts[:-1]]
     found = set()
     for node in nodes(parsed(path)):
@@ -112,7 +113,7 @@ def imported(path, nodes=running):
             base = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
             found.add(source)
-            # `from trishul_ray.methods import ravan` imports a module, too.
+            # `from trishul_ray.methods import ravan` also imports a module.
             found |= {f"{source}.{alias.name}" for alias in node.names}
     return frozenset(found)
 
@@ -133,7 +134,7 @@ def of_part(part):
 
 
 def registers(path):
-    """Whether a file is a method's: it registers one."""
+    """Return whether a file registers a method."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ClassDef):
             for mark in node.decorator_list:
@@ -144,7 +145,7 @@ def registers(path):
 
 @pytest.mark.parametrize("part", MAY_IMPORT)
 def test_a_part_imports_only_what_lies_below(part):
-    assert of_part(part) or part in ("lab", "paper")  # which a copy of the core alone lacks
+    assert of_part(part) or part in ("lab", "paper")  # A copy of only the core lacks it.
     for path in of_part(part):
         assert parts(path) <= FOUNDATION | MAY_IMPORT[part] | {part}, module(path)
 
@@ -169,7 +170,7 @@ def test_no_folder_imports_back():
     for path in FILES:
         part = module(path).split(".")[0]
         graph.setdefault(part, set()).update(parts(path) - {part})
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    TopologicalSorter(graph).prepare()  # raises CycleError, which reports the cycle
 
 
 def test_core_imports_and_names_no_extension():
@@ -188,7 +189,7 @@ def test_core_imports_and_names_no_extension():
 
 
 def test_no_circle_among_files():
-    """Nor where imports in functions, or for annotations alone, would hide one."""
+    """Include imports in functions, or only for annotations, which would hide a cycle."""
     known = {module(path) for path in FILES if module(path)}
     graph = {module(path): (ours(path, ast.walk) & known) - {module(path)} for path in FILES}
     TopologicalSorter(graph).prepare()
@@ -208,7 +209,7 @@ def test_who_may_import_a_third_party(package):
         assert name not in CORE_OF_FEDERATION, f"{name} imports {package}"
 
 
-#: The built-in methods that were published as extensions of another one.
+#: Built-in methods that were published as extensions of another method.
 ANCESTORS = {
     "trishul": "ravan",
     "fedprox": "fedavg",
@@ -237,11 +238,11 @@ def test_what_methods_share_imports_no_method():
 @pytest.mark.parametrize(
     ("modules", "heavy"),
     [
-        (  # a coordinator asks for its clients first
+        (  # A coordinator requests its clients first.
             ["federation.on_ray.coordinator"],
             {"torch", "transformers", "pydantic", "pyarrow.parquet"},
         ),
-        (  # a sweep finds its finished runs first
+        (  # A sweep finds its finished runs first.
             ["sweeps.run", "report.page"],
             {"torch", "transformers", "ray", "mlflow", "matplotlib"},
         ),
@@ -256,7 +257,7 @@ def test_first_output_needs_nothing_heavy(modules, heavy):
     assert (done.stdout.strip(), done.returncode) == ("", 0), done.stderr
 
 
-#: Commands that answer without anything heavy, and a part of the answer.
+#: Commands that respond without heavy imports, and a part of their output.
 QUICK = [
     (["--help"], "Simulate federated"),
     (["run", "--help"], "Run a federated experiment"),
@@ -270,7 +271,7 @@ QUICK = [
     (["table", "nope"], "; known: "),
     (["sweep", "nope.yaml"], "No such file"),
 ]
-#: Fields of experiments that are read without anything heavy.
+#: Fields of experiments that are read without heavy imports.
 READ = [[], ["privacy.epsilon=2"]] if (ROOT / "lab").exists() else [[]]
 
 
@@ -297,7 +298,7 @@ def test_light_commands_import_nothing_heavy(tmp_path):
         "    experiment = load_experiment(None, words)\n"
         "    assert experiment.id.encode() not in experiment.to_yaml()\n"
         "    assert not heavy & sys.modules.keys(), (words, heavy & sys.modules.keys())\n"
-        # Rows of clients need tensors, but nothing that draws or exports.
+        # Rows of clients need tensors, but no imports that draw or export.
         "sys.argv = ['trishul', 'list', 'datasets', 'digits', 'storage.cache=cache']\n"
         "with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):\n"
         "    main_code = None\n"

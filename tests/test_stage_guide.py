@@ -1,4 +1,4 @@
-"""The example in docs/plugins.md is a complete stage and computes what it says."""
+"""The example in docs/plugins.md is a complete stage and computes what it documents."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_example_equals_the_built_in_optimizer(example, executor, tmp_path):
 
 
 def test_it_keeps_the_contract(example):
-    """Loaded from a file of its own, as ``trishul check --plugin fedadam.py`` runs it."""
+    """Load it from a separate file, as ``trishul check --plugin fedadam.py`` runs it."""
     plugin = next(iter(STAGES.plugins_of("fedadam")))
     outcomes = list(check_plugin(plugin))
     assert {each.subject for each in outcomes} == {"stage=fedadam"} and len(outcomes) == 4
@@ -43,7 +43,7 @@ def test_it_keeps_the_contract(example):
 
 @pytest.mark.parametrize("fault", ["memory", "purity"])
 def test_a_broken_promise_is_named(fault, tmp_path):
-    """A stage that keeps state outside its memory, or draws from a stream that is not its own."""
+    """Test a stage that keeps state outside its memory, or draws from another stream."""
     body = {
         "memory": "    def mean(self, number, mean):\n"
         "        self.last = getattr(self, 'last', 0) + mean.state.shared\n"

@@ -1,4 +1,4 @@
-"""A tiny table and a tiny backbone as files, for tests of what happens when they change."""
+"""A tiny table and a tiny backbone as files, for tests of changes to files."""
 
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM
@@ -7,7 +7,7 @@ from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.tokenizers import byte_tokenizer
 from trishul_ray.models.weights import seeded
 
-#: The overrides of a run of seconds on texts, in this process.
+#: The overrides of a run on texts that takes seconds, in this process.
 TINY_TEXT = [
     "task.max_length=16",
     "method=fedit",
@@ -47,7 +47,7 @@ def change_weights(folder):
 
 
 def change_config(folder):
-    """Change how the model computes, but no weight."""
+    """Change the computation of the model, but no weight."""
     file = folder / "config.json"
     text = file.read_text()
     assert '"gelu"' in text

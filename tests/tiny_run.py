@@ -10,7 +10,7 @@ TINY = [
     "resources.backend=inline",
     "tracking.mlflow=false",
 ]
-#: A run of seconds: random weights, so that nothing needs pretraining.
+#: A run that takes seconds: random weights need no pretraining.
 SMALL = [
     "model.init=random",
     "federation.clients=4",

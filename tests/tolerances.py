@@ -1,7 +1,7 @@
-"""Largest distance of two float32 computations of the same numbers, on any processor.
+"""Largest difference of two float32 computations of the same numbers, on any processor.
 
 Kernels differ in the order of their sums and in fused multiply-adds. A sum of n products computed
-in any order is within ``gamma_n`` of the exact one, relative to the sum of their absolute values,
+in any order is within ``gamma_n`` of the exact sum, relative to the sum of their absolute values,
 with ``gamma_n = n u / (1 - n u)`` and u = 2^-24 (Higham, "Accuracy and Stability of Numerical
 Algorithms", 2002, eq. 3.5).
 """
@@ -15,21 +15,21 @@ def rounding(terms: int, size: float = 1.0) -> float:
     """Bound the error of a float32 sum.
 
     Args:
-        terms: rounded operations on the way to one entry: products of a sum, or sums of such
-            lengths one after the other.
-        size: the sum of the products' absolute values, or a bound on it.
+        terms: Number of rounded operations that lead to one entry: products of a sum, or the total
+            of consecutive sums.
+        size: Sum of the products' absolute values, or a bound on it.
     """
     return terms * UNIT / (1 - terms * UNIT) * float(size)
 
 
 def between(terms: int, size: float = 1.0) -> float:
-    """Bound the distance of two float32 sums of the same terms: each may err by its rounding."""
+    """Bound the difference of two float32 sums of the same terms: each may err by its rounding."""
     return 2 * rounding(terms, size)
 
 
 def forward(layers: int, width: int, outputs: Tensor) -> float:
-    """Bound the distance of two forward passes: in each layer, sums of up to ``width`` terms.
+    """Bound the difference of two forward passes: in each layer, sums of up to ``width`` terms.
 
-    The largest output stands for the sizes on the way (layers of order one, after a norm).
+    The largest output represents the intermediate sizes (layers of order one, after a norm).
     """
     return between(layers * width, float(outputs.detach().abs().max()))

@@ -1,4 +1,4 @@
-"""Files of a user: tables in each format, and folders of images."""
+"""User files: tables in each format, and folders of images."""
 
 import json
 
@@ -55,7 +55,7 @@ def paint(file, color, size=(8, 6), mode="RGB"):
 
 
 def paint_classes(root, count=4):
-    """Paint some images of each class; return the folder."""
+    """Draw some images of each class; return the folder."""
     for name, color in COLORS.items():
         for number in range(count):
             paint(root / name / f"{number}.png", color)

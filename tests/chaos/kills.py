@@ -142,7 +142,7 @@ class Place:
                 shutil.rmtree(self.folder / "inline")
                 self._references[words] = found
                 return words, found
-        raise AssertionError(f"{plan.name}: refused")
+        raise AssertionError(f"{plan.name}: rejected")
 
     def places(self, plan):
         """Create the storage of a run, and return the overrides with its paths."""

@@ -19,7 +19,7 @@ from trishul_ray.tracking.progress import RunProgress
 
 @pytest.fixture
 def trishul_here(monkeypatch, called, tmp_path, cache):
-    """``trishul_here("run", ...)`` -> exit code, stdout, stderr; runs in ``tmp_path``."""
+    """``trishul_here("run", ...)`` returns exit code, stdout, stderr in ``tmp_path``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
     monkeypatch.delenv("TRISHUL_HUB", raising=False)

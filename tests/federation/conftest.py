@@ -5,5 +5,5 @@ import pytest
 
 @pytest.fixture(scope="session")
 def small_backbone(small_vit):
-    """Half of the blocks of vit-digits."""
+    """Return half of the blocks of vit-digits."""
     return [f"model.name={small_vit}"]

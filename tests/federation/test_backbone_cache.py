@@ -1,4 +1,4 @@
-"""Runs on a backbone that earlier runs have used: the bytes of one that is loaded now."""
+"""Runs on a reused backbone give the bytes of a newly loaded one."""
 
 import itertools
 import weakref
@@ -34,7 +34,7 @@ TINY = [
 ]
 
 TEXTS = ["dataset=table", "model.init=random"]
-#: In each, something is left that the next must not see; with four backbones for three places.
+#: Each leaves something that the next must not see; four backbones share three cache entries.
 SETTINGS = {
     "heads": ["method=trishul", "method.allocation=gradient", "budget=3", "adapter.heads=4"],
     "limits": ["method=hetlora", "method.prune=true", "federation.compute=uniform"],
@@ -52,7 +52,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def places(cache, tmp_path_factory):
-    """A checkpoint without a head, which the seed draws, a table of texts, and the folders."""
+    """Write a headless checkpoint, whose head the seed draws, and a table of texts."""
     folder = tmp_path_factory.mktemp("places")
     torch.manual_seed(0)
     shape = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_hidden_layers": 2}
@@ -66,7 +66,7 @@ def places(cache, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def make(places):
-    """``make("method=fedit", ...)`` -> an experiment with a new folder for its run."""
+    """``make("method=fedit", ...)`` returns an experiment with a new folder for its run."""
     folder, cache = places
     numbers = itertools.count()
 
@@ -81,7 +81,7 @@ def make(places):
 
 
 def outcome(experiment, backbones=None):
-    """The digest of a run's state, and its metrics."""
+    """Return the digest of a run's state, and its metrics."""
     driver = InlineDriver(experiment, prepare_run(experiment), "a", backbones)
     report = driver.begin()
     while not report.finished:
@@ -91,13 +91,13 @@ def outcome(experiment, backbones=None):
     records = untimed(result.checkpoint.records)
     context = weakref.ref(driver.executor.context)
     del driver
-    # Not only at the next garbage collection: on a GPU, the next run needs the memory.
+    # Free it before the next garbage collection: on a GPU, the next run needs the memory.
     assert context() is None
     return result.digest, records, result.spec.sources
 
 
 def every_pair(items):
-    """A walk through ``items`` in which each follows each, itself too (de Bruijn)."""
+    """Walk through ``items`` such that each follows each, including itself (de Bruijn)."""
     walk = []
     for i, item in enumerate(items):
         walk += [item, *itertools.chain.from_iterable((item, other) for other in items[i + 1 :])]
@@ -111,7 +111,7 @@ def options_of(name):
     return [f"method={name}", "federation.local_steps=1", *limits]
 
 
-#: One method of each kind of adapter, of what it trains and of what it does to frozen weights.
+#: One method per kind of adapter, of trained parameters and of changes to frozen weights.
 KINDS = ["fedit", "ffalora", "flora", "fedsb", "fullft", "scaffold", "trishul"]
 
 

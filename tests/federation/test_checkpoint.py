@@ -105,7 +105,7 @@ def test_unchanged_client_state_is_not_written(store):
         assert newest.startswith(f"clients-{number:06d}")
         clients = {int(name.split("/")[0]) for name in load_tensors(store.store.read(newest))}
         assert clients == {*changed}
-        if number % 4 == 0:  # another process resumes the run
+        if number % 4 == 0:  # Another process resumes the run.
             store = CheckpointStore(store.store, "abc", keep=2)
         found = store.newest()
         assert values(found.client_states) == values(states)
@@ -258,7 +258,7 @@ def test_the_digest_depends_on_names_dtypes_and_values():
     assert arrays_digest(base) != arrays_digest({"a": np.array([0, 0, 1], np.float32)})
 
 
-#: Fields of a checkpoint, and what no checkpoint has there.
+#: Fields of a checkpoint, and values that no checkpoint has there.
 ODD = {
     "experiment_id": 7, "state": {"values": [1.0]}, "records": [{"number": 1}],
     "files": [], "info": {"name": "digits"}, "more": 1,
@@ -280,7 +280,7 @@ def test_odd_content_with_valid_checksum_is_skipped(store, field):
 
 
 def test_unscored_file_of_a_round_is_removed(store):
-    """A process that is killed after the second write of the last round leaves both."""
+    """A process that is killed after the second write of the last round leaves both files."""
     unscored, scored = make(2), make(2)
     scored.records = [*scored.records, RoundRecord(2, scores={"accuracy": 0.7})]
     unscored.records = [*unscored.records, RoundRecord(2)]

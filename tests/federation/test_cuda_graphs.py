@@ -9,7 +9,7 @@ from trishul_ray.runtime.cuda_graphs import MOST, Graphs, replayed
 
 @pytest.fixture
 def calls():
-    """Numbers of calls of :func:`doubled` by shape."""
+    """Count the calls of :func:`doubled` per shape."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Settings of a run: active inside the block, restored after it; the same bytes on a GPU."""
+"""Settings of a run: active in the context, restored after it; the same bytes on a GPU."""
 
 import json
 import os
@@ -60,10 +60,10 @@ def experiment(threads=2, precision="fp32"):
 
 @pytest.fixture
 def ambient():
-    """Set all settings to other values than a run's; restore the old ones at the end."""
+    """Set all settings to other values than a run's; restore the old values at the end."""
     run = experiment(torch.get_num_threads() + 1)
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    with deterministic(run):  # restores the settings of the process
+    with deterministic(run):  # It restores the settings of the process.
         torch.set_num_threads(1)
         torch.set_deterministic_debug_mode(0)
         torch.utils.deterministic.fill_uninitialized_memory = True
@@ -111,13 +111,13 @@ def test_an_operation_without_a_deterministic_kernel_is_named():
     [
         ("cli", {}),
         ("federation.on_ray.client_actor", {}),
-        # A variable that the user has set stays, and decides alone how threads wait.
+        # A variable set by the user stays, and is then the only setting of the waiting of threads.
         ("cli", {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "OMP_WAIT_POLICY": "PASSIVE"}),
         ("cli", {"KMP_BLOCKTIME": "0"}),
     ],
 )
 def test_the_environment_is_set_before_torch_is_imported(module, given):
-    """OpenMP reads its settings when torch is loaded, cuBLAS at the first CUDA call."""
+    """OpenMP reads its settings when torch is loaded, cuBLAS in the first CUDA call."""
     names = sorted({*ENVIRONMENT, *WAITING, "OMP_WAIT_POLICY"})
     code = (
         "import json, os, sys\n"

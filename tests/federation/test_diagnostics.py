@@ -30,7 +30,7 @@ def test_upload_spectra_are_recorded_with_any_prox(small, inline_result, method)
     assert rank > 1 and (np.diff(values) <= 0).all() and (values[:, 0] > 0).all()
     assert ("before" in final.checkpoint.spectra) == (method == "trishul")
     if method == "trishul":
-        # Spectra of the same cores, but for the scalars near 1.
+        # Spectra of the same cores, except for scalars near 1.
         assert final.checkpoint.spectra["after"].shape == values.shape
         np.testing.assert_allclose(values[:, 0], final.checkpoint.spectra["after"][:, 0], rtol=0.2)
 
@@ -79,7 +79,7 @@ def test_comparing_all_clients_changes_nothing_else(small, inline_result, words)
     for name, matrix in before.checkpoint.matrices.items():
         np.testing.assert_array_equal(matrix, after.checkpoint.matrices[name])
     assert everyone["everyone_clients"].tolist() == [*range(plain.federation.clients)]
-    # The cohort of the last round sent what is compared, from the same broadcast.
+    # The cohort of the last round sent the compared uploads, from the same broadcast.
     last = before.checkpoint.matrices["clients"][-1]
     for name in ("cosine", "inner_products", "principal_angle_similarity"):
         matrix = everyone[f"everyone_{name}"]
@@ -144,7 +144,7 @@ def test_first_and_last_rounds_are_diagnosed(small, inline_result):
 
 @pytest.mark.parametrize("every", [0, 1])
 def test_client_time_covers_only_local_steps(small, monkeypatch, every):
-    """Spectra are computed where diagnostics are on, and outside of the timed steps."""
+    """Spectra are computed only in diagnosed rounds, and outside of the timed steps."""
     experiment = small("method=trishul", *INLINE, f"evaluation.diagnostics_every={every}")
     clock = [0.0]
 
@@ -194,7 +194,7 @@ def test_rounds_of_different_width_are_padded():
     assert torch.from_numpy(rounds["cosine"]).nan_to_num().sum() == 6
 
 
-#: Seconds after which a thread that waits for another one gives up: they do not run together.
+#: Seconds after which a waiting thread gives up, because the threads do not run in parallel.
 PATIENCE = 60.0
 
 COMPARED = ("resources.backend=inline", "method=ravan")
@@ -220,7 +220,7 @@ def test_uploads_are_compared_while_the_model_is_evaluated(small, monkeypatch):
     monkeypatch.setattr(diagnostics, "compare_uploads", compared)
     driver.step()
     assert len(met) > 1 and all(met)
-    # The step has waited for it: the record that is written is complete.
+    # The step has waited for it: the written record is complete.
     assert "effective_rank" in open_checkpoints(experiment).newest().records[1].diagnostics
 
 

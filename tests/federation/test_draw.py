@@ -1,4 +1,4 @@
-"""The field ``draw``: who has which rows and takes part, apart from the seed of all else."""
+"""The field ``draw``, which seeds partition and cohorts separately from everything else."""
 
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def test_seeds_share_partition_and_cohorts():
 
 @pytest.mark.parametrize("client", [0, 3])
 def test_batches_do_not_depend_on_the_draw(client):
-    """The batches of a client follow from the seed and its shard only."""
+    """The batches of a client depend only on the seed and its shard."""
     batches = [
         batch_order(np.arange(20), 5, 4, numpy_rng(one.seed, "batches", 1, client))
         for one in (experiment("draw=1"), experiment("draw=2"))

@@ -1,4 +1,4 @@
-"""Runs on quantized backbones: they are runs on the dequantized ones, and folds stay outside."""
+"""Runs on quantized backbones equal runs on dequantized ones, and folds are stored separately."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from trishul_ray.federation.worker.survey import weight_gradients
 
 ROUNDS = ["federation.rounds=2", "federation.local_steps=2"]
 KINDS = ("nf4", "int8")
-#: Each way in which a method uses a frozen weight, and a path that never merges: a dense weight
-#: may be merged otherwise, which sums in another order.
+#: Each way in which a method uses a frozen weight, and a path that never merges: a dense weight may
+#: be merged, with another order of sums.
 WAYS = {
     "thin factors": ["method=fedit"],
     "core heads": ["method=trishul", "method.allocation=uniform"],
@@ -50,7 +50,7 @@ def test_hook_gradients_equal_autograd(dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_run_equals_run_on_dequantized_backbone(way, kind, small, inline_result, tmp_path):
-    """Bit for bit: no method ever writes to a quantized weight, or reads another one."""
+    """Compare bitwise: no method ever writes to a quantized weight, or reads another one."""
     assert_that_of_the_dequantized_backbone(small, inline_result, tmp_path, kind, WAYS[way])
 
 

@@ -1,4 +1,4 @@
-"""Validation and summing of uploads: exact means, masks, refusals, and sums in groups."""
+"""Validation and summing of uploads: exact means, masks, rejections, and sums in groups."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def reduce_in_groups(uploads, weighting):
     masked=st.booleans(),
 )
 def test_mean_covers_trained_clients(count, seed, weighting, masked):
-    """Theorem 1: the reduced value is the exact weighted mean, unit by unit."""
+    """Theorem 1: the reduced value is the exact weighted mean, per unit."""
     uploads = uploads_of(count, seed, masked)
     before = State(np.full(20, 7.0, dtype=np.float32))
     mean, trained = finish(reduce_in_groups(uploads, weighting), before, by(weighting))

@@ -1,4 +1,4 @@
-"""Learning rates by local step, gradient clipping, and what depends on them."""
+"""Learning rates per local step, gradient clipping, and the fields that depend on them."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ SPANS = st.tuples(st.integers(1, 6), st.integers(1, 9))
 
 
 def rates_of(settings, rounds, steps):
-    """[rounds, steps] float64."""
+    """Return the rates [rounds, steps] float64."""
     return np.array([learning_rates(settings, r, rounds, steps) for r in range(1, rounds + 1)])
 
 
@@ -54,7 +54,7 @@ def test_decay_over_a_run_matches_torch_schedulers(span, warmup, name):
 
 
 def test_the_warm_up_has_no_step_too_many():
-    """In binary 0.07 x 100 is a little more than 7."""
+    """In binary, 0.07 x 100 is slightly more than 7."""
     for percent in range(100):
         for total in range(1, 101):
             settings = OptimizerConfig(lr=1.0, warmup=percent / 100)
@@ -71,7 +71,7 @@ def test_schedule_per_round_restarts_every_round():
 
 @pytest.fixture
 def short(small):
-    """``short("method=ravan", ...)`` -> a small experiment of two rounds of three steps."""
+    """``short("method=ravan", ...)`` returns a small experiment of two rounds of three steps."""
     sizes = ("federation.rounds=2", "federation.local_steps=3", "resources.backend=inline")
     return functools.partial(small, *sizes)
 
@@ -113,7 +113,7 @@ def test_the_threshold_follows_the_rate(short, every):
 
 
 def test_scaffold_variate_under_schedule_is_mean_gradient(short):
-    """By option II and a schedule: the mean of raw gradients, each with its step's rate."""
+    """With option II and a schedule: the mean of raw gradients, each with its step's rate."""
     overrides = [
         "method=scaffold",
         "method.option=II",

@@ -1,4 +1,4 @@
-"""The server, inline: validation of uploads, quorum, resume past a corrupt checkpoint."""
+"""The inline server: validation of uploads, quorum, resuming past a corrupt checkpoint."""
 
 import itertools
 import re
@@ -18,7 +18,7 @@ from trishul_ray.federation.server import Server
 
 
 class Faulty(InlineExecutor):
-    """Replaces the uploads of the first clients by NaN."""
+    """Executor that replaces the uploads of the first clients by NaN."""
 
     spoilt = 0
 
@@ -101,7 +101,7 @@ def test_another_stack_resumes_only_if_allowed(small):
 
 @pytest.mark.parametrize("method", ["ravan", "trishul"])
 def test_a_cohort_may_mix_full_and_limited_clients(small, inline_result, method):
-    # A client of full capacity sends no mask, a limited one does.
+    # A client of full capacity sends no mask, a constrained client does.
     experiment = small(
         f"method={method}",
         "federation.compute=uniform",
@@ -117,7 +117,7 @@ def test_a_cohort_may_mix_full_and_limited_clients(small, inline_result, method)
 
 
 def test_a_survey_is_a_round_before_the_first(small):
-    """Its uploads are judged, summed and counted as those of any round."""
+    """Its uploads are validated, summed and counted like those in any round."""
     experiment = small("method=fedsb", "method.init_clients=3")
     executor = Faulty(experiment, prepare_run(experiment))
     server = Server(experiment, executor, open_checkpoints(experiment), "a")

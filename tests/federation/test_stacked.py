@@ -29,7 +29,7 @@ STACKABLE = [name for name in PUBLISHED if not method_class(name).train_all]
 
 
 def relative(found, expected, moved=None):
-    """The distance of two arrays over the norm of the second, or of how far it has moved."""
+    """Return the distance of two arrays over the norm of the second, or of its change."""
     size = np.linalg.norm(expected if moved is None else expected - moved)
     distance = np.linalg.norm(np.subtract(found, expected, dtype=np.float64))
     return distance / size if size else distance
@@ -41,7 +41,7 @@ AMPLIFIED = 1e-3
 
 @pytest.fixture
 def second_round(small, tmp_path):
-    """``second_round("method=ravan", ...)`` -> executor, broadcast and client states of round 2."""
+    """``second_round("method=ravan", ...)`` returns executor, broadcast and states of round 2."""
 
     def after_one(*overrides):
         unread = ["evaluation.diagnostics_every=0", "evaluation.limit=8"]
@@ -69,7 +69,7 @@ VARIANTS = [[f"method={name}"] for name in STACKABLE] + [
 
 @pytest.mark.parametrize("overrides", VARIANTS, ids=" ".join)
 def test_stacked_client_equals_single_client(overrides, second_round):
-    """After several steps, updates, kept states and losses differ only by rounding."""
+    """After several steps, updates, client states and losses differ only by rounding."""
     inline, broadcast, states = second_round(*overrides)
     jobs = [TrainJob(2, client, states.get(client, {})) for client in (0, 1, 3)]
     with deterministic(inline.experiment):
@@ -89,7 +89,7 @@ def test_stacked_client_equals_single_client(overrides, second_round):
 
 
 def test_stacked_client_equals_single_client_in_bf16(second_round):
-    """Up to what bf16 rounds in a forward, 2^-8 of each entry, over four steps."""
+    """Compare up to the rounding of bf16 in a forward, 2^-8 of each entry, over four steps."""
     for method in ("fedit", "fedex", "trishul"):
         options = ["model.precision=bf16", "optimizer.name=sgd", "optimizer.lr=0.1"]
         inline, broadcast, _ = second_round(f"method={method}", *options)
@@ -148,7 +148,7 @@ def test_stacked_run_equals_unstacked_run_within_rounding(overrides, small, driv
     together = run_of(small(*overrides, "federation.stacked=2"), drive_to_end)
     one, other = alone.checkpoint, together.checkpoint
     assert [record.clients for record in one.records] == [r.clients for r in other.records]
-    # A code of 8 bits may fall to its other side.
+    # A code of 8 bits may round to the other side.
     bound = 0.05 if "uploads.codec=int8" in overrides else 1e-3
     assert relative(other.state.shared, one.state.shared) < bound
     for record, expected in zip(other.records[1:], one.records[1:], strict=True):
@@ -204,7 +204,7 @@ def test_head_of_other_layers_is_rejected():
 
 
 def test_inputs_of_mixed_clients_are_rejected():
-    """Such as a model that puts positions before examples."""
+    """Test a model that puts positions before examples."""
 
     class Net(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Clients weighed by label tokens: the average of their steps is the central step."""
+"""Clients weighted by label tokens: the average of their steps is the central step."""
 
 import numpy as np
 import pytest

@@ -93,7 +93,7 @@ def test_invalid_shares_are_reported_in_one_line(overrides, message):
 
 @pytest.fixture
 def evaluated_rows(small):
-    """``evaluated_rows("seed=1", ...)`` -> the test rows that a run evaluates."""
+    """``evaluated_rows("seed=1", ...)`` returns the test rows that a run evaluates."""
 
     def rows(*overrides):
         experiment = small(*overrides)
@@ -107,7 +107,7 @@ def test_seeds_and_methods_share_evaluation_rows(evaluated_rows):
     assert len(first) == len(np.unique(first)) == 64
     for overrides in (["seed=1"], ["seed=2", "method=fedit"], ["seed=3", "budget=2"]):
         assert evaluated_rows(*overrides).tolist() == first.tolist()
-    # A subset drawn from all rows, not the first ones.
+    # A subset drawn from all rows, instead of the first rows.
     assert first.max() > 400 and first.tolist() != list(range(64))
 
 
@@ -128,7 +128,7 @@ def test_seeds_methods_and_partitions_share_validation_rows(small):
         assert rows(*overrides) == first
     assert rows("data.train_limit=100", change=central_twin) == first
     assert rows("evaluation.limit=null")[1] == list(range(200))
-    # The test rows are those of a run without validation rows.
+    # The test rows equal those of a run without validation rows.
     limited = small(share)
     alone = build_context(small(), prepare_run(small())).scored
     split, chosen = build_context(limited, prepare_run(limited)).scored["test"]
@@ -155,7 +155,7 @@ def test_model_bound_once_scores_like_model_rebound(small):
     losses = [scored(*each) for each in wanted]
     bound = model.bound[0]
     executor.evaluate(replace(first, shared=first.shared.copy()), EvalJob(1, 0, 8))
-    assert model.bound[0] is bound  # the same model, in other arrays, as every call on Ray has them
+    assert model.bound[0] is bound  # The same model in other arrays, as in every call on Ray.
     executor.train(first, [TrainJob(round=1, client=0)])
     assert model.bound is None
     assert losses == [scored(*each, fresh=True) for each in wanted]

@@ -2,8 +2,8 @@
 
     python capped_client.py EXPERIMENT.yaml DEVICE LIMIT
 
-LIMIT is a share of a GPU's memory, or in MiB what the process may take on the CPU beyond what it
-has after loading; 0 limits nothing. Prints the digest of the upload, or the error.
+LIMIT is a fraction of a GPU's memory, or the MiB that the process may allocate on the CPU after
+loading; 0 sets no limit. Prints the digest of the upload, or the error.
 """
 
 import resource
@@ -40,7 +40,7 @@ def main(file, device, limit):
         print(f"RunError: {error}")
     else:
         print(state_digest(upload.arrays))
-    resource.setrlimit(resource.RLIMIT_AS, before)  # the interpreter's end needs some memory
+    resource.setrlimit(resource.RLIMIT_AS, before)  # The exit of the interpreter needs some memory.
 
 
 if __name__ == "__main__":

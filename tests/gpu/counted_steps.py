@@ -2,9 +2,9 @@
 
     python counted_steps.py FOLDER
 
-For every setup: the kernels of a local step of a client or of stacked ones, the most GiB that
-tensors take in it, with the estimate of that, the lines where the host waits, and operations whose
-kernels raise; of some, the kernels and the GiB of an evaluated chunk, too.
+For every setup, report the kernels of a local step of a client or of stacked clients, the maximum
+GiB of tensors in it with its estimate, the lines where the host waits, and operations whose kernels
+raise. For some setups, also report the kernels and the GiB of an evaluated chunk.
 """
 
 import gc
@@ -37,9 +37,10 @@ from trishul_ray.stages import Stages
 COMMON = [
     "model.init=random", "budget=lower", "federation.local_steps=3", "tracking.mlflow=false",
     "evaluation.batch_size=64", "resources.backend=inline",
-    "adapter.init=random_normal",  # cheap to draw: the kernels are those of any basis
+    "adapter.init=random_normal",  # cheap to draw; the kernels are the same for any basis
 ]  # fmt: skip
-#: Where a chunk is evaluated, too: with merged weights in fp32, without in bf16, and a large model.
+#: Setups that also evaluate a chunk: with merged weights in fp32, without in bf16, and a large
+#: model.
 EVALUATED = ("vit trishul", "vit trishul fp32", "llama trishul")
 IMAGES = ["dataset=cifar100", "model=vit-b16", "model.precision=bf16"]
 TEXTS = [
@@ -49,7 +50,7 @@ TEXTS = [
     "model.precision=bf16",
 ]
 FP32, STACKED = "model.precision=fp32", "federation.stacked=3"
-#: Setups by name: the backbone, and further fields.
+#: Setups, keyed by name: the backbone, and further fields.
 SETUPS = {
     **{f"vit {m}": ("vit", [f"method={m}"]) for m in ("trishul", "ravan", "fedit", "fullft")},
     "vit trishul fp32": ("vit", ["method=trishul", FP32]),
@@ -86,7 +87,7 @@ def images():
 
 
 def texts(folder, kind):
-    """T5-Base and LLaMA-3.2-1B, at the paper's lengths."""
+    """Return T5-Base and LLaMA-3.2-1B, at the paper's lengths."""
     name, length = {"t5": ("google-t5/t5-base", 256), "llama": ("meta-llama/Llama-3.2-1B", 128)}[
         kind
     ]
@@ -102,7 +103,7 @@ def texts(folder, kind):
 
 
 def load_shapes(self, kind, num_classes, *, seed):
-    """Stand in for Backbone.load_resident: the modules, without weights."""
+    """Replace Backbone.load_resident: return the modules, without weights."""
     model = self.meta_model(kind, num_classes)
     cast(model, run_dtype(self.config))
     configure_compute(model, self.config)
@@ -110,11 +111,11 @@ def load_shapes(self, kind, num_classes, *, seed):
 
 
 class Enough(Exception):
-    """Ends a client's round after its second step."""
+    """End a client's round after its second step."""
 
 
 class StepRows(Rows):
-    """Rows of two steps, which note where each begins and ends."""
+    """Rows of two steps, which record where each starts and ends."""
 
     def __init__(self, row, note):
         super().__init__(row)
@@ -152,13 +153,13 @@ def counted(device, experiment, info, row, evaluated):
     device.raising.clear()
     with suppress(Enough):
         local.train_clients(context, start, jobs)
-    # The first step makes the optimizer's state, too.
+    # The first step also creates the optimizer's state.
     _, (began, _, first), (ended, _, last) = states
     found = {"kernels": ended - began, "waits": device.waits[first:last]}
     found["GiB"] = device.peak / 2**30
     if evaluated:
         model, size = evaluation.EvaluatedModel(context), experiment.evaluation.batch_size
-        for first in (0, size):  # the model is bound for both
+        for first in (0, size):  # The model is bound for both.
             before, device.peak = device.kernels.total(), device.bytes
             evaluation.evaluate_chunk(model, start, EvalJob(2, first, first + size))
         found["kernels of evaluation"] = device.kernels.total() - before
@@ -167,7 +168,7 @@ def counted(device, experiment, info, row, evaluated):
 
 
 def known(device):
-    """What is counted of operations whose counts are known."""
+    """Count operations whose counts are known."""
     with device:
         values = torch.ones(4, 4, device=NAME)
         before, taken = device.kernels.total(), device.bytes
@@ -188,7 +189,7 @@ def main(folder):
     kinds = {"vit": images(), "t5": texts(folder, "t5"), "llama": texts(folder, "llama")}
     results = {"known": known(device)}
     for name, (kind, more) in SETUPS.items():
-        gc.collect()  # what the setup before it has left in cycles
+        gc.collect()  # objects in cycles of the previous setup
         overrides, info, row = kinds[kind]
         experiment = load_experiment(None, [*COMMON, *overrides, *more])
         resources = experiment.resources.model_copy(update={"device": NAME})

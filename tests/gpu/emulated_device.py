@@ -1,14 +1,14 @@
-"""A device that notes what a GPU would do: waits of the host, kernels, memory, kernels that raise.
+"""A device that records what a GPU would do: host waits, kernels, memory, kernels that raise.
 
-Its tensors report the device ``emulated``, so code takes its route for GPUs. As on a GPU, tensors
-on two devices cannot meet in one operation. The host waits where it reads a value, uses a mask as
-an index, copies to the host, or copies from memory that is not page-locked. A wait is noted only if
-the device has been given work since the last one.
+Its tensors report the device ``emulated``, so code uses its path for GPUs. As on a GPU, an
+operation cannot combine tensors on two devices. The host waits when it reads a value, uses a mask
+as an index, copies to the host, or copies from memory that is not page-locked. A wait is recorded
+only if the device has received work since the last wait.
 
-The device computes on the CPU or, without numbers, only shapes and dtypes (on torch's meta device):
-models of any size then take seconds and no memory, and what is copied to the host is zeros.
+The device computes on the CPU or, without numbers, only shapes and dtypes (on torch's meta device).
+Models of any size then take seconds and no memory, and copies to the host are zeros.
 
-A device cannot be unregistered: use this in a process of its own.
+A device cannot be unregistered: use this module in a separate process.
 """
 
 import collections
@@ -31,7 +31,7 @@ WAITING = {
 }  # fmt: skip
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 COPIES = {"copy_", "_to_copy", "_copy_from"}
-#: Views, allocations and bookkeeping, beside what torch says is a view.
+#: Views, allocations and bookkeeping, in addition to the views that torch reports.
 WITHOUT_KERNEL = {
     "detach_", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
     "_unsafe_view", "set_", "resize_",
@@ -41,8 +41,8 @@ SEVERAL_KERNELS = {
     "_scaled_dot_product_flash_attention_backward": 3,
     "_scaled_dot_product_efficient_attention_backward": 2,
 }
-#: Operations that raise on CUDA if algorithms must be deterministic, whatever their arguments:
-#: those of torch's list in the documentation of ``use_deterministic_algorithms``.
+#: Operations that raise on CUDA if algorithms must be deterministic, for any arguments: the list in
+#: the documentation of ``use_deterministic_algorithms``.
 RAISING = {
     "put_", "histc", "kthvalue", "median", "nanmedian", "segment_reduce", "index_reduce_",
     "grid_sampler_2d_backward", "grid_sampler_3d_backward", "adaptive_max_pool2d_backward",
@@ -56,7 +56,7 @@ RAISING = {
 
 
 class _Module:
-    """Functions that torch asks of the Python module of a device."""
+    """Functions that torch requires of the Python module of a device."""
 
     is_available = is_initialized = staticmethod(lambda: True)
     _is_in_bad_fork = staticmethod(lambda: False)
@@ -66,7 +66,7 @@ class _Module:
 
 
 class EmulatedTensor(torch.Tensor):
-    """A tensor on the device; ``values`` is the tensor on the CPU that it stands for."""
+    """A tensor on the device; ``values`` is the corresponding tensor on the CPU."""
 
     @staticmethod
     def __new__(cls, values):
@@ -94,10 +94,12 @@ class EmulatedDevice(TorchDispatchMode):
     """The device; enter it once.
 
     Attributes:
-        waits: What waited and where, oldest first.
-        kernels: How many kernels were launched, by operation.
-        raising: Operations whose kernels raise where algorithms must be deterministic, and where.
-        bytes, peak: What its tensors take, now and at most.
+        waits: Operations that waited and their locations, oldest first.
+        kernels: Number of launched kernels, keyed by operation.
+        raising: Operations whose kernels raise if algorithms must be deterministic, and their
+            locations.
+        bytes: Current bytes of its tensors.
+        peak: Maximum bytes of its tensors.
     """
 
     current = None
@@ -108,7 +110,7 @@ class EmulatedDevice(TorchDispatchMode):
         self.kernels, self.raising = collections.Counter(), []
         self.bytes, self.peak, self.owned = 0, 0, set()
         _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
-        # torch.tensor() on a device goes around dispatch modes; these two are what it calls.
+        # torch.tensor() on a device bypasses dispatch modes, but calls these two functions.
         self.library = torch.library.Library("aten", "IMPL")
         self.library.impl("empty_strided", self._empty, "PrivateUse1")
         self.library.impl("_copy_from", self._copy_from, "PrivateUse1")
@@ -156,7 +158,7 @@ class EmulatedDevice(TorchDispatchMode):
         raw_args, raw_kwargs = tree_map_only(
             EmulatedTensor, lambda tensor: tensor.values_, (args, {**kwargs, **there})
         )
-        if name == "_to_copy":  # always a copy, also where both are on the CPU
+        if name == "_to_copy":  # always a copy, even if both are on the CPU
             out = func(*raw_args, **raw_kwargs).clone()
         else:
             out = func(*raw_args, **raw_kwargs)
@@ -169,7 +171,7 @@ class EmulatedDevice(TorchDispatchMode):
         return return_and_correct_aliasing(func, args, kwargs, out) if here else out
 
     def _note(self, name, args, kwargs, tensors, results_here):
-        """Note what this operation would wait for; raise if it would fail on a GPU."""
+        """Record the wait for this operation, if any; raise if it would fail on a GPU."""
         if name in COPIES:
             source = args[1] if name == "copy_" else args[0]
             if on_device(source) and not results_here:
@@ -235,7 +237,7 @@ def _place():
 
 
 def _zeros(name, args, kwargs):
-    """Return what the host receives of a device without numbers."""
+    """Return what the host receives from a device without numbers."""
     if name == "copy_":
         return args[0].zero_()
     if name == "_local_scalar_dense":
@@ -248,7 +250,7 @@ def fused_attention(
 ):
     """Replace SDPA by the operation that it chooses on CUDA without cuDNN's kernel.
 
-    It is flash attention, or the memory-efficient one where there is a mask or float32.
+    This is flash attention, or the memory-efficient one with a mask or float32.
     """
     if enable_gqa and (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))

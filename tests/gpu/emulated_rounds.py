@@ -2,8 +2,8 @@
 
     python emulated_rounds.py CACHE
 
-For every configuration: the waits before the first step of the last client, in its steps, and after
-them, and how far the state moved and differs from the CPU's.
+For every configuration, report the waits before the first step of the last client, during its
+steps, and after them, the change of the state, and its difference from the CPU's.
 """
 
 import json
@@ -34,7 +34,7 @@ COMMON = [
     "federation.rounds=2", "federation.local_steps=2", "federation.batch_size=4",
     "evaluation.limit=8", "evaluation.batch_size=8", "evaluation.diagnostics_every=0",
     "task.max_length=48", "task.target_length=4", "tracking.mlflow=false",
-    # Adam would turn the rounding noise of a gradient that is zero into a whole step.
+    # Adam would amplify the rounding noise of a zero gradient to a whole step.
     "optimizer.name=sgd", "optimizer.lr=0.1",
 ]  # fmt: skip
 
@@ -58,7 +58,7 @@ CONFIGURATIONS = {
 
 
 class MarkedRows:
-    """Training rows that note how many waits there were before each batch."""
+    """Training rows that record the number of waits before each batch."""
 
     def __init__(self, rows, waits, marks):
         self.rows, self.waits, self.marks = rows, waits, marks
@@ -80,7 +80,7 @@ def server_of(experiment):
 
 
 def trained(server):
-    """State of the server, or of the clients of a method that sends nothing."""
+    """Return the state of the server, or of the clients of a method that sends nothing."""
     shared, kept = server.checkpoint.state.shared, server.checkpoint.client_states
     if shared.size:
         return shared
@@ -108,7 +108,7 @@ def emulated(experiment, device):
         device.busy = False
         found = local.train_clients(*args)
         steps = marks[-experiment.federation.local_steps :]
-        # The end belongs to the last step: nothing tells them apart.
+        # The end belongs to the last step, because nothing separates them.
         spans.append((waits[: steps[0]], waits[steps[0] : steps[-1]], waits[steps[-1] :]))
         return found
 
@@ -118,7 +118,7 @@ def emulated(experiment, device):
 
 
 def known_waits(device):
-    """Waits of lines that must be noted, and of one that must not."""
+    """Return lines whose waits must be recorded, and one whose wait must not."""
     found = {}
     with device:
         values = torch.arange(6.0, device=NAME)

@@ -1,4 +1,4 @@
-"""A GPU computes what the CPU computes, and bf16 learns as fp32 does."""
+"""A GPU computes the results of the CPU, and bf16 learns as fp32 does."""
 
 import numpy as np
 import pytest
@@ -7,22 +7,22 @@ from method_runs import SINGLE
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
 
-#: Largest distance of the losses of bf16 and fp32, as a share of fp32's, in each of four rounds.
-#: After the fifth it is 2.5 to 5.1 % by the seed, with attention in float32, too: Adam has made of
-#: the roundings two runs, which both learn.
+#: Largest difference of the losses of bf16 and fp32, relative to fp32, in each of four rounds.
+#: After the fifth round it is 2.5 to 5.1%, depending on the seed, even with attention in float32:
+#: Adam has amplified the rounding to two different runs, which both learn.
 LOSS_BOUND = 0.03
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", SINGLE)
 def test_round_on_gpu_equals_round_on_cpu(small, tmp_path, method):
-    """Rehearsed by test_gpu_route_gives_the_cpu_state."""
+    """test_gpu_route_gives_the_cpu_state rehearses this test."""
     states = []
     for device in ("cpu", "cuda"):
         experiment = small(
             f"method={method}",
             "federation.rounds=1",
-            # Adam would turn the rounding noise of a gradient that is zero into a whole step.
+            # Adam would amplify the rounding noise of a zero gradient to a whole step.
             "optimizer.name=sgd",
             "optimizer.lr=0.1",
             "resources.backend=inline",

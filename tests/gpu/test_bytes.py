@@ -19,7 +19,7 @@ ON_A_GPU = [
 
 @pytest.mark.parametrize(
     ("where", "overrides", "precision"),
-    [("cpu", LIMITED, "fp32"), *ON_A_GPU],  # the first rehearses the test
+    [("cpu", LIMITED, "fp32"), *ON_A_GPU],  # The first case rehearses the test.
 )
 def test_the_same_bytes_twice_and_after_a_resume(
     small, drive_to_end, tmp_path, where, overrides, precision
@@ -44,8 +44,8 @@ def test_the_same_bytes_twice_and_after_a_resume(
     assert losses[0] == losses[1] == losses[2]
 
 
-#: One with cores and the prox, one with LoRA, a base, frozen tensors of its own, and no adapter;
-#: one whose hooks ask for another gradient, and stacked clients.
+#: Methods with cores and the prox, with LoRA, a base, separate frozen tensors, and no adapter; a
+#: method whose hooks compute another gradient, and stacked clients.
 AS_GRAPHS = [
     *(["method=trishul"], ["method=fedit"], ["method=fedex"], ["method=fedsb"], ["method=fullft"]),
     *(["method=scaffold"], ["method=trishul", "federation.stacked=2"]),
@@ -71,7 +71,7 @@ def test_the_same_bytes_as_cuda_graphs(small, drive_to_end, tmp_path, device, ov
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_and_its_gradient_repeat(device, dtype, masked):
-    """ViT-B's heads at its sequence length, where a kernel may split the sum over keys."""
+    """Test ViT-B's heads at its sequence length, where a kernel may split the sum over keys."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(8, 12, 197, 64, generator=generator).to(device, dtype).requires_grad_()

@@ -1,7 +1,7 @@
 """Kernels and memory of local steps at real sizes, counted without a GPU.
 
-A step is bound by the launches of its kernels, which no test of time on a CPU would show. Lower a
-bound with what lowers it.
+The launches of its kernels limit a step, which no time measurement on a CPU would show. Lower a
+bound when a change reduces its count.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("counted_steps.py")
-#: By setup: most kernels of a local step, most GiB of tensors, most kernels of an evaluated chunk.
+#: Per setup: maximum kernels of a local step, GiB of tensors, kernels of an evaluated chunk.
 BOUNDS = {
     "vit trishul": (691, 1.6, 219),
     "vit ravan": (587, 1.6, None),
@@ -24,13 +24,13 @@ BOUNDS = {
     "t5 trishul": (2821, 2.6, None),
     "llama trishul": (2191, 5.8, 850),
 }
-#: The numbers of answers, copied to the device once in a process.
+#: The ids of the answers are copied to the device once per process.
 ONCE = "blocking copy to the device at base.py"
 
 
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory):
-    """Output of :mod:`counted_steps`, by setup."""
+    """Return the output of :mod:`counted_steps`, keyed by setup."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("backbones"))],
         capture_output=True,
@@ -57,7 +57,7 @@ def test_step_needs_no_more_kernels_or_memory(counts):
         if any(value > most for value, most in zip(found[name], bounds, strict=True) if most)
     }
     assert beyond == {}
-    # Far below it is a device that does not see the step.
+    # A count far below the bound means that the device does not see the step.
     assert all(0.8 * bounds[0] < found[name][0] for name, bounds in BOUNDS.items())
 
 

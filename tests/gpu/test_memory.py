@@ -1,4 +1,4 @@
-"""A slice of memory is enforced: a client that needs more fails by name and harms no other."""
+"""A limit on memory is enforced: a client that exceeds it fails and does not affect others."""
 
 import os
 import subprocess
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("capped_client.py")
-#: By device: a limit that a small batch fits into and a large one does not; see capped_client.py.
+#: Per device: a limit that a small batch fits into and a large one does not; see capped_client.py.
 LIMITS = {"cpu": "900", "cuda": "0.05"}
 LARGE_BATCH = {"cpu": 16_384, "cuda": 200_000}
 
 
 def begin(experiment, device, limit, tmp_path, name):
-    """Start a client in a process of its own."""
+    """Start a client in a separate process."""
     file = tmp_path / f"{name}.yaml"
     file.write_bytes(experiment.to_yaml())
     return subprocess.Popen(

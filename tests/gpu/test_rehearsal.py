@@ -25,6 +25,6 @@ def test_every_part_is_rehearsed(tmp_path):
     sections = json.loads(file.read_text())["sections"]
     assert all(section["rows"] for section in sections)
     goals = {goal["what"]: goal["met"] for section in sections for goal in section["goals"]}
-    # Speed means nothing here; what is right on the CPU must be right.
+    # Speed means nothing here, but the checks must pass on the CPU.
     names = [what for what in goals if "bytes" in what or "route" in what]
     assert len(names) > 5 and all(goals[what] for what in names)

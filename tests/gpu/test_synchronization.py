@@ -1,6 +1,6 @@
-"""Waiting of the host for a GPU: never in a local step; at the end of a client's steps and round.
+"""Waits of the host for a GPU: never during a local step, only after a client's steps and round.
 
-Without a GPU, the emulated device finds the waits, in a process of its own.
+Without a GPU, the emulated device finds the waits, in a separate process.
 """
 
 import json
@@ -20,8 +20,8 @@ SCRIPT = Path(__file__).with_name("emulated_rounds.py")
 LOW_PRECISION = {"bf16", "decoder bf16"}
 #: The losses, which end the time of the local steps, and the upload.
 END = ["copy to the host at local.py", "copy to the host at messages.py"]
-#: Further waits of a client: before its first step for the choice of its core heads, which the host
-#: makes, and after its last one for their statistics, sent beside the upload.
+#: Further waits of a client: before its first step for the selection of its core heads on the host,
+#: and after its last step for their statistics, sent with the upload.
 DECISIONS = {
     "chosen heads": ["copy to the host at ravan.py"],
 }
@@ -30,7 +30,7 @@ STATISTICS = {}
 
 @pytest.fixture(scope="module")
 def rounds(cache):
-    """Output of :mod:`emulated_rounds`, by configuration."""
+    """Return the output of :mod:`emulated_rounds`, keyed by configuration."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(cache)], capture_output=True, text=True, timeout=280
     )
@@ -91,7 +91,7 @@ def test_no_step_synchronizes_on_a_gpu(small, monkeypatch, method, compute):
     except ValueError:
         pytest.skip("this method takes no limited clients")
     driver = InlineDriver(experiment, prepare_run(experiment), "a")
-    driver.step()  # constants are copied to the device once in a process
+    driver.step()  # Constants are copied to the device once per process.
 
     def watched(name):
         plain = getattr(LocalSteps, name)

@@ -1,4 +1,4 @@
-"""The methods of newcomers/ are loaded for the tests of methods."""
+"""Load the methods of newcomers/ for the tests of methods."""
 
 import pytest
 from newcomers import FOLDER, unloaded_after
@@ -8,7 +8,7 @@ from trishul_ray.plugins.loading import load_plugin
 
 @pytest.fixture(scope="package", autouse=True)
 def newcomers():
-    """The methods of ``newcomers/`` are known to the tests of methods."""
+    """Register the methods of ``newcomers/`` for the tests of methods."""
     with unloaded_after():
         for file in sorted(FOLDER.glob("*.py")):
             load_plugin(file)

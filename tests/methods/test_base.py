@@ -1,4 +1,4 @@
-"""Work of the platform for several methods: limited clients, counted downloads."""
+"""Functions of the platform for several methods: constrained clients, counted downloads."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ from trishul_ray.runtime.proportions import exact_fraction
 
 
 def takes_limits(name):
-    """Whether a method with its defaults takes limited clients."""
+    """Return whether a method with its defaults supports constrained clients."""
     return build_method(method_class(name).Config(name=name)).takes_limits
 
 
@@ -43,7 +43,7 @@ def test_seed_derived_tensors_are_not_downloaded(executor, tmp_path, name):
 
 
 def carried(server, context, broadcast, client):
-    """Number of entries of the shared broadcast that reach a client and move its trainables."""
+    """Count the entries of the shared broadcast that reach a client and affect its trainables."""
     starts = []
     for seed in (1, 2):
         draw = np.random.default_rng(seed).normal(size=broadcast.shared.shape)
@@ -57,7 +57,7 @@ def carried(server, context, broadcast, client):
 
 @pytest.mark.parametrize(
     "options",
-    # Components that were cut rest on both sides: tests/lab/methods/test_florist.py counts them.
+    # Truncated components stay on both sides: tests/lab/methods/test_florist.py counts them.
     [[f"method={name}"] for name in SINGLE if name != "florist"]
     + [
         [f"method={name}", "federation.compute=skewed-right"]
@@ -71,12 +71,12 @@ def carried(server, context, broadcast, client):
     ids=" ".join,
 )
 def test_downloads_are_what_the_broadcast_carries(executor, tmp_path, options):
-    """Count by client the entries that reach it, and what the missed rounds folded into weights."""
+    """Count per client the entries that reach it, and the folds of missed rounds into weights."""
     inline = executor(*options, "federation.rounds=4", "federation.clients=6")
     server = server_of(inline, tmp_path)
     lora, head = (server.spec.parameters[part] for part in ("adapter", "head"))
     name = server.method.config.name
-    # Numbers that a round adds to the frozen weights, as factors: none if the sum is sent dense.
+    # Entries that a round adds to the frozen weights, as factors; 0 if the sum is sent dense.
     folded = {
         "flora": lambda uploaded, cohort: uploaded - cohort * head,
         "fedex ship": lambda uploaded, cohort: (cohort + 1) * lora,
@@ -93,7 +93,7 @@ def test_downloads_are_what_the_broadcast_carries(executor, tmp_path, options):
         reach = [carried(server, inline.context, broadcast, c) for c in cohort]
         new = [client for client in cohort if client not in received]
         expected = sum(reach) + len(cohort) * beside + len(new) * frozen
-        if name == "frlora":  # clients store the factors of round 1
+        if name == "frlora":  # Clients store the factors of round 1.
             expected += (len(new) - len(cohort)) * lora
         for client in cohort:
             missed = sum(changes[max(1, received.get(client, 1)) :])
@@ -133,12 +133,12 @@ def test_mean_claim_is_inherited_only_with_uploads():
 
 @pytest.fixture
 def watching():
-    """FedIT that records what its hooks know of the client and the step."""
+    """Register FedIT with hooks that record the client and the step."""
     with unloaded_after():
 
         @register("watching")
         class Watching(FedIT):
-            """FedIT that looks."""
+            """FedIT that records."""
 
             __module__ = FedIT.__module__
 

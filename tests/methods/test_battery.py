@@ -1,4 +1,4 @@
-"""Promises of every registered method; new methods are picked up automatically."""
+"""Contract checks of every registered method, including new ones."""
 
 from dataclasses import replace
 
@@ -17,12 +17,12 @@ from trishul_ray.federation.worker.context import global_model
 from trishul_ray.methods.base import method_class
 
 METHODS = [*SINGLE, *NEWCOMERS]
-#: One of each algebra on the server: factors, cores and state; full matrices, their sum with a
+#: One method per algebra on the server: factors, cores and state; full matrices, their sum with a
 #: base, decompositions of a step.
 KINDS_OF_SERVERS = [
     *KINDS, "fedavg", "fedex", "flexlora", "flora", "fedsb", "fedsvd",
 ]  # fmt: skip
-#: Promises of every method; "order" is checked with dropout below.
+#: Checks of every method; "order" is checked with dropout below.
 EVERY = [
     methods.starts_pretrained,
     methods.uploads_as_declared,
@@ -31,7 +31,7 @@ EVERY = [
     methods.resumes,
     methods.exports,
 ]
-#: Clients of ``local`` send nothing, so that the global model stays unchanged.
+#: Clients of ``local`` send nothing, so the global model stays unchanged.
 EXCEPTIONS = {
     ("fedsb", methods.starts_pretrained),
     ("local", methods.exports),
@@ -56,7 +56,7 @@ def test_mean_decides_the_next_state(name, executor, tmp_path):
 
 
 def test_false_promise_about_the_mean_is_rejected(executor, tmp_path, monkeypatch):
-    """HetLoRA weighs uploads by their norms."""
+    """HetLoRA weights uploads by their norms."""
     monkeypatch.setattr(method_class("hetlora"), "mean_is_enough", True)
     with pytest.raises(BrokenPromiseError, match="next states of two cohorts of one mean"):
         methods.mean_decides(tmp_path, "hetlora", executor)
@@ -98,7 +98,7 @@ def test_one_client_is_central_training(name, executor, tmp_path):
 
 
 def with_dropout(name, backbone):
-    """Return options with dropout on and, where a method has it, selection by gradient."""
+    """Return options with dropout and, if a method has it, selection by gradient."""
     options = [f"method={name}", f"model.name={backbone}", "model.dropout=true", "budget=2"]
     options += ["adapter.dropout=0.2"]
     if "selection" in method_class(name).Config.model_fields:
@@ -108,11 +108,11 @@ def with_dropout(name, backbone):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_dropout_draws_from_the_clients_own_stream(name, executor, dropout_backbone, tmp_path):
-    """Neither the order of work, nor earlier jobs, nor torch's global stream changes anything."""
+    """Change the order of jobs, earlier jobs and torch's global stream: results are the same."""
     inline = executor(*with_dropout(name, dropout_backbone))
     torch.manual_seed(1)
     plain = run(inline, tmp_path, "plain")
-    inline.context.model.train(True)  # as a job that was interrupted may leave it
+    inline.context.model.train(True)  # An interrupted job may leave this mode.
     torch.manual_seed(2)
     again = run(Shuffled(inline, 2), tmp_path, "again")
     assert state_digest(again.checkpoint.state) == state_digest(plain.checkpoint.state)
@@ -130,7 +130,7 @@ def test_dropout_is_on_only_if_configured(executor, dropout_backbone, tmp_path):
 
 @pytest.fixture(scope="module")
 def wide_backbone(vit_folder):
-    """One block of the paper's width: there, sums depend on the number of threads."""
+    """Return one block of the paper's width, where sums depend on the number of threads."""
     return vit_folder(width=768, layers=1)
 
 

@@ -1,4 +1,4 @@
-"""FedEx-LoRA: how its residual is counted."""
+"""FedEx-LoRA: counted traffic of its residual."""
 
 from method_runs import run
 

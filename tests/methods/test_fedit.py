@@ -1,4 +1,4 @@
-"""FedIT, and what FedEx, FLoRA and FlexLoRA share: the mean of the products."""
+"""FedIT, and the mean of the products in FedEx, FLoRA and FlexLoRA."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_bfloat16_keeps_folded_updates(executor, tmp_path, name, lr):
                 kept.append(base.norm() / adapted.weight.float().norm())
         gains.append(float(((outputs[0] - outputs[1]) * moved).sum() / moved.square().sum()))
         model.unbind()
-    assert max(kept) < 1e-2  # so small that most of it lies below half a step of the weight
+    assert max(kept) < 1e-2  # so small that most entries are below half a step of the weight
     assert np.mean(gains) == pytest.approx(1, abs=0.05)
 
 

@@ -1,4 +1,4 @@
-"""FedProx: FedAvg without the pull, and held back with it."""
+"""FedProx: equal to FedAvg without the proximal term, and closer to the broadcast with it."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_fedprox_holds_back(executor, tmp_path):
 
 @pytest.fixture
 def pulled_trishul():
-    """TRISHUL with the proximal term: both leave something for later hooks."""
+    """Register TRISHUL with the proximal term: both store state for later hooks."""
     with unloaded_after():
 
         @register("pulledtrishul")

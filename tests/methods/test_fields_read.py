@@ -30,8 +30,8 @@ OTHER = {
     "adapter.path": "factored",
 }
 BASE = ["model=vit-digits", "model.init=random", "tracking.mlflow=false", "optimizer.lr=0.01"]
-#: Fields that another one needs to have an effect: its init, heads that do not fit, and for
-#: ``matching`` a matrix that is not square.
+#: Fields on which another field depends: its init, heads that do not fit, and for ``matching`` a
+#: matrix that is not square.
 NEEDS = {
     "adapter.matching": ["adapter.targets=[fc1]"],
     "adapter.sigma": ["adapter.init=rv_random_normal"],
@@ -51,7 +51,7 @@ CASES = [
 
 @functools.cache
 def backbone():
-    """The backbone of all cases, whose weights are all alike."""
+    """Return the backbone of all cases, whose weights are all equal."""
     experiment = load_experiment(None, BASE)
     model = (
         backbone_of(experiment.model, experiment.storage.places).meta_model().to_empty(device="cpu")
@@ -63,7 +63,7 @@ def backbone():
 
 
 def built(words):
-    """Return the adapters, how they compute, and the start; or None if the fields are rejected."""
+    """Return the adapters, their computation, and the start; or None if the fields are rejected."""
     experiment = load_experiment(None, words)
     model = copy.deepcopy(backbone())
     method = build_method(experiment.method, experiment.adapter)

@@ -1,4 +1,4 @@
-"""The example in docs/adding-a-method.md is a complete method and computes what it says."""
+"""The example in docs/adding-a-method.md is a complete method and computes what it documents."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ MODULE = "trishul_ray.methods.feddyn"
 @pytest.fixture
 def example():
     """Load the example of the guide as a module, for one test."""
-    registry.method_names()  # all built-in files are found before
+    registry.method_names()  # Register all built-in files first.
     (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     module = types.ModuleType(MODULE)
     sys.modules[MODULE] = module
@@ -37,7 +37,7 @@ def test_it_is_short(example):
 
 
 def test_example_depends_on_broadcast_and_kept_state(example, executor, tmp_path):
-    """The first step of round 1 is FedIT's; all later ones depend on the regularizer."""
+    """The first step of round 1 equals FedIT's; all later ones depend on the regularizer."""
     one = ["federation.rounds=1", "federation.local_steps=1"]
     start = server_of(executor("method=fedit", *one), tmp_path / "a").checkpoint.state.shared
     mean = run(executor("method=fedit", *one), tmp_path / "b").checkpoint.state.shared

@@ -1,4 +1,4 @@
-"""HetLoRA: weights, pruning, and components beyond a cohort's ranks (FlexLoRA too)."""
+"""HetLoRA: weights, pruning, and components beyond a cohort's ranks (also of FlexLoRA)."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from trishul_ray.methods.base.messages import State
 
 
 def test_hetlora_of_equal_ranks_and_norms_is_fedit(executor):
-    """Weights are the norms alone, so equal norms give the plain mean."""
+    """Weights are only the norms, so equal norms give the plain mean."""
     inline = executor("method=hetlora")
     method, layout = inline.context.method, inline.context.model.layout
     vectors = []
@@ -67,7 +67,7 @@ def test_limited_cohorts_leave_every_component_alive(executor, tmp_path, name):
 
 
 def test_hetlora_with_zeros_equals_the_formula(executor, tmp_path):
-    """With unsent=zero the padding is always averaged; what is sent is averaged alike."""
+    """With unsent=zero the padding is always averaged; sent components are averaged alike."""
     words = ["method=hetlora", "federation.compute=skewed-right", "federation.clients_per_round=1"]
     states = {}
     for unsent in ("keep", "zero"):

@@ -36,7 +36,7 @@ def test_trishul_without_its_parts_equals_ravan(executor):
     ravan, trishul = executor("method=ravan"), executor(*AS_RAVAN)
     first, second = one_round(ravan), one_round(trishul)
     assert state_digest(first[1]) == state_digest(second[1])
-    # With the prox on it is another method: the identity above is not vacuous.
+    # With the prox it is another method: the identity above is not vacuous.
     shrunk = one_round(executor(*AS_RAVAN, "method.lam=1.0"))
     assert state_digest(shrunk[1]) != state_digest(first[1])
 
@@ -52,7 +52,7 @@ def test_exact_methods_average_updates_exactly(executor, tmp_path, name, weighti
 
 
 def plain_training(context, method, lam, train_scale=True):
-    """Algorithm 1 of the paper for one client, by torch's own autograd, Adam and SVD."""
+    """Compute Algorithm 1 of the paper for one client with torch's autograd, Adam and SVD."""
     settings = context.settings
     model = context.model
     base = model.merge(Trained(context.initial))  # a plain copy of the backbone

@@ -1,4 +1,4 @@
-"""Promises of the methods of newcomers/; test_battery.py runs them, too."""
+"""Contract checks of the methods of newcomers/; test_battery.py also runs them."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def test_the_median_of_equal_uploads_is_their_mean(executor, tmp_path):
 
 
 def test_a_wide_round_gives_a_median_every_upload(executor, tmp_path):
-    """More clients than one group of the tree that adds uploads."""
+    """Test more clients than one group of the tree that adds uploads."""
     options = ["federation.clients=18", "federation.clients_per_round=18", "federation.rounds=1"]
     recording = Recording(executor("method=fedmedian", *options, "federation.local_steps=1"))
     server = server_of(recording, tmp_path)

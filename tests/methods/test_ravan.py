@@ -1,4 +1,4 @@
-"""RAVAN: which core heads a client trains, and what it leaves alone."""
+"""RAVAN: the core heads that a client trains, and the entries that it does not change."""
 
 import math
 from dataclasses import replace
@@ -26,7 +26,7 @@ def test_head_selection(executor, tmp_path, selection):
     heads = sum(e.shape[0] for e in context.model.layout.entries if e.name.endswith(".core"))
     assert all(mask[:heads].sum() == heads / 2 for mask in masks)
     same = all(np.array_equal(masks[0], mask) for mask in masks[1:])
-    # Norms of the broadcast are the same on all clients: the paper's reason against this choice.
+    # Norms of the broadcast are equal on all clients, the paper's argument against this choice.
     assert same == (selection == "weight")
     if selection == "weight":
         shared = recording.broadcast.shared
@@ -102,7 +102,7 @@ def test_weight_decay_leaves_inactive_core_heads_unchanged(executor):
     options = ["method=ravan", "method.head_fraction=0.5", "optimizer.weight_decay=0.5"]
     inline = executor(*options)
     start = initial_state(inline)
-    start = replace(start, shared=start.shared + 0.1)  # zeros would not show a decay
+    start = replace(start, shared=start.shared + 0.1)  # Zeros would not show a decay.
     upload, _ = train_client(inline.context, start, TrainJob(1, 0))
     still = np.repeat(~upload.active, inline.describe({}).expected.unit_sizes)
     np.testing.assert_array_equal(upload.arrays.shared[still], start.shared[still])

@@ -11,14 +11,14 @@ from trishul_ray.federation.worker.local import train_client
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_scaffold_in_its_first_round_is_fedit(executor, tmp_path, optimizer):
-    """All variates are zero, so there is nothing to correct."""
+    """All variates are zero, so nothing is corrected."""
     options = [f"optimizer.name={optimizer}", "federation.rounds=1"]
     same_run(executor, tmp_path, ["method=scaffold", *options], ["method=fedit", *options])
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "size"])
 def test_scaffold_server_variate_averages_all_clients(executor, tmp_path, weighting):
-    """c moves by 1/N times the plain sum of the changes, however the trainables are weighed."""
+    """c changes by 1/N times the plain sum of the changes, for any weights of the trainables."""
     words = ["method=scaffold", f"federation.weighting={weighting}", "partition.variant=per-label"]
     recording = Recording(executor(*words))
     server = run(recording, tmp_path)
@@ -41,7 +41,7 @@ def test_scaffold_server_variate_averages_all_clients(executor, tmp_path, weight
     ],
 )
 def test_client_variates_follow_their_transmitted_changes(executor, tmp_path, words):
-    """c is the mean of all c_i, whatever a codec or a clip norm leaves of the changes."""
+    """c is the mean of all c_i, even if a codec or a clip norm alters the changes."""
     pytest.importorskip("trishul_ray.lab")
     inline = executor("method=scaffold", "federation.rounds=4", *words)
     kept = run(inline, tmp_path).checkpoint
@@ -51,7 +51,7 @@ def test_client_variates_follow_their_transmitted_changes(executor, tmp_path, wo
 
 
 def variate(executor, *words):
-    """The control variate of one client after round 1, in which there is no correction."""
+    """Return the control variate of one client after round 1, which has no correction."""
     inline = executor("method=scaffold", *words)
     context = inline.context
     start = context.method.initial_state(context.model.layout, context.initial, {})
@@ -61,7 +61,7 @@ def variate(executor, *words):
 
 
 def test_scaffold_variate_approximates_mean_gradient(executor):
-    """At a rate so small that nothing moves, it does not depend on optimizer or option."""
+    """At a tiny learning rate, it does not depend on optimizer or option."""
     found = variate(executor, "optimizer.name=sgd", "optimizer.lr=1e-7")
     exact = variate(executor, "optimizer.name=adam", "optimizer.lr=1e-9")
     assert np.linalg.norm(exact) > 0
@@ -71,7 +71,7 @@ def test_scaffold_variate_approximates_mean_gradient(executor):
 
 
 def test_scaffold_options_differ_where_they_should(executor):
-    """Option II is the mean raw gradient under plain SGD and no gradient under Adam."""
+    """Option II is the mean raw gradient under plain SGD and not a gradient under Adam."""
     for optimizer, equal in (("sgd", True), ("adam", False)):
         words = [f"optimizer.name={optimizer}", "optimizer.lr=0.05"]
         auto = variate(executor, *words)
@@ -82,7 +82,7 @@ def test_scaffold_options_differ_where_they_should(executor):
 
 
 def test_scaffold_server_step(executor, tmp_path):
-    """The server goes eta_g times as far from the broadcast as the mean does."""
+    """The server steps eta_g times as far from the broadcast as the mean."""
     moved = {}
     for rate in (1, 0.5):
         server = server_of(executor("method=scaffold", f"method.server_lr={rate}"), tmp_path)
@@ -93,7 +93,7 @@ def test_scaffold_server_step(executor, tmp_path):
 
 
 def test_the_classification_head_may_stay_uncorrected(executor, tmp_path):
-    """Its variates stay zero, and without drift of the adapter it is averaged as FedIT's."""
+    """Its variates stay zero, and without drift of the adapter it is averaged as in FedIT."""
     words = ["method=scaffold", "method.corrects=adapter"]
     server = run(executor(*words), tmp_path)
     layout = executor(*words).context.model.layout

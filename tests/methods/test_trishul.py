@@ -1,4 +1,4 @@
-"""TRISHUL: allocation of core heads, the prox and the clip."""
+"""TRISHUL: allocation of core heads, the prox and the clipping."""
 
 from dataclasses import replace
 
@@ -83,7 +83,7 @@ def test_blocks_are_scored_by_the_configured_weights(executor):
             assert site.squared_norms[layer.name] == pytest.approx(
                 float(weights[layer.name + ".weight"]), rel=1e-9
             )
-    # A block whose MLP outweighs the others' gets more heads only where all weights score.
+    # A block whose MLP outweighs the others' gets more heads only if all weights score.
     heavy = site.scored[-1]
     assert "mlp" in heavy.name
     norms = dict(site.squared_norms) | {heavy.name: 1e6}
@@ -97,7 +97,7 @@ def test_blocks_are_scored_by_the_configured_weights(executor):
 
 @pytest.mark.parametrize("steps", [6, 7])
 def test_prox_cadence_keeps_the_total_threshold(executor, steps):
-    """k times the threshold every k steps is the same shrinkage where nothing else moves."""
+    """k times the threshold every k steps is the same shrinkage without other changes."""
     every, thirds = executor("method.lam=2"), executor("method.lam=2", "method.prox_every=3")
     start = torch.randn(every.context.initial.shape, generator=torch_rng(0, "x")) * 0.1
     results = []

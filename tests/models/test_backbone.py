@@ -36,7 +36,7 @@ SMALL = {
 
 @pytest.fixture
 def saved(tmp_path):
-    """A small ViT classifier of 7 classes in a mirror, as ``owner/vit``."""
+    """Write a small ViT classifier of 7 classes to a mirror, as ``owner/vit``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = AutoModelForImageClassification.from_config(ViTConfig(**SMALL, num_labels=7))
@@ -217,7 +217,7 @@ def test_backbone_is_resolved_once(saved, monkeypatch):
     assert backbone.family == "image-classification" and backbone.preprocessing.image_size == 8
     assert backbone.meta_model(None, 3).config.num_labels == 3
     assert backbone.load("image-classification", 4, seed=0).config.num_labels == 4
-    # Changes for a run's task stay out of the architecture that is cached.
+    # Changes for a run's task do not affect the cached architecture.
     assert backbone.architecture.to_dict() == before and backbone.architecture.num_labels == 7
     assert len(searched) == 1
     stored = pickle.dumps(backbone)
@@ -273,7 +273,7 @@ def test_real_pretrained_vit(tmp_path):
 
 @pytest.fixture
 def dinov2(tmp_path):
-    """The folder of a small DINOv2 with the published patch and image size, 14 and 518."""
+    """Write a small DINOv2 with the published patch and image size, 14 and 518."""
     config = Dinov2Config(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, mlp_ratio=2,
         image_size=518, patch_size=14,
@@ -283,7 +283,7 @@ def dinov2(tmp_path):
 
 
 def test_dinov2_takes_images_of_the_size_asked_for(dinov2, tmp_path):
-    """Its own code interpolates the positions in every call; here that is done once, at loading."""
+    """Its code interpolates the positions in every call; here only once, at loading."""
     places = Places(tmp_path, None)
     pixels = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(0))
     own = Backbone(ModelConfig(name=dinov2), places).load("image-classification", 3, seed=0)

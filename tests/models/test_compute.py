@@ -51,7 +51,7 @@ def adapt(model, dropout=0.0):
 
 
 def gradient(adapted, given, saved=None):
-    """Gradient of a loss in all trainables; numbers kept for the backward go into ``saved``."""
+    """Return the gradient of a loss in all trainables; store saved tensors in ``saved``."""
     vector = adapted.initial()
     vector += 0.1 * torch.randn(vector.shape, generator=torch.Generator().manual_seed(1))
     grad = torch.zeros_like(vector)
@@ -167,7 +167,7 @@ def test_no_keys_and_values_are_kept_in_training(tmp_path):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_mask_is_left_out_during_a_capture(monkeypatch, causal):
-    """Transformers would build one, and other kernels would compute the attention."""
+    """Transformers would build a mask, and other kernels would compute the attention."""
     lengths = [(q, kv) for q, kv in itertools.product((1, 4, 8), (4, 8)) if q <= kv]
     for (q, kv), causal_skip, skip, local in itertools.product(
         lengths, (True, False), (True, False), (None, 3, 20)

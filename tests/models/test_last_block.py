@@ -1,4 +1,4 @@
-"""The last block computes what the head reads, and gives what the whole block would."""
+"""The narrowed last block gives the outputs and gradients of the whole block."""
 
 import copy
 
@@ -22,7 +22,7 @@ CLASSIFIERS = {
 
 
 def models(name, tmp_path, **fields):
-    """A model as a run configures it, the same one that computes everything, and its last block."""
+    """Create a model as in a run, a copy that computes everything, and its last block."""
     kind, blocks = CLASSIFIERS[name]
     config = ModelConfig(name=name, init="random", **fields)
     model = Backbone(config, Places(tmp_path, None)).load(kind, 4, seed=0)

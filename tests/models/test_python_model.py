@@ -1,4 +1,4 @@
-"""Modules passed from Python: their content, and how they are called."""
+"""Modules passed from Python: their content, and their calls."""
 
 import pickle
 

@@ -71,7 +71,7 @@ def test_shared_weights_equal_a_plain_load(name, kind, classes, precision, tmp_p
 
 @pytest.fixture
 def bert(tmp_path):
-    """A folder with a masked language model: no pooler, no classifier."""
+    """Write a folder with a masked language model: no pooler, no classifier."""
     model = AutoModelForMaskedLM.from_config(BUILTINS["bert-tiny"].config())
     model.save_pretrained(tmp_path / "bert")
     return ModelConfig(name=str(tmp_path / "bert"))

@@ -29,7 +29,7 @@ def load(name, tmp_path):
 
 @pytest.fixture
 def words():
-    """A word-level tokenizer without a padding token."""
+    """Create a word-level tokenizer without a padding token."""
     pieces = {"<unk>": 0, "</s>": 1, "red": 2, "green": 3}
     fast = Tokenizer(models.WordLevel(pieces, unk_token="<unk>"))
     fast.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -102,7 +102,7 @@ def test_without_a_padding_token_the_end_token_pads(words, tmp_path):
 
 
 def test_padding_token_outside_embedding_becomes_end_token(words, tmp_path):
-    """As after add_special_tokens without resize_token_embeddings: no text has the token's id."""
+    """Test add_special_tokens without resize_token_embeddings: no text has the token's id."""
     words.add_special_tokens({"pad_token": "[PAD]"})
     words.save_pretrained(tmp_path / "m")
     for rows, pad_id in ((5, 4), (4, 1)):

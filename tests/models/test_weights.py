@@ -94,7 +94,7 @@ def test_mirror_and_folder_give_the_whole_checkpoint(family, tmp_path):
         assert same(model, stored) and not model.training
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert model.config._attn_implementation == "sdpa"
-        # Tied weights are one tensor, as in the model that was saved.
+        # Tied weights are one tensor, as in the saved model.
         assert len(list(model.parameters())) == len(list(stored.parameters()))
 
 
@@ -141,12 +141,12 @@ def test_missing_pooler_is_initialized_with_the_head(tmp_path):
         "bert.pooler.dense.weight", "bert.pooler.dense.bias",
         "classifier.weight", "classifier.bias",
     ]  # fmt: skip
-    # A model of images has none, and its head is drawn in the same way.
+    # An image model has none, and its head is drawn in the same way.
     ViTModel(SHAPES["vit"]).save_pretrained(tmp_path / "v")
     head = load(tmp_path / "v", "image-classification", 3, tmp_path).classifier
     want = 0.02 * torch.randn(3, 16, generator=torch_rng(0, "head"))
     torch.testing.assert_close(head.weight, want, rtol=1e-6, atol=0)
-    # One that the checkpoint has is kept.
+    # An existing head of the checkpoint is kept.
     whole = BertModel(SHAPES["bert"])
     whole.save_pretrained(tmp_path / "n")
     kept = load(tmp_path / "n", "sequence-classification", 3, tmp_path)
@@ -185,7 +185,7 @@ def test_a_damaged_checkpoint_is_named(family, damage, tmp_path):
         else:
             del tensors[name]
         save_file(tensors, file, metadata={"format": "pt"})
-        # transformers has renamed the modules of a ViT since.
+        # Later versions of transformers have renamed the modules of a ViT.
         name = r"vit\.layers\.0\.attention\.q_proj" if family == "vit" else name
     _, kind, classes = KINDS[family]
     with pytest.raises(CorruptFileError, match=name) as caught:
@@ -229,7 +229,7 @@ def test_tied_weights_are_trained_and_exported_as_one(family, precision, tmp_pat
     export_merged(adapted, Trained(vector), tmp_path / "out")
     stored = load(tmp_path / "out", kind, None, tmp_path)
     for name, value in adapted.direct_parameters(vector).items():
-        assert torch.equal(stored.get_parameter(name), value)  # float32, whatever the precision
+        assert torch.equal(stored.get_parameter(name), value)  # float32 for any precision
     adapted.bind(Trained(vector))
     torch.testing.assert_close(
         stored(**given).logits, adapted.forward(**given).logits.float(), rtol=0.1, atol=0.05

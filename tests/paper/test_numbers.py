@@ -64,7 +64,7 @@ def test_only_its_own_labels_find_a_record(data):
 
 def test_tables_have_the_numbers_of_the_paper():
     numbers = [PAPER.tables()[key] for key in PAPER.tables() if key.startswith("tab:")]
-    assert sorted(numbers) == list(range(2, 12))  # the first positions other work
+    assert sorted(numbers) == list(range(2, 12))  # The first positions differ.
     assert PAPER.tables()["fig:overhead"] is None
 
 

@@ -28,13 +28,13 @@ from trishul_ray.tracking.progress import RunProgress
 def nothing_is_left():
     with unloaded_after():
         for table in (loading.LOADED.owners, loading.LOADED.newest):
-            table.clear()  # what tests of other files may have left
+            table.clear()  # Tests of other files may have left plug-ins.
         yield
 
 
 @pytest.fixture
 def mine(tmp_path):
-    """``mine(text)`` -> a copy of FedMedian under the name mine, in a file ending with ``text``."""
+    """``mine(text)`` writes a copy of FedMedian named mine, in a file ending with ``text``."""
 
     def write(text="", name="mine.py"):
         source = (FOLDER / "fedmedian.py").read_text().replace("fedmedian", "mine")
@@ -52,7 +52,7 @@ def test_used_content_is_in_the_id(mine, tmp_path):
     assert first.id != other.id
     again = load_experiment(None, [f"plugins=[{mine()}]", "method=mine"])
     assert again.id == first.id
-    # Wherever the file lies; and a run that does not use it is the same run as ever.
+    # The location of the file has no effect; runs that do not use it are unchanged.
     (tmp_path / "elsewhere").mkdir()
     moved = load_experiment(None, [f"plugins=[{mine(name='elsewhere/mine.py')}]", "method=mine"])
     assert moved.id == first.id
@@ -212,7 +212,7 @@ def test_a_dataset_and_a_task_of_a_file(tmp_path, called):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """``installed(entry, ...)`` -> these are the entry points of all packages."""
+    """``installed(entry, ...)`` sets the entry points of all packages."""
 
     def set_to(*entries):
         monkeypatch.setattr(loading, "installed", lambda: EntryPoints(entries))
@@ -250,7 +250,7 @@ def test_method_file_gives_inline_bytes_on_actors(
 ):
     from trishul_ray.federation.on_ray.driver import open_driver
 
-    # Eighteen uploads are added by the actors, which get the method by the object store.
+    # The actors sum eighteen uploads, and receive the method through the object store.
     wide = ["federation.clients=18", "federation.clients_per_round=18", "federation.local_steps=1"]
     options = ["resources.actors=2", "resources.cpus_per_actor=0.5", "federation.rounds=2"]
     file = FOLDER / "fedmedian.py"

@@ -8,7 +8,7 @@ from trishul_ray.report.page import write_report
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory):
-    """``written(sweep, ...)`` writes a report whose figures are squares; it returns the folder."""
+    """``written(sweep, ...)`` writes a report whose figures are squares, and returns the folder."""
 
     def write(*sweeps):
         folder = tmp_path_factory.mktemp("report")

@@ -1,4 +1,4 @@
-"""The spread between draws, on simulated tables of known truth and against brute force."""
+"""Variance between draws, on simulated tables of known truth and against brute force."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from trishul_ray.report.tables import build_tables
 
 
 def simulate(rng, rows, draws, seeds, parts, means=0.0):
-    """Values [rows, draws, seeds]; parts are deviations of draw, seed, and each of them × row."""
+    """Draw values [rows, draws, seeds]; parts are deviations of draw, seed, and each × row."""
     shapes = (1, draws, 1), (1, draws, seeds), (rows, draws, 1), (rows, draws, seeds)
     spread = sum(p * rng.normal(size=shape) for p, shape in zip(parts, shapes, strict=True))
     return np.reshape(means, (-1, 1, 1)) + spread
@@ -43,8 +43,8 @@ def test_shares_of_simulated_tables_are_the_true_shares(parts, seeds):
         assert np.isnan(found[:, [1, 3]]).all()
         true = np.array([true[0] + true[1], true[2] + true[3]])
         found = found[:, [0, 2]]
-    # Estimates that are negative become 0, and a share is a ratio: both are biased by less than
-    # a draw's weight.
+    # Negative estimates become 0, and a share is a ratio: both are biased by less than a draw's
+    # weight.
     error = found.std(axis=0) / math.sqrt(tables)
     assert (np.abs(found.mean(axis=0) - true) <= 4 * error + 1 / 40).all()
 
@@ -75,7 +75,7 @@ def test_flips_of_many_draws_are_sampled():
     ("effect", "expected"), [(0.5, 34), (0.8, 15), (1.0, 10), (0.2, 199), (0.01, None)]
 )
 def test_needed_draws_are_published_sample_sizes(effect, expected):
-    """Sample sizes of paired t-tests (G*Power 3.1, two-sided, α = 0.05, power 0.8)."""
+    """Compare with sample sizes of paired t-tests (G*Power 3.1, two-sided, α = 0.05, power 0.8)."""
     differences = np.random.default_rng(1).normal(size=30)
     differences = (differences - differences.mean()) / differences.std(ddof=1) + effect
     assert draws_needed(differences) == expected

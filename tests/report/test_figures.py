@@ -17,7 +17,7 @@ from trishul_ray.report.outcomes import CellOutcome
 
 
 def numbers(drawn):
-    """The CSV of a figure."""
+    """Return the CSV of a figure."""
     return pd.read_csv(io.StringIO(drawn.csv), keep_default_na=False, na_values=[""])
 
 
@@ -27,7 +27,7 @@ def drawn_of(kind, folder, **fields):
 
 
 def over_seeds(value, **labels):
-    """Mean and standard deviation of a formula over the seeds."""
+    """Compute mean and standard deviation of a formula over the seeds."""
     values = [value({**labels, "seed": seed}) for seed in SEEDS]
     return np.mean(values), np.std(values, ddof=1)
 
@@ -105,7 +105,7 @@ def test_draws_show_means_over_seeds(tmp_path):
 
 def test_runs_without_noise_have_an_infinite_epsilon(tmp_path):
     found = numbers(drawn_of("privacy", tmp_path))
-    assert {*found["x"]} == {2.0, 8.0, math.inf} and len(EPSILONS) == 4  # "none" is not private
+    assert {*found["x"]} == {2.0, 8.0, math.inf} and len(EPSILONS) == 4  # "none" is not private.
 
 
 def test_matrix_is_of_all_clients_of_one_seed(tmp_path):

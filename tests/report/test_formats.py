@@ -74,7 +74,7 @@ def test_markdown_shows_means_the_best_and_the_paper(markdown):
     assert re.fullmatch(r"\*\*79\.\d\d ± 0\.\d\d\*\* \[paper 79.41, [+−]0\.\d\d, within\]", ours[1])
     assert ours[-1] == "best mean"
     smoke = markdown(sensitivity(profile="smoke", seeds=1))
-    # Numbers of the profile smoke say nothing about methods: none is the best.
+    # Numbers of the profile smoke do not compare methods: none is the best.
     assert re.search(r"\| \d\d\.\d\d \[paper 79\.41\] \|", smoke)
     assert "**" not in smoke and "best" not in smoke
     assert "failed" in markdown(hostile())

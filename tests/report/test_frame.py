@@ -22,7 +22,7 @@ def test_rounds_follow_the_order_of_axes(tmp_path):
         {"method": "RAVAN", "dataset": d, "seed": s} for d in sweep.axes["dataset"] for s in SEEDS
     ]
     assert last["RAVAN"] == pytest.approx(np.mean([accuracy(each) for each in labels]))
-    # 1, 2 and 3 MB up by seed, 2 MB down, in each round but the one of the untouched model.
+    # 1, 2 and 3 MB up per seed, 2 MB down, in each round except round 0.
     spent = rounds[rounds["round"] == ROUNDS].groupby(level="seed", observed=True)["megabytes"]
     assert [*spent.mean()] == [ROUNDS * (3.0 + int(seed)) for seed in SEEDS]
     assert rounds["epsilon"].isna().all() and rounds["hours"].max() == ROUNDS / 2

@@ -30,7 +30,7 @@ class Element(ElementTree.Element):
     """An element of a page."""
 
     def find(self, tag, **attributes):
-        """Elements inside with this tag and these attributes, in order."""
+        """Return the descendants with this tag and these attributes, in order."""
         fit = (e for e in self.iter(tag) if attributes.items() <= e.attrib.items())
         return [element for element in fit if element is not self]
 
@@ -44,7 +44,7 @@ class Element(ElementTree.Element):
 
 
 def parse(path):
-    """The page as a tree; an element that is not closed where it should be is an error."""
+    """Parse the page as a tree; an element that is not closed correctly is an error."""
     text = path.read_text(encoding="utf-8")
     text = re.sub(r"(<(?:meta|img)[^>]*)>", r"\1/>", text).replace(
         ' xmlns="http://www.w3.org/2000/svg"', ""
@@ -122,7 +122,7 @@ def test_a_table_has_the_papers_numbers_and_verdicts(full):
     verdicts = " ".join(row.find("td")[-1].words for row in rows.values())
     for text in ("○ reference", "▼ worse, decided −", "? undecided −", "against TRISHUL p = 0."):
         assert text in verdicts
-    # On a phone, the verdict stands under the name.
+    # On a phone, the verdict is below the name.
     assert "★ best mean" in rows["TRISHUL"].find("th")[0].words
     assert "SCAFFOLD+LoRA's 87.23 is higher" in block.words
     text = (folder / "report.md").read_text(encoding="utf-8")
@@ -185,7 +185,7 @@ def test_the_profile_is_on_every_table_and_figure(report, profile):
 
 
 def part_of(sweep, dataset):
-    """The sweep as if its runs on a dataset had scored 500 of 10,000 rows."""
+    """Return the sweep as if its runs on a dataset had scored 500 of 10,000 rows."""
 
     def partial(cell):
         train, test = RowCounts(50_000, 50_000, 50_000), RowCounts(500, 500, 10_000)
@@ -199,7 +199,7 @@ def part_of(sweep, dataset):
 
 @pytest.mark.parametrize("why", ["federation.rounds=2", "500 of 10,000 test rows scored"])
 def test_departures_are_never_compared_with_the_paper(report, tmp_path, why):
-    """Not by the page, a table in any format, or a difference from the paper's number."""
+    """Check the page, tables in any format, and differences from the paper's numbers."""
     whole, departed = sensitivity(seeds=2), vision(seeds=2)
     if why.startswith("500"):
         departed = part_of(departed, "cifar100")

@@ -9,7 +9,7 @@ from trishul_ray.report.statistics import ALPHA, compare_rows, compare_scores
 
 
 def frame(values):
-    """Values [rows, seeds, columns] as :func:`compare_rows` takes them."""
+    """Return values [rows, seeds, columns] as :func:`compare_rows` expects them."""
     rows, seeds, columns = values.shape
     names = pd.MultiIndex.from_product([range(columns), range(seeds)])
     return pd.DataFrame(values.transpose(0, 2, 1).reshape(rows, -1), columns=names)
@@ -20,10 +20,11 @@ def compare(*groups):
 
 
 def simulate(rng, means, seeds, *, shared=0.0, spread=1.0, missing=0.0):
-    """Values [rows, seeds, columns] around the true ``means`` [rows, columns].
+    """Draw values [rows, seeds, columns] around the true ``means`` [rows, columns].
 
-    ``shared`` is what a seed gives a row in all columns; ``spread`` that of each row. What a seed
-    gives a column in all rows is always there: pairs do not see it.
+    ``shared`` is the deviation of a seed in all columns of a row, and ``spread`` the deviation of
+    each row. The deviation of a seed in all rows of a column is always present, but pairs do not
+    see it.
     """
     rows, columns = means.shape
     noise = 0.5 * rng.normal(size=(rows, seeds, columns))
@@ -53,7 +54,7 @@ def test_equal_rows_are_called_worse_on_few_tables(shape, options):
         made = [simulate(rng, np.zeros((rows, columns)), seeds, **options) for _ in range(2)]
         found, _ = compare(*made)
         wrong += any(row.decided for _, others in found for row in others.values())
-    # More than this has a chance of one in a thousand if the true share is ALPHA.
+    # Exceeding this has a probability of 0.1% if the true share is ALPHA.
     assert wrong <= stats.binom.ppf(0.999, tables, ALPHA)
 
 
@@ -86,7 +87,7 @@ def test_seeds_without_spread_decide_nothing():
     for shown in (values, values + np.array([0.0, 1.0, 5.0])[:, None], values[:, :1]):
         (row,) = compare(shown)[0][0][1].values()
         assert (row.decided, row.p_value, row.difference) == (False, None, -30)
-    values[1] += 30 + 0.1 + 0.2 - 0.3  # not zero, but no difference either
+    values[1] += 30 + 0.1 + 0.2 - 0.3  # not zero, but not a difference either
     assert compare(values)[0][0][1][1].difference == 0
 
 
@@ -96,7 +97,7 @@ def test_only_common_seeds_and_columns_are_compared():
     ((best, others),), pairs = compare(values)
     assert (best, pairs, set(others)) == (0, 1, {1})
     assert others[1].difference == pytest.approx((70 + 72 + 75 - 80 - 82 - 84) / 3)
-    values[2, :, 1] = 90  # complete rows are the candidates for the best
+    values[2, :, 1] = 90  # Complete rows are the candidates for the best.
     assert compare(values)[0][0][0] == 0
     assert compare(np.full((2, 3, 1), np.nan))[0][0][0] is None
     assert compare(values[:1])[0][0][0] is None

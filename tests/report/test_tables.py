@@ -79,7 +79,7 @@ def test_the_best_of_a_column_is_bold():
             bold = [column in row.best for row in others]
             assert bold[int(np.argmax(means))]
         assert not any(row.best for row in group.rows if row not in others)
-    # Equal as displayed: both are bold, and neither is undecided by nothing.
+    # Equal as displayed: both are bold, and both are decided.
     axes = {"method": ("a", "b", "c"), "seed": ("0",)}
     level = {"a": 80.001, "b": 80.0, "c": 79.9}
     tied = invent_sweep("t", axes, ("method",), (), level=lambda x: level[x["method"]], noise=0)
@@ -223,7 +223,7 @@ def test_where_selects_cells():
     )
     (table,) = build(dataclasses.replace(sweep, tables=(layout,)))
     assert len(table.columns) == 4
-    # The paper's number is found by the labels that are shown nowhere else.
+    # The paper's number is found by labels that are displayed nowhere else.
     assert numbers(table, "TRISHUL")[3].paper == 91.38
 
 
@@ -242,7 +242,7 @@ def test_numeric_column_heads_name_their_axis():
 
 
 def single_table(values, metric="accuracy", **layout):
-    """A table of {row: {(column, seed): percent or why there is none}}; no entry is not planned."""
+    """Create a table of {row: {(column, seed): percent or reason}}."""
     runs = [
         invent_run(
             {"method": row, "dataset": column, "seed": seed},
@@ -296,7 +296,7 @@ def test_row_group_keeps_the_kind_of_metric(group):
 @pytest.mark.parametrize(
     ("why", "verdicts"),
     [
-        # Failed runs may be worse than the others; missing runs are still to come.
+        # Failed runs may be worse than the others; missing runs have not run yet.
         ("failed", ["none", "biased"]),
         ("missing", ["best", "undecided"]),
     ],

@@ -1,7 +1,7 @@
 """Runs whose data or weights change.
 
-Own files are in the id by content: a changed file is another run. The content behind a name of the
-mirror is not: the run is rejected, and the message names the change.
+Local files are in the id by content: a changed file is another run. The content of a name on the
+mirror is not: the run is rejected, and the message reports the change.
 """
 
 import json
@@ -23,7 +23,7 @@ WORDS = ["dataset=hub", "data.path=me/notes", "model=me/bert", *TINY_TEXT]
 
 @pytest.fixture
 def place(tmp_path, cache, monkeypatch):
-    """The working directory, with a mirror of a table and a backbone."""
+    """Create the working directory, with a mirror of a table and a backbone."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
     monkeypatch.setenv("TRISHUL_HUB", str(tmp_path / "hub"))
@@ -42,7 +42,7 @@ def change_bert(place):
 
 @pytest.fixture
 def trishul(place, called):
-    """``trishul("run")`` -> exit code and standard error."""
+    """``trishul("run")`` returns exit code and standard error."""
 
     def call(*words):
         code, _, stderr = called(*words)
@@ -109,7 +109,7 @@ def test_changed_files_of_ones_own_are_another_run(trishul, place):
     results = [json.loads(file.read_text()) for file in place.glob("runs/*/result.json")]
     assert len({result["id"] for result in results}) == 4
     assert len({result["state_sha256"] for result in results}) == 4
-    # Wherever they lie and however they are spelled, the same files are the same run.
+    # The same files are the same run in any location and spelling.
     change_notes(place, "left")
     (place / "hub/me/notes/train.csv").rename(place / "notes.csv")
     moved = ["data.path=./notes.csv", f"model={place}/hub/../hub/me/bert"]
@@ -160,7 +160,7 @@ def test_an_export_requires_the_backbone_of_the_training(trishul, place):
 
 
 def test_node_with_other_data_is_named(place):
-    """An actor that cannot read the driver's cache prepares the data from its own files."""
+    """An actor that cannot read the driver's cache prepares the data from its local files."""
     experiment = load_experiment(None, WORDS)
     prepared = prepare_run(experiment)
     elsewhere = experiment.storage.model_copy(update={"cache": str(place / "node")})

@@ -1,4 +1,4 @@
-"""Answers of a finished run: scored as texts, the same in any batch and in plain PEFT."""
+"""Responses of a finished run: scored as texts, the same in any batch and in plain PEFT."""
 
 import json
 import math
@@ -48,7 +48,7 @@ WORDS = ["one", "two", "three"]
 
 @pytest.fixture(scope="module")
 def tuned(cache, tmp_path_factory, empty_store):
-    """A run of a second on instructions."""
+    """Run a run of a second on instructions."""
     runs = tmp_path_factory.mktemp("runs")
     shutil.copy(empty_store, runs / "mlflow.db")
     return trishul_ray.run(
@@ -75,7 +75,7 @@ def answers_of(result):
 
 
 def asked_of(row):
-    """Return the instruction and the input of an answered row."""
+    """Return the instruction and the input of a row with a response."""
     asked, _, text = row["messages"][-1]["content"].partition("\n\n")
     return asked, text
 
@@ -133,7 +133,7 @@ def test_answers_and_scores_do_not_depend_on_batches(tuned):
     lost = read([cell], score="loss")
     assert [*lost["value"], *lost["unit"]] == [scores["loss"], "loss"]
 
-    # A run that was asked for longer answers is not compared with the other runs.
+    # A run with longer responses is not compared with the other runs.
     other = Store.open(str(folder.parent)).child("other")
     changed = {**from_checked_json(home.read("eval.json"), "eval.json"), "new_tokens": 41}
     other.write("eval.json", to_checked_json({k: v for k, v in changed.items() if k != "checksum"}))
@@ -184,7 +184,7 @@ def test_rows_are_drawn_in_equal_shares_of_groups(cache):
 
 
 def test_repetition_is_the_share_of_repeated_tokens():
-    assert repeated_share([7] * 10) == pytest.approx(6 / 7)  # one of seven runs is new
+    assert repeated_share([7] * 10) == pytest.approx(6 / 7)  # One of seven runs is new.
     assert repeated_share([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
     assert repeated_share(range(50)) == repeated_share([1, 1, 1]) == repeated_share([]) == 0
 
@@ -230,7 +230,7 @@ def test_run_without_answers_is_rejected(cache, tmp_path):
 
 @pytest.fixture(scope="module")
 def chosen(cache, tmp_path_factory):
-    """A run on rows with choices, and its folder."""
+    """Run on rows with choices; return the run and its folder."""
     rows = [
         {"instruction": f"say {word}", "output": word, "choices": WORDS, "choice": n}
         for _ in range(6)
@@ -321,7 +321,7 @@ def test_a_missing_harness_says_how_to_install_it(monkeypatch):
 
 @pytest.mark.slow
 def test_the_harness_chooses_as_our_scores_do(chosen, tmp_path):
-    """Without white space at the border, its log-likelihoods are ours."""
+    """Without white space at the border, its log-likelihoods equal ours."""
     pytest.importorskip("lm_eval")
     ours = evaluate_run(chosen.path)["tuned"]
     asked = [

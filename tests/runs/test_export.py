@@ -1,4 +1,4 @@
-"""Exports of finished runs, used where only transformers and peft are installed."""
+"""Exports of finished runs, used with only transformers and peft installed."""
 
 import json
 import re
@@ -134,7 +134,7 @@ def test_personalized_model_scores_as_in_its_evaluation(method, run, tmp_path):
     card = (Path(result.adapter_path) / "README.md").read_text()
     for text in (note, card):
         assert "global, without the " in text and "export" in text and "--client N" in text
-    if method == "local":  # nothing of it is global
+    if method == "local":  # It has no global parameters.
         assert re.search(r"without the ([\d,]+) of \1 ", note)
     rows, runs = trishul_ray_rows(result), str(tmp_path / "runs")
     pixels = np.array([row["pixels"] for row in rows], np.uint8).reshape(-1, 8, 8)
@@ -183,7 +183,7 @@ def test_missing_personalized_model_is_rejected(run, tmp_path):
 
 
 def class_mix_of(result):
-    """The rows of each client and class [C, K]."""
+    """Return the rows of each client and class [C, K]."""
     from trishul_ray.data.partition import class_mix
     from trishul_ray.federation.prepare import prepare_run
 
@@ -200,7 +200,7 @@ def loaded_by_peft(folder):
 
 
 def trishul_ray_rows(result):
-    """The test rows that a run on digits scored."""
+    """Return the test rows that a run on digits scored."""
     from trishul_ray.federation.prepare import prepare_run
     from trishul_ray.federation.worker.context import build_context
 
@@ -242,7 +242,7 @@ def test_text_models_are_exported_with_their_tokenizer(merged, run, called, tmp_
         card = (folder / "README.md").read_text()
         assert "- needs: transformers >= 5" + " and peft >= 0.21.2" * (not merged) + "\n" in card
         kind = re.search(r"pipeline_tag: (.*)", card)[1]
-        if kind != "text2text-generation":  # transformers 5 has no pipeline for it
+        if kind != "text2text-generation":  # transformers 5 has no pipeline for it.
             names = [name for name, _ in pipeline(kind, model=str(folder)).model.named_modules()]
             assert any("lora_A" in name for name in names) == (not merged)
         exports.append((str(folder), rows[40:], ["left", "right"]))

@@ -7,9 +7,9 @@ import textwrap
 import pytest
 from tiny_run import SMALL
 
-#: Rounds after which everything is imported and allocated, and further ones.
+#: Rounds after which everything is imported and allocated, and further rounds.
 WARM, MORE = 20, 100
-#: Most bytes that a diagnosed round may leave: those of its record, which the last checkpoint has.
+#: Maximum bytes that a diagnosed round may leave: its record, which the last checkpoint contains.
 ROUND_BYTES = 64 * 1024
 CODE = """
     import gc, io, sys

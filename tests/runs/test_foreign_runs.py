@@ -1,4 +1,4 @@
-"""Runs that come from elsewhere name no places and no files of this machine."""
+"""Runs from other machines refer to no paths and files of this machine."""
 
 import io
 import shutil
@@ -20,7 +20,7 @@ from trishul_ray.tracking.progress import RunProgress
 
 @pytest.fixture(scope="module")
 def finished(cache, tmp_path_factory):
-    """The folder of runs with a finished run."""
+    """Return the folder of runs with a finished run."""
     runs = tmp_path_factory.mktemp("sender")
     experiment = load_experiment(None, [*TINY, f"storage.cache={cache}", f"storage.runs={runs}"])
     for _ in run_steps(experiment, RunProgress(2, Console(file=io.StringIO())), extras=False):
@@ -30,7 +30,7 @@ def finished(cache, tmp_path_factory):
 
 @pytest.fixture
 def received(finished, tmp_path):
-    """A copy of the run's folder."""
+    """Copy the run's folder."""
     folder = tmp_path / "runs" / finished.id
     shutil.copytree(run_folder(finished).root, folder)
     return folder

@@ -1,4 +1,4 @@
-"""Scores by class and by client, from the rows to the result."""
+"""Scores per class and per client, from the rows to the result."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_clients_are_scored_on_their_test_rows(run, called, tmp_path, cache):
         "federation.clients_per_round=2", "model=bert-tiny", f"storage.cache={cache}",
     )  # fmt: skip
     assert code == 0 and all(city in said for city in CITIES), error
-    # It is not asked for by default, and changes no number.
+    # It is off by default, and does not affect the results.
     plain = run(rows, **options)
     assert plain.per_client == {} and plain.id != result.id
     assert plain.summary["state_sha256"] == result.summary["state_sha256"]
@@ -61,7 +61,7 @@ def test_personalized_models_are_scored(run, tmp_path):
     assert tuple(result.personal) == tuple(result.per_client) == CITIES
     mean = sum(result.personal.values()) / 3
     assert result.history["personal_mean"][2] == pytest.approx(mean)
-    # A client of the run is then none of the data's: there is nothing to score its model on.
+    # A client of the run is then not a client of the data: no rows can score its model.
     with pytest.raises(trishul_ray.InputError, match="method=fedsa has a model for each"):
         run(rows, per_client=True, partition={"kind": "iid"}, **options)
     assert run(rows, partition={"kind": "iid"}, **(options | {"method": "fedit"})).personal == {}

@@ -18,7 +18,7 @@ from trishul_ray.storage.store import Store
 
 
 def test_the_kernels_in_use_are_recorded():
-    """In another process: limits of the instruction set are read when torch is loaded."""
+    """Run in another process: limits of the instruction set are read when torch is loaded."""
     code = (
         "import json; from trishul_ray.runs.results import hardware; "
         "print(json.dumps(vars(hardware())))"
@@ -46,7 +46,7 @@ def final_of(experiment):
 
 @pytest.fixture
 def summary_of(small):
-    """``summary_of(result, experiment, test=..., validation=...)``: with invented accuracies."""
+    """``summary_of(result, experiment, test=..., validation=...)`` uses invented accuracies."""
 
     def summary(experiment, result, **accuracies):
         records = deepcopy(result.checkpoint.records)

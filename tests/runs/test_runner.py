@@ -1,4 +1,4 @@
-"""A run driven step by step: closed early, continued, without extras, and its result checked."""
+"""A run driven step by step: closed early, resumed, without extras, and with a checked result."""
 
 import hashlib
 import io
@@ -26,7 +26,7 @@ from trishul_ray.tracking.progress import RunProgress, format_bytes
 
 @pytest.fixture
 def tiny(cache, tmp_path):
-    """``tiny("method=fedit", ..., runs="runs")`` -> an experiment of two short rounds, inline."""
+    """``tiny("method=fedit", ..., runs="runs")`` returns an inline experiment of two rounds."""
 
     def make(*overrides, runs="runs"):
         places = [f"storage.cache={cache}", f"storage.runs={tmp_path / runs}"]
@@ -40,7 +40,7 @@ def quiet():
 
 
 def drain(steps):
-    """All reports of a run, and its result."""
+    """Return all reports of a run, and its result."""
     reports = []
     while True:
         try:
@@ -50,7 +50,7 @@ def drain(steps):
 
 
 def numbers_alone(experiment, progress=None):
-    """The result of a run without an exported model."""
+    """Return the result of a run without an exported model."""
     return drain(run_steps(experiment, progress or quiet(), extras=False))[1]
 
 
@@ -313,7 +313,7 @@ def test_traffic_and_time_are_counted_over_resumptions(tiny, monkeypatch):
     steps = run_steps(experiment, quiet(), extras=False)
     assert [next(steps).round for _ in range(4)] == [0, 1, 2, 3]
     steps.close()
-    # By this clock, the other rounds take no time.
+    # On this clock, the other rounds take no time.
     monkeypatch.setattr("trishul_ray.runs.runner.time", SimpleNamespace(perf_counter=lambda: 0.0))
     console = Console(file=io.StringIO(), width=200)
     finished = drain(run_steps(experiment, RunProgress(4, console), extras=False))[1]
@@ -347,7 +347,7 @@ def test_model_is_exported_later_without_a_round(tiny, monkeypatch):
 
 
 def checked(fields):
-    """Return a result.json of other fields with the right checksum."""
+    """Return a result.json of other fields with the correct checksum."""
     body = json.dumps(fields, indent=2).removesuffix("\n}").encode()
     return body + b',\n  "checksum": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
@@ -404,7 +404,7 @@ def test_a_failing_export_costs_no_result(tiny, monkeypatch):
     experiment = tiny()
     home = run_folder(experiment)
     monkeypatch.setattr("trishul_ray.runs.export.export_peft", full)
-    for _ in range(2):  # the second call only exports the model
+    for _ in range(2):  # The second call only exports the model.
         with pytest.raises(ArtifactsError, match="No space left") as e:
             run_experiment(experiment, quiet())
         assert f"scores are kept in {home.place('result.json')}" in str(e.value)

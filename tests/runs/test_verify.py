@@ -21,7 +21,7 @@ FLIPPED = str.maketrans("0123456789abcdef", "123456789abcdef0")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, cache, small_words):
-    """The folder of runs with one finished run of four rounds, and its id."""
+    """Return the folder of runs with one finished run of four rounds, and its id."""
     runs = tmp_path_factory.mktemp("runs")
     words = [*small_words, "resources.backend=inline", "tracking.mlflow=false"]
     experiment = load_experiment(None, [*words, "federation.rounds=4", f"storage.runs={runs}"])
@@ -31,7 +31,7 @@ def finished(tmp_path_factory, cache, small_words):
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    """A copy of the run's folder, whose result ``copied(states=..., ...)`` changes."""
+    """Copy the run's folder; ``copied(states=..., ...)`` changes the result."""
     runs, id = finished
     folder = tmp_path / "from elsewhere" / id
     shutil.copytree(runs / id, folder)

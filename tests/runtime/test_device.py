@@ -34,7 +34,7 @@ def test_actor_with_gpu_does_not_train_on_cpu():
 def test_new_threads_keep_their_number_of_threads():
     before = torch.get_num_threads()
     with ThreadPoolExecutor(1, "test", device.set_threads_of_thread, (1,)) as pool:
-        pool.submit(int).result()  # the thread is there, and has not used torch
+        pool.submit(int).result()  # The thread exists, and has not used torch.
         try:
             torch.set_num_threads(3)
             assert pool.submit(torch.get_num_threads).result() == 1

@@ -1,4 +1,4 @@
-"""Peak memory of a process, and errors where memory is too small."""
+"""Peak memory of a process, and errors for too little memory."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_memory_peak_starts_at_reset():
 def test_memory_peak_excludes_earlier_runs():
     cpu = torch.device("cpu")
     blocks = [torch.ones(20_000) for _ in range(2_500)]  # 200 MB below glibc's threshold for mmap
-    last = blocks.pop()  # above the others: they stay with the process
+    last = blocks.pop()  # above the others, which therefore stay allocated
     whole = peak_memory(cpu)
     del blocks
     reset_peak(cpu)

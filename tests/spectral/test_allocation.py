@@ -19,7 +19,7 @@ SCORES = st.lists(st.floats(-4, 4).map(lambda e: 10.0**e), min_size=1, max_size=
 
 
 def utility(scores, heads):
-    """``sum_l a_l log(1 + h_l)``, the objective of TRISHUL, eq. waterfill_opt."""
+    """Compute ``sum_l a_l log(1 + h_l)``, the objective of TRISHUL, eq. waterfill_opt."""
     return math.fsum(a * math.log1p(h) for a, h in zip(scores, heads, strict=True))
 
 
@@ -32,7 +32,7 @@ def capped_problems(draw) -> tuple[list[float], float, list[float]]:
 
 
 def assert_optimal(scores, heads, total, caps):
-    """Karush-Kuhn-Tucker: equal marginal gains in the interior, smaller at 0, larger at a cap."""
+    """Check Karush-Kuhn-Tucker: equal marginal gains inside, smaller at 0, larger at a cap."""
     assert math.fsum(heads) == pytest.approx(total, rel=1e-12, abs=1e-12)
     assert all(0 <= h <= cap for h, cap in zip(heads, caps, strict=True))
     gain = [a / (1 + h) for a, h in zip(scores, heads, strict=True)]
@@ -99,7 +99,8 @@ def test_dominates_uniform(scores, total):
     best = utility(scores, water_fill(scores, total))
     even = utility(scores, [total / len(scores)] * len(scores))
     assert best >= even * (1 - 1e-12)
-    if max(scores) > 1.01 * min(scores):  # uniform then violates the optimality conditions
+    # A uniform allocation then violates the optimality conditions.
+    if max(scores) > 1.01 * min(scores):
         assert best > even
 
 
@@ -157,7 +158,7 @@ def test_rounding_respects_caps(rows, share):
 def test_rounding_by_largest_residue_ties_by_index():
     assert round_to_total([3.2, 4.7, 2.6, 1.5], 12) == [3, 5, 3, 1]
     assert round_to_total([1.5, 1.5, 1.5, 1.5], 6) == [2, 2, 1, 1]
-    # Values that are equal up to rounding tie, too.
+    # Values that are equal up to rounding also tie.
     assert round_to_total([1.5, 1.5 + 1e-12, 1.5, 1.5 - 1e-12], 6) == [2, 2, 1, 1]
     assert round_to_total([2.0 - 1e-13, 1.0 + 1e-13], 3) == [2, 1]
     assert round_to_total([2.0 + 1e-13, 1.0], 3) == [2, 1]

@@ -23,7 +23,7 @@ def blocks(columns: Tensor, heads: int) -> list[Tensor]:
 
 
 def is_orthonormal(columns: Tensor, tolerance: float = 1e-5) -> bool:
-    """Whether the columns of [d, k] are orthonormal, by every entry of the Gram matrix."""
+    """Return whether the columns of [d, k] are orthonormal, by every entry of the Gram matrix."""
     gram = columns.double().mT @ columns.double()
     return bool(((gram - torch.eye(len(gram))).abs() <= tolerance).all())
 
@@ -74,7 +74,7 @@ def test_gram_schmidt_at_the_papers_size():
 
 
 def test_gram_schmidt_orthonormalizes_a_gaussian():
-    """Signs included: the basis is unique, whatever sign convention a QR library follows."""
+    """Include the signs: the basis is unique, for any sign convention of a QR library."""
     gaussian = torch.randn(12, 6, generator=torch_rng(0, "bases"), dtype=torch.float64)
     columns: list[Tensor] = []
     for column in gaussian.unbind(dim=1):
@@ -113,11 +113,11 @@ def test_shared_subspace_heads_span_one_space_and_differ():
         first, second, third = blocks(side, 3)
         assert float((first - second).norm()) > 0.5
         assert float((second - third).norm()) > 0.5
-    # One R_i serves both sides: tr(B_1^T B_2) = tr(R_1^T R_2) = tr(R_1 R_2^T) = tr(A_1 A_2^T).
+    # One R_i is used on both sides: tr(B_1^T B_2) = tr(R_1^T R_2) = tr(R_1 R_2^T) = tr(A_1 A_2^T).
     b1, b2, _ = blocks(b, 3)
     a1, a2, _ = blocks(a.mT, 3)
     assert float((b1 * b2).sum()) == pytest.approx(float((a1 * a2).sum()), abs=1e-5)
-    # ... and not its transpose, which would make R_1^T R_2 of both.
+    # ... and not its transpose, which would give R_1^T R_2 for both.
     assert not torch.allclose(b1.mT @ b2, a1.mT @ a2, atol=1e-3)
 
 
@@ -164,7 +164,7 @@ def test_overflow_uses_the_full_width_before_falling_back(rank, fit, left, more)
         overflow="independent",
     )
     assert is_orthonormal(b[:, : fit * rank])
-    assert is_orthonormal(b[:, :width])  # the next head starts with what was left
+    assert is_orthonormal(b[:, :width])  # The next head starts with the remaining directions.
     assert all(is_orthonormal(block) for block in blocks(b, heads))
     assert span_dimension(b) == width
 

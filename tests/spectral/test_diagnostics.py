@@ -190,7 +190,8 @@ def test_diagnose_by_hand():
             "relative_variance": (0 + 9) / (2 + 0),
             "principal_angle_similarity": 1.0,
             "inconsistency_index": 0.0,
-            # u_1 is any unit vector of the first head's plane: the two are equal by construction
+            # u_1 is any unit vector of the first head's plane, so the two are equal by
+            # construction.
             "dominant_similarity": 1.0,
             "client_cosine": 0.0,
         }

@@ -22,7 +22,7 @@ ROUTES = pytest.mark.parametrize("route", [svt, svt_by_iteration])
 
 
 def nuclear_norm(x: Tensor) -> Tensor:
-    """``||X||_*`` of every matrix of [..., p, q] (TRISHUL, eq. local_obj)."""
+    """Compute ``||X||_*`` of every matrix of [..., p, q] (TRISHUL, eq. local_obj)."""
     return torch.linalg.svdvals(x.double()).sum(dim=-1)
 
 
@@ -31,7 +31,7 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def with_spectrum(values: Tensor, seed: int = 0) -> Tensor:
-    """[n, r, r] float32 with the given singular values [n, r] and random singular vectors."""
+    """Return [n, r, r] float32 with singular values [n, r] and random singular vectors."""
     n, r = values.shape
     u, _ = torch.linalg.qr(gaussian(n, r, r, seed=seed))
     v, _ = torch.linalg.qr(gaussian(n, r, r, seed=seed + 1))
@@ -54,7 +54,7 @@ def assert_is_prox(result: Tensor, cores: Tensor, threshold: float) -> None:
 
 @pytest.fixture
 def set_threads():
-    """``torch.set_num_threads``, undone after the test."""
+    """Return ``torch.set_num_threads``, reset after the test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -62,7 +62,7 @@ def set_threads():
 
 @st.composite
 def spectra(draw) -> Tensor:
-    """[n, r] singular values over many scales, with repeats and exact zeros."""
+    """Draw [n, r] singular values over many scales, with repeats and exact zeros."""
     n, r = draw(st.integers(1, 4)), draw(st.integers(1, 24))
     scale = 10.0 ** draw(st.integers(-12, 6))
     levels = st.one_of(
@@ -120,7 +120,7 @@ def test_rank_is_right_away_from_the_threshold(route, values, cut, seed):
 
 @ROUTES
 def test_optimality_zero_is_in_the_subdifferential(route):
-    """(X - P)/tau = U V^T + W with ||W|| <= 1, U^T W = 0, W V = 0 on the range of P = U S V^T."""
+    """Check (X - P)/tau = U V^T + W, ||W|| <= 1, U^T W = 0, W V = 0 on the range of P = U S V^T."""
     cores, threshold = gaussian(5, 20, 20).float(), 3.0
     shrunk = route(cores, threshold).double()
     dual = (cores.double() - shrunk) / threshold
@@ -268,7 +268,7 @@ def test_on_a_gpu(share):
 
 
 def test_stack_divided_among_threads_keeps_bits(set_threads):
-    # LAPACK would divide matrices of this size, and round others.
+    # LAPACK would divide matrices of this size, and round differently.
     low = gaussian(5, 200, 5, seed=1) @ gaussian(5, 5, 200, seed=2)
     cores = (1e-3 * gaussian(5, 200, 200) + 1e-2 * low).float()
     cores[0, 0, 0] = math.nan

@@ -19,7 +19,7 @@ def bases(init: str, heads: int, rank: int, seed: int = 0) -> tuple[Tensor, Tens
 
 
 def nuclear_norm(x: Tensor) -> Tensor:
-    """``||X||_*`` of every matrix of [..., p, q] (TRISHUL, eq. local_obj)."""
+    """Compute ``||X||_*`` of every matrix of [..., p, q] (TRISHUL, eq. local_obj)."""
     return torch.linalg.svdvals(x.double()).sum(dim=-1)
 
 
@@ -28,7 +28,7 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 
 
 def ambient(b: Tensor, cores: Tensor, a: Tensor) -> Tensor:
-    """sum_i B_i H_i A_i: [d_out, d_in] of cores [h, r, r]."""
+    """Compute sum_i B_i H_i A_i [d_out, d_in] of cores [h, r, r]."""
     return b @ torch.block_diag(*cores) @ a
 
 
@@ -36,7 +36,7 @@ def ambient(b: Tensor, cores: Tensor, a: Tensor) -> Tensor:
 @settings(deadline=None, max_examples=20)
 @given(rank=st.integers(1, 12), seed=st.integers(0, 999))
 def test_isometry_of_one_head(init, rank, seed):
-    """Eq. norm_equiv: ||B H A||_* = ||H||_* for orthonormal B and A."""
+    """Check eq. norm_equiv: ||B H A||_* = ||H||_* for orthonormal B and A."""
     b, a = bases(init, 1, rank, seed)
     core = gaussian(1, rank, rank, seed=seed)
     torch.testing.assert_close(nuclear_norm(ambient(b, core, a)), nuclear_norm(core[0]))
@@ -84,7 +84,7 @@ def test_prox_of_cores_equals_prox_of_update(heads, tau, seed):
     seed=st.integers(0, 999),
 )
 def test_theorem_1_aggregation_is_exact(init, sizes, heads, seed):
-    """sum_c w_c sum_i B_i (s H)_{c,i} A_i = sum_i B_i (sum_c w_c (s H)_{c,i}) A_i."""
+    """Check sum_c w_c sum_i B_i (s H)_{c,i} A_i = sum_i B_i (sum_c w_c (s H)_{c,i}) A_i."""
     b, a = bases(init, heads, 7, seed)
     m = len(sizes)
     weights = torch.tensor(sizes, dtype=torch.float64)
@@ -106,7 +106,7 @@ def test_averaging_lora_factors_is_not_exact():
 
 @pytest.mark.parametrize("tau", [0.0, 2.0, 4.0, 6.0])
 def test_theorem_2_retained_rank_bounds_variance(tau):
-    """E ||mean_c (Z_c - E Z)||_F^2 <= s_max^2 rho M^2 / m, over a finite population of cores."""
+    """Check E ||mean_c (Z_c - E Z)||_F^2 <= s_max^2 rho M^2 / m, over a finite set of cores."""
     population, m, draws = 400, 4, 2000
     cores = svt(gaussian(population, 16, 16), tau)
     scales = 0.2 + 1.3 * torch.rand(

@@ -1,4 +1,4 @@
-"""Files and folders that appear when they are complete, and temporary files of killed writers."""
+"""Files and folders that appear only when complete, and temporary files of killed writers."""
 
 import errno
 import fcntl
@@ -152,7 +152,7 @@ def test_only_unused_folders_of_the_cache_are_removed(tmp_path):
     foreign[1].touch()
     foreign[2].mkdir()
     age(*made, *foreign)
-    with FileLock(f"{made[1]}.lock"):  # another process uses it
+    with FileLock(f"{made[1]}.lock"):  # Another process uses it.
         assert remove_unused(tmp_path) == [made[0], made[2]]
     take_remarks()
     make_once(tmp_path, f"weights/{key}", lambda new: (new / "a").touch())
@@ -173,7 +173,7 @@ def test_cache_without_locks_is_rejected(tmp_path, monkeypatch):
 
 @pytest.fixture
 def temporary(monkeypatch, tmp_path):
-    """The only folder for temporary files."""
+    """Return the only folder for temporary files."""
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(durable, "_SHORT", ())

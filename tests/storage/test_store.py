@@ -37,7 +37,7 @@ class Wrapper:
 
 
 class Stream:
-    """An output stream that passes each write to ``on_write``, and is closed as by pyarrow."""
+    """An output stream that passes each write to ``on_write``, and closes like pyarrow's."""
 
     def __init__(self, inner, on_write):
         self.inner, self.on_write = inner, on_write
@@ -168,7 +168,7 @@ def test_child_address_keeps_its_options(s3_bucket):
 
 
 def test_killed_writer_leaves_no_upload(s3_server, s3_bucket):
-    """S3 would keep the parts of a multipart upload, unseen and for ever."""
+    """S3 would keep the parts of a multipart upload, invisible and forever."""
     store = Store.open(s3_bucket("runs", bucket := s3_server.new_bucket()))
     stream = store.filesystem.open_output_stream(f"{store.root}/a.bin")
     stream.write(bytes(1000))
@@ -247,7 +247,7 @@ def failing(times, error):
     return calls, before
 
 
-#: One call of each kind of operation.
+#: One call per kind of operation.
 OPERATIONS = {
     "write": lambda store: store.write("a.txt", b"new"),
     "read": lambda store: store.read("a.txt"),

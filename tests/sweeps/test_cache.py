@@ -1,4 +1,4 @@
-"""A stored result is used for the same content of data and weights, and for no other content."""
+"""A stored result is used only for the same content of data and weights."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ from trishul_ray.tracking.progress import RunProgress
 
 
 class World:
-    """A folder with a configuration, the files that it names, and the store of its finished run."""
+    """A folder with a configuration, its files, and the store of its finished run."""
 
     def __init__(self, place, cache, config):
         self.place, self.cache, self.config = place, cache, config
@@ -42,7 +42,7 @@ class World:
 
     @contextlib.contextmanager
     def restored(self):
-        """Undo after this context all changes of files, and of what ``patch`` sets."""
+        """Undo, after this context, all changes of files and all uses of ``patch``."""
         with pytest.MonkeyPatch.context() as self.patch:
             yield
         for place in self.place.parent.glob("moved-*"):
@@ -55,7 +55,7 @@ class World:
         return load_experiment(self.file, [*places, *overrides])
 
     def status(self, *overrides):
-        """The state of the run that the configuration describes now."""
+        """Return the state of the run that the configuration describes now."""
         experiment = self.load(*overrides)
         return examine({experiment.id: experiment})[experiment.id]
 
@@ -95,7 +95,7 @@ def save_vit(folder):
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory, cache):
-    """Own texts and model, the same in a mirror, a table of images, a folder of images."""
+    """Create local texts and a model, the same in a mirror, an image table, and an image folder."""
     rng = random.Random(0)
     made = []
     base = [*TINY_TEXT, "federation.rounds=1", "evaluation.diagnostics_every=0"]
@@ -127,7 +127,7 @@ def worlds(tmp_path_factory, cache):
 
 
 def other_contents(file, rng):
-    """What a file may hold instead, each of which changes a number."""
+    """Return other contents of a file, each of which changes results."""
     content = bytearray(file.read_bytes())
     if file.suffix == ".csv":
         header, one, two, *rows = content.decode().splitlines()
@@ -162,7 +162,7 @@ def other_contents(file, rng):
 
 
 def overwrite(file, content, rng):
-    """Write other content, half of the times with the old times."""
+    """Write other content, half of the times with the old timestamps."""
     stat = file.stat()
     assert content != file.read_bytes()
     file.write_bytes(content)
@@ -196,7 +196,7 @@ def test_damaged_or_differently_computed_results_are_misses(worlds, name):
         (file,) = world.runs.glob(f"*/{name}")
         content = bytearray(file.read_bytes())
         while content[place := rng.randrange(len(content))] in b"eE":
-            pass  # 1e-5 and 1E-5 are the same number
+            pass  # 1e-5 and 1E-5 are the same number.
         content[place] ^= 1 << rng.randrange(8)
         with world.restored():
             overwrite(file, bytes(content), rng)
@@ -209,7 +209,7 @@ def test_damaged_or_differently_computed_results_are_misses(worlds, name):
         assert other.status == "missing" and other.reason
 
 
-# Changes that change no number. Each may return overrides; the world is restored afterwards.
+# Changes that do not affect results. Each may return overrides; the world is restored afterwards.
 
 
 def other_times(world, rng):
@@ -232,7 +232,7 @@ def other_yaml(world, rng):
 
 
 def other_spelling(world, rng):
-    """The same files by relative paths, by detours, and by links."""
+    """Refer to the same files by relative paths, by detours, and by links."""
     overrides = []
     world.patch.chdir(world.place)
     link = world.place / "link"
@@ -246,7 +246,7 @@ def other_spelling(world, rng):
 
 
 def moved(world, rng):
-    """Data, model, mirror and store in another place, with an empty cache or the same one."""
+    """Move data, model, mirror and store, with an empty cache or the same one."""
     place = world.place.with_name(f"moved-{rng.randrange(10**9)}")
     world.place.rename(place)
     if rng.random() < 0.2:
@@ -266,7 +266,7 @@ def moved(world, rng):
 def test_what_changes_no_number_is_a_hit(worlds, change):
     rng = random.Random(0)
     for world in worlds:
-        for _ in range(4):  # each time another change
+        for _ in range(4):  # another change each time
             with world.restored():
                 state = world.status(*(change(world, rng) or []))
             assert state.status == "finished", (world.place.name, state)

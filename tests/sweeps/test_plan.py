@@ -16,7 +16,7 @@ BASE = ["dataset=digits", "model.init=random", "federation.rounds=10"]
 
 @pytest.fixture
 def sweeps(tmp_path):
-    """Two sweeps of 6 and 4 cells that share 2 runs."""
+    """Create two sweeps of 6 and 4 cells that share 2 runs."""
     words = [*BASE, f"storage.runs={tmp_path}"]
     return [
         sweep_from_axes(["method=fedit,ravan", "seed=0..2"], words),
@@ -25,7 +25,7 @@ def sweeps(tmp_path):
 
 
 def planned(sweeps, device="h100", **states):
-    """Return the cells of the plan's rows, by sweep and column, and the notes."""
+    """Return the cells of the plan's rows per sweep and column, and the notes."""
     known = dict.fromkeys(distinct([s for s in sweeps if not s.search]), CellState("missing"))
     table, notes = plan_table(sweeps, known | states, device)
     names = [column.header for column in table.columns]
@@ -61,7 +61,7 @@ def test_runs_count_by_their_state(sweeps):
     assert (one["finished"], one["missing"], one["failed"]) == ("1", "4", "1")
     assert (two["missing"], two["corrupt"]) == ("1", "1")
     assert "1 failed: out of memory" in notes
-    # Two more runs of FedIT take an hour each, as the finished run; RAVAN's are estimated.
+    # Two more runs of FedIT take an hour each, like the finished run; RAVAN's are estimated.
     assert 2.0 < float(one["hours on h100"]) < 2.1
     (one, *_), _ = planned(sweeps, "a100", **states)
     assert float(one["hours on a100"]) < 0.1

@@ -1,4 +1,4 @@
-"""Learning rates chosen on validation rows."""
+"""Learning rates selected on validation rows."""
 
 import io
 
@@ -24,7 +24,7 @@ ACCURACY = "validation_accuracy"
 
 @pytest.fixture
 def outcome_of(tmp_path):
-    """``outcome_of({"fedit": {"0.1": [0.5, None]}}, metric)``: by method and rate, of each seed."""
+    """``outcome_of({"fedit": {"0.1": [0.5, None]}}, metric)`` has seeds per method and rate."""
 
     def make(scores, metric=ACCURACY, missing="failed"):
         def cell(labels):
@@ -57,8 +57,8 @@ def test_best_validation_mean_is_chosen_per_setting(outcome_of):
     chosen = {each.method: each for each in choose_rates(outcome).rates}
     assert {name: each.rate for name, each in chosen.items()} == {
         "fedit": 1e-2,
-        "ravan": 1e-2,  # a run of the highest failed
-        "trishul": 1e-3,  # the lowest of equal ones
+        "ravan": 1e-2,  # A run of the highest rate failed.
+        "trishul": 1e-3,  # the lowest of equal rates
     }
     assert [each.edge for each in chosen.values()] == [None, None, "lowest"]
     fedit = chosen["fedit"]

@@ -28,7 +28,7 @@ from trishul_ray.tracking.progress import SweepProgress
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("local_ray", "mlflow_store"),
-    pytest.mark.timeout(900),  # processes start several times
+    pytest.mark.timeout(900),  # Processes start several times.
 ]
 
 #: Five cells, of which one always fails: its update is not finite. Four need one process each.
@@ -52,7 +52,7 @@ SEARCH = """
 
 
 class Followed(SweepProgress):
-    """Progress without a terminal, that remembers and may strike at a round."""
+    """Progress without a terminal that records, and may call a function at a round."""
 
     def __init__(self, strike=lambda: None):
         self.text = io.StringIO()
@@ -76,7 +76,7 @@ class Followed(SweepProgress):
 
 
 def trials():
-    """The processes of trials that are running, oldest first."""
+    """Return the processes of running trials, oldest first."""
     found = [
         process
         for process in psutil.process_iter(["cmdline", "create_time"])
@@ -87,7 +87,7 @@ def trials():
 
 @pytest.fixture
 def sweep_file(tmp_path, cache, small_words):
-    """``sweep_file(text, *overrides)`` -> a sweep whose runs lie in this test's folder."""
+    """``sweep_file(text, *overrides)`` returns a sweep whose runs are in this test's folder."""
 
     def make(text, *overrides, name="mine"):
         file = tmp_path / f"{name}.yaml"
@@ -105,7 +105,7 @@ def by_label(sweep, axis="case"):
 
 
 def files_of(experiment):
-    """Content and time of what a finished run must keep."""
+    """Return content and time of the files that a finished run must keep."""
     home = run_folder(experiment).root
     stats = {}
     for name in ("attempt.json", "result.json", "metrics.parquet"):
@@ -142,7 +142,7 @@ def test_sweep_with_failing_cells(sweep_file, tmp_path, inline_result):
     progress = Followed(lambda: trials()[-1].kill())
     result = reproduce([sweep], TuneOptions(retries=1), progress)
 
-    # The one that was killed was tried again, the broken one was not: it would fail again.
+    # The killed run was retried; the broken run was not, because it would fail again.
     said = progress.text.getvalue()
     killed = [id for id, why in progress.retries if id != broken.id]
     assert len(killed) == 1 and killed[0] in {e.id for e in experiments.values()}, said
@@ -186,7 +186,7 @@ def test_sweep_with_failing_cells(sweep_file, tmp_path, inline_result):
             (row["round"], row["accuracy"]) for row in rows
         ]
 
-    # Once more, with another sweep that shares a cell: only the broken one is run.
+    # Repeat with another sweep that shares a cell: only the broken cell runs.
     before = {id: files_of(e) for id, e in experiments.items()}
     shared = sweep_file("axes: {method: [scaffold]}", name="shared")
     again = Followed()
@@ -224,7 +224,7 @@ def test_damaged_cells_are_restored_from_checkpoints(sweep_file, tmp_path):
     assert "seed=1 is corrupt and resumes at its last valid checkpoint: /" in said
     after = {seed: files_of(e) for seed, e in experiments.items()}
     content = {s: {n: f[0] for n, f in files.items()} for s, files in after.items()}
-    for seed in "012":  # no round was run: its seconds are unchanged
+    for seed in "012":  # No round ran: its seconds are unchanged.
         for name in ("attempt.json", "metrics.parquet"):
             assert content[seed][name] == before[seed][name][0]
     results = {s: json.loads(files["result.json"]) for s, files in content.items()}

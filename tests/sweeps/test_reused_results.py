@@ -1,4 +1,4 @@
-"""A sweep shows results that were made for another MLflow experiment; nothing runs again."""
+"""A sweep reuses results that were made for another MLflow experiment."""
 
 import io
 import shutil

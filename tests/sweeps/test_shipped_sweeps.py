@@ -9,14 +9,14 @@ from trishul_ray.paper.numbers import PAPER, records
 from trishul_ray.sweeps.cells import distinct
 from trishul_ray.sweeps.loading import find_sweeps
 
-#: The paper's numbers: label by label, with ``metric`` and ``value``, by table.
+#: The paper's numbers per table: records of labels with ``metric`` and ``value``.
 RECORDS = records()
 #: Cells, and distinct runs, of each profile. The paper's protocol, with five seeds: 600 runs for
-#: vision (7 methods x 2 budgets and full fine-tuning, x 8 columns), as many for language, 175 for
-#: GLUE, and those of the ablations that no table before has: 30 without penalty, 90 with another
-#: allocation, 30 with fixed scalars, 45 with another lambda, 70 with another alpha and 10 of them
-#: without penalty for a figure, 45 with other bases and 15 of RAVAN, 75 with limited clients, and 2
-#: in which all clients are compared.
+#: vision (7 methods x 2 budgets and full fine-tuning, x 8 columns), the same number for language,
+#: 175 for GLUE, and the runs of the ablations that no earlier table has: 30 without penalty, 90
+#: with another allocation, 30 with fixed scalars, 45 with another lambda, 70 with another alpha and
+#: 10 of them without penalty for a figure, 45 with other bases and 15 of RAVAN, 75 with constrained
+#: clients, and 2 in which all clients are compared.
 COUNTS = {"paper": (2117, 1787), "small": (359, 275), "smoke": (541, 443)}
 PROFILES = tuple(COUNTS)
 #: Seeds of most sweeps.
@@ -46,7 +46,8 @@ METHODS = {
 VIT, T5, LLAMA = (
     *("google/vit-base-patch16-224-in21k", "google-t5/t5-base", "meta-llama/Llama-3.2-1B"),
 )
-#: Meaning of each label of the paper's records, by axis: a function of the experiment, its value.
+#: Meaning of each label of the paper's records per axis: a function of the experiment, and its
+#: value.
 MEANING = {
     "dataset": lambda e: e.data.name,
     "clients": lambda e: str(e.federation.clients),
@@ -94,7 +95,7 @@ def sweeps(profile):
 
 
 def positions(sweep, table):
-    """The cells of each position of a table, by their labels."""
+    """Return the cells of each position of a table, keyed by their labels."""
     found = {}
     for cell in sweep.cells:
         if all(cell.labels[axis] in labels for axis, labels in table.where.items()):
@@ -117,7 +118,7 @@ def test_tables_figures_and_counts(profile):
     assert len(distinct(found)) == runs
     figures = [figure.kind for sweep in found for figure in sweep.figures]
     assert len(figures) == len(FIGURES) and set(figures) == FIGURES
-    # Every figure of the paper that shows results, each once.
+    # Every figure of the paper with results appears once.
     keys = [figure.paper for sweep in found for figure in sweep.figures]
     assert sorted(keys) == sorted(PAPER.figures())
     assert list(PAPER.figures().values()) == list(range(5, 18))
@@ -136,7 +137,7 @@ def test_every_file_of_a_profile_loads(profile):
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_what_no_figure_shows_is_not_scored(profile):
-    """Tables need the untouched model and the last round; curves, the rounds between."""
+    """Tables need round 0 and the last round; curves also need the rounds in between."""
     shown = {
         cell.experiment.id
         for sweep in sweeps(profile)
@@ -151,7 +152,7 @@ def test_what_no_figure_shows_is_not_scored(profile):
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_each_position_shows_seeds_of_one_setting(profile):
-    """A table averages over the seed, and over nothing else."""
+    """A table averages only over the seed."""
     for sweep in sweeps(profile):
         for table in sweep.tables:
             for labels, cells in positions(sweep, table).items():
@@ -199,7 +200,7 @@ def test_labels_match_the_paper():
 
 
 def test_paper_numbers_match_points_of_figures():
-    """Each record of a figure is found by the labels of the cells that it is drawn from."""
+    """Each record of a figure is found by the labels of the cells from which it is drawn."""
     found = {
         (figure.paper, metric, value)
         for sweep in sweeps("paper")

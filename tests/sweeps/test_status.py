@@ -1,4 +1,4 @@
-"""Results of a sweep's cells in the store: only whole, right and up-to-date ones are used."""
+"""Results of a sweep's cells in the store: only complete, valid and current ones are used."""
 
 import dataclasses
 import io
@@ -41,7 +41,7 @@ def finish(experiment):
 
 @pytest.fixture(scope="module")
 def template(cache, tmp_path_factory):
-    """A folder with a mirror and the store of one finished run."""
+    """Create a folder with a mirror and the store of one finished run."""
     place = tmp_path_factory.mktemp("template")
     write_notes(place / "hub/me/notes/train.csv")
     save_bert(place / "hub/me/bert")
@@ -57,7 +57,7 @@ def place(template, tmp_path):
 
 @pytest.fixture
 def cell(place, cache):
-    """The experiment that has finished, in a folder of this test."""
+    """Return the finished experiment, in a folder of this test."""
     return experiment_in(place, cache)
 
 
@@ -84,14 +84,14 @@ def test_only_finished_results_are_used(cell, place, cache):
 
 
 def flip(file, share):
-    """Flip a bit at a share of a file's length."""
+    """Flip a bit at a fraction of a file's length."""
     content = bytearray(file.read_bytes())
     content[int(share * len(content))] ^= 1
     file.write_bytes(content)
 
 
 def rewrite(file, **changes):
-    """Write a result with a right checksum."""
+    """Write a result with the correct checksum."""
     summary = RunSummary.read(Store.open(str(file.parent)))
     file.write_bytes(dataclasses.replace(summary, **changes).to_json())
 
@@ -142,7 +142,7 @@ def test_result_of_changed_sources_is_stale(cell, place):
 
 def test_result_without_a_required_score_is_stale(cell, place, cache):
     seldom = experiment_in(place, cache, SELDOM)
-    assert seldom.id == cell.id and state_of(seldom).status == "finished"  # it has more
+    assert seldom.id == cell.id and state_of(seldom).status == "finished"  # It has more scores.
     few, all_ = (
         experiment_in(place, cache, "seed=3", f"evaluation.every={every}") for every in (0, 1)
     )
@@ -151,7 +151,7 @@ def test_result_without_a_required_score_is_stale(cell, place, cache):
     state = state_of(all_)
     reason = "no score of round 1, which evaluation.every=1 requires"
     assert (state.status, state.reason) == ("stale", reason)
-    # A sweep that shares the cell, and requires fewer scores, has its result.
+    # A sweep that shares the cell, and requires fewer scores, uses its result.
     places = [f"storage.{key}={getattr(cell.storage, key)}" for key in ("runs", "hub", "cache")]
     axes = ["seed=3", "partition.kind=dirichlet"]
     sweeps = [sweep_from_axes(axes, [*WORDS, *places, *more]) for more in ([], [SELDOM])]

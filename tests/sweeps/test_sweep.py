@@ -126,7 +126,7 @@ def test_range_of_seeds_replaces_the_axis(write):
     three, five = load_sweep(path), load_sweep(path, ["seed=0..4"])
     assert five.axes["seed"] == ("0", "1", "2", "3", "4")
     assert len(five.cells) == 10
-    # The first three are the same runs, and more seeds depart from no protocol.
+    # The first three are the same runs, and more seeds do not deviate from the protocol.
     assert {c.experiment.id for c in three.cells} < {c.experiment.id for c in five.cells}
     assert five.overrides == ()
     assert load_sweep(path, ["seed=[3, 7]"]).axes["seed"] == ("3", "7")
@@ -196,7 +196,7 @@ TABLE = SEED + "tables: [{name: a"
 ROWS = SEED + "tables: [{name: a, rows: [seed]"
 TWO = "axes: {budget: [4, 8], rounds: [1, 2], seed: [0, 1]}\nexcept: [{budget: 8, rounds: 1}]\n"
 SPACED = "search: {kind: random, rows: test, space: "
-#: Content, the path that the message names, and the fault.
+#: Content, the path in the message, and the fault.
 MISTAKES = [
     # The file and its keys.
     ("a: [1\nb: 2\n", "s.yaml", "not YAML"),
@@ -455,10 +455,11 @@ def test_fields_of_chosen_cells(write):
         made.setdefault(cell.labels["method"], []).append(fields)
     assert made == {
         "fedit": [(0.1, 8, 0), (0.1, 8, 1)],
-        "fedex": [(0.1, 8, 0), (0.2, 8, 5)],  # the later one wins, over the axis, too
+        # The later adjustment takes precedence, also over the axis.
+        "fedex": [(0.1, 8, 0), (0.2, 8, 5)],
         "trishul": [(0.3, lower, 0), (0.3, lower, 1)],
     }
-    # A child's section replaces its parent's, as `except` does.
+    # A child's section replaces its parent's, like `except`.
     without = load_sweep(write("extends: base.yaml\nadjust: []\n"))
     assert {cell.experiment.budget for cell in without.cells} == {lower}
 
@@ -471,7 +472,7 @@ LABELS = st.text("abcxyz", min_size=1, max_size=3)
     st.data(),
 )
 def test_cells_are_all_combinations_but_the_exceptions(tmp_path_factory, axes, data):
-    """Any axes, with any exceptions that leave a cell."""
+    """Draw any axes, with any exceptions that leave a cell."""
     labels = {axis: st.sampled_from(labels) for axis, labels in axes.items()}
     some = st.fixed_dictionaries({}, optional=labels).filter(bool)
     excluded = data.draw(st.lists(some, max_size=3) if axes else st.just([]))

@@ -46,7 +46,7 @@ LABELS = [1, 1, 0, 0, 1, 0]
 
 @pytest.fixture(scope="session")
 def byte_tokens():
-    """``byte_tokens("t5")``: the tokenizer of a built-in model, one token a byte."""
+    """``byte_tokens("t5")`` returns the tokenizer of a built-in model, one token per byte."""
 
     def make(family, vocabulary=VOCABULARY):
         backbone = Backbone(ModelConfig(name=f"{family}-tiny"), Places(Path("none"), None))
@@ -57,7 +57,7 @@ def byte_tokens():
 
 @pytest.fixture(scope="session")
 def word_tokens():
-    """A tokenizer whose tokens are words with the space before them, as LLaMA's are."""
+    """Create a tokenizer of words with the space before them, like LLaMA's."""
     fast = Tokenizer(BPE())
     fast.pre_tokenizer, fast.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     letters = ByteLevel.alphabet()
@@ -76,7 +76,7 @@ def word_tokens():
 
 @pytest.fixture
 def text_split(tmp_path):
-    """``text_split(info, label=[...], sentence=[...])``: rows as a source prepares them."""
+    """``text_split(info, label=[...], sentence=[...])`` returns rows as a source prepares them."""
 
     def make(info, name="test", **columns):
         columns = {
@@ -93,14 +93,14 @@ def text_split(tmp_path):
 
 @pytest.fixture
 def reviews(text_split):
-    """Six one-field rows of two classes; texts of very different lengths."""
+    """Return six one-field rows of two classes, with very different lengths."""
     info = DatasetInfo("toy", "text", ("bad", "good"), fields=("sentence",))
     return text_split(info, sentence=REVIEWS, label=LABELS)
 
 
 @pytest.fixture
 def questions(text_split):
-    """Four rows to be answered, in two groups."""
+    """Return four rows of questions, in two groups."""
     info = DatasetInfo("toyqa", "qa", groups=("SQuAD", "Natural-Questions"))
     answers = [["blue"], ["a red one", "red"], ["in 1976"], ["Žižkov", "zizkov"]]
     return text_split(
@@ -113,7 +113,7 @@ def questions(text_split):
 
 
 def encoded(split, task):
-    """Split as encoded by the task, with the columns that are carried over."""
+    """Encode a split with the task, including the columns that are copied."""
     columns = dict(task.encoder.encode(split, lambda done: None))
     kept = {k: np.array(split.column(k)) for k in ("label", "group") if k in split.columns}
     return {k: torch.from_numpy(v) for k, v in (columns | kept).items()}
@@ -126,7 +126,7 @@ def encode_split():
 
 
 def build(name, seed=0):
-    torch.manual_seed(seed)  # transformers draws from the global stream; the caller has forked it
+    torch.manual_seed(seed)  # transformers draws from the global stream; the caller has forked it.
     common = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": EOS}
     if name == "bert":
         config = BertConfig(**common, **WIDE, intermediate_size=64, hidden_dropout_prob=0.0)
@@ -148,13 +148,13 @@ def build(name, seed=0):
 
 @pytest.fixture
 def tiny_model():
-    """``tiny_model("t5")``: a random model of a real class, without adapters."""
+    """``tiny_model("t5")`` returns a random model of a real class, without adapters."""
     with torch.random.fork_rng():
         yield build
 
 
 def trained(task, model, batch, steps=40, lr=3e-3):
-    """Losses of some steps on all parameters of the model."""
+    """Return the losses of some steps on all parameters of the model."""
     model.model.requires_grad_(True)
     optimizer = torch.optim.Adam(model.model.parameters(), lr=lr)
     losses = []

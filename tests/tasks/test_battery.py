@@ -1,4 +1,4 @@
-"""Promises of every registered task; new tasks are picked up automatically."""
+"""Contract checks of every registered task, including new ones."""
 
 import pickle
 import subprocess
@@ -22,7 +22,7 @@ CASES = [
     for (kind, reads), task in sorted(task_classes().items())
     for family in task.families
 ]
-#: A task of a file, which names rows that it accepts.
+#: A task in a file with rows that it accepts.
 NEWCOMER = ("rating", "text", "sequence-classification")
 
 
@@ -52,7 +52,7 @@ def test_it_keeps_a_promise_of_the_contract(context, check):
 
 
 def test_the_coordinator_needs_no_model(context):
-    """Metrics reach it as bytes, in a process that knows neither task nor model."""
+    """Metrics are sent as bytes to a process that has neither task nor model."""
     sums = [context.task.evaluate(*reversed(outputs_of(context, range(8))))]
     code = (
         "import pickle, sys\n"

@@ -1,4 +1,4 @@
-"""Tasks by dataset and backbone, and the one-line errors of pairs that do not fit."""
+"""Tasks per dataset and backbone, and the one-line errors of incompatible pairs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rows of public chat data sets: their tokens and labels as a chat template writes them."""
+"""Rows of public chat datasets: tokens and labels of their chat templates."""
 
 import json
 
@@ -25,8 +25,8 @@ def sharegpt(*pairs):
 
 
 ASKED, SAID = role("user", "q"), role("assistant", "a")
-#: What most rows become: U, S and A are messages of the user, the system and the assistant. An A
-#: has labels, and a B has none.
+#: Result of most rows: U, S and A are messages of the user, the system and the assistant. An A has
+#: labels, and a B has none.
 TURN = ["U q", "A a"]
 TALK = ["S s", "U q", "A a", "U r", "A b"]
 WHOLE = [role("system", "s"), ASKED, SAID, role("user", "r"), role("assistant", "b")]
@@ -174,7 +174,7 @@ def encoded(tmp_path, tokens, row, **fields):
 
 
 def written(messages):
-    """Return the texts that are expected for messages as in :data:`READ`."""
+    """Return the expected texts for messages as in :data:`READ`."""
     roles = {"U": "user", "S": "system", "A": "assistant", "B": "assistant"}
     whole = "".join(f"<cls>{roles[each[0]]}\n{each[2:]}<sep>\n" for each in messages)
     return whole, [f"{each[2:]}<sep>\n" for each in messages if each[0] == "A"]

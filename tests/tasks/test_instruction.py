@@ -1,4 +1,4 @@
-"""Instruction tuning: token ids and labels, the loss, and generated answers."""
+"""Instruction tuning: token ids and labels, the loss, and generated responses."""
 
 import json
 
@@ -26,13 +26,13 @@ LLAMA3 = (
     "trim + '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ '<cls>assistant<sep>\n\n' }}"
     "{% endif %}"
 )
-#: Leaves what an earlier answer has thought out of later turns.
+#: Removes the thoughts of an earlier response from later turns.
 FORGETS = (
     "{% for m in messages %}{% set text = m['content'] %}{% if not loop.last and m['role'] == "
     "'assistant' %}{% set text = text.split('|')[-1] %}{% endif %}{{ '<cls>' + m['role'] + '\n' + "
     "text + '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ '<cls>assistant\n' }}{% endif %}"
 )
-#: Adds a system message where there is none.
+#: Adds a system message if there is none.
 KIND = (
     "{% if messages[0]['role'] != 'system' %}{{ '<cls>system\nbe kind<sep>\n' }}{% endif %}"
     + CHATML
@@ -42,7 +42,7 @@ BLANK = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + m['content'] + "
     "' [/INST]' }}{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
-#: Has no control token after an answer.
+#: Has no control token after a response.
 ENDLESS = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
 DATED = "{{ strftime_now('%d %b %Y') }}" + CHATML
 ROWS = [
@@ -76,7 +76,7 @@ def prompt_of(tokens, template, max_length=200, target_length=60, every_turn=Tru
 
 @pytest.fixture
 def split_of(tmp_path):
-    """``split_of(rows)``: rows of one turn, or conversations, as a prepared split."""
+    """``split_of(rows)`` returns rows of one turn, or conversations, as a prepared split."""
 
     def make(rows):
         file = tmp_path / "rows.arrow"
@@ -152,7 +152,7 @@ def test_all_answers_or_the_last_are_labels(tokens):
 
     assert labels(CHATML) == ["hm|1\n", "well|2\n"]
     assert labels(CHATML, every_turn=False) == ["well|2\n"]
-    assert labels(FORGETS) == ["well|2"]  # the first answer is another one in the second turn
+    assert labels(FORGETS) == ["well|2"]  # The first response is different in the second turn.
 
 
 @pytest.mark.parametrize("change", [{"weight": 0}, {"content": " "}])
@@ -170,7 +170,7 @@ def test_templates_read_further_keys(tokens):
     (found,) = prompt_of(tokens, template).encode([row], "rows")
     start, stop = found.spans[0]
     assert tokens.tokenizer.decode(found.ids[start:stop]) == "hm<sep>3<sep>\n"
-    assert found.ids.count(tokens.tokenizer.sep_token_id) == 2  # of the template only
+    assert found.ids.count(tokens.tokenizer.sep_token_id) == 2  # only of the template
 
 
 def test_end_token_that_pads_is_a_label(tokens, split_of):
@@ -344,7 +344,7 @@ def test_learned_rows_are_generated_in_any_batch(task_of, split_of, decoder):
     for parameter in parameters:
         parameter.requires_grad_()
     optimizer = torch.optim.Adam(parameters, lr=0.01)
-    # The head is trained here: its logits are the plain ones.
+    # The head is trained here, so its logits are the plain ones.
     for _ in range(60):
         optimizer.zero_grad()
         logits = decoder.model(input_ids=batch["input_ids"]).logits.flatten(0, 1)
@@ -354,7 +354,8 @@ def test_learned_rows_are_generated_in_any_batch(task_of, split_of, decoder):
     assert loss < 0.01
     for parameter in parameters:
         parameter.requires_grad_(False)
-    decoder.model.generation_config.repetition_penalty = 50.0  # a checkpoint's own, not used
+    # a setting of the checkpoint that is not used
+    decoder.model.generation_config.repetition_penalty = 50.0
     with torch.inference_mode():
         assert task.respond(decoder, batch, ()) == [" hi there", "3"]
         scores = task.score(task.predict(decoder, batch), batch)

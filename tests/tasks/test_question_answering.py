@@ -36,8 +36,8 @@ def scored(task, text, *references):
         ("a  blue\nhouse", ["the blue house."], 1, 1),
         ("blue", ["blue house"], 0, 2 / 3),  # precision 1, recall 1/2
         ("the big blue house", ["blue house"], 0, 4 / 5),  # precision 2/3, recall 1
-        ("blue blue", ["blue house"], 0, 1 / 2),  # a word counts once for each time in both
-        ("house blue", ["blue house"], 0, 1),  # order has no part in F1
+        ("blue blue", ["blue house"], 0, 1 / 2),  # A word counts as often as it occurs in both.
+        ("house blue", ["blue house"], 0, 1),  # Order does not affect F1.
         ("red", ["blue house", "red roof", "a red"], 1, 1),  # the best reference
         ("red wall", ["blue house", "red roof"], 0, 1 / 2),
         ("", ["blue"], 0, 0),
@@ -56,7 +56,8 @@ def test_rows_become_inputs_targets_and_references(questions, encode_split, byte
     columns = encode_split(questions, task)
     blue = [FIRST_BYTE + byte for byte in b"blue"]
     assert columns["target_ids"][0].tolist() == [*blue, EOS, *[PAD] * 3]
-    cut = [FIRST_BYTE + byte for byte in b"a red o"]  # the first answer, cut, and still ended
+    # The first answer, truncated, and still ended.
+    cut = [FIRST_BYTE + byte for byte in b"a red o"]
     assert columns["target_ids"][1].tolist() == [*cut, EOS]
     assert columns["references"].dtype == torch.uint8
     assert unpack_answers(columns["references"][3].numpy()) == ["Žižkov", "zizkov"]

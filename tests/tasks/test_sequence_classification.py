@@ -1,4 +1,4 @@
-"""Encoders and decoders with a head: what they see of a text or a pair, and what is measured."""
+"""Encoders and decoders with a head: their inputs from a text or a pair, and their metrics."""
 
 import math
 
@@ -28,7 +28,7 @@ def one_field(tokens, **options):
 
 @pytest.fixture
 def word_tokens(tmp_path):
-    """A BERT tokenizer that knows a few words, as files beside a model's config."""
+    """Write a BERT tokenizer with a few words, as files next to a model's config."""
     words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "a", "b", "c", "d", "e"]
     fast = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     fast.pre_tokenizer = Whitespace()
@@ -50,7 +50,8 @@ def test_a_text_is_bytes_between_marks(reviews, encode_split, byte_tokens):
     assert columns["length"].tolist() == [6, 10, 6, 10, 10, 9]
     want = [CLS, *(FIRST_BYTE + byte for byte in b"fine"), SEP]
     assert columns["input_ids"][0].tolist() == want + [PAD] * 4
-    assert columns["input_ids"][3, [0, -1]].tolist() == [CLS, SEP]  # cut within the marks
+    # truncated inside the special tokens
+    assert columns["input_ids"][3, [0, -1]].tolist() == [CLS, SEP]
     batch = task.prepare_batch({k: v[[0, 2]] for k, v in columns.items()}, "cpu", torch.bfloat16)
     assert batch["input_ids"].shape == (2, 6) and batch["input_ids"].dtype == torch.int64
     assert bool(batch["attention_mask"].all()) and batch["labels"].tolist() == [1, 0]

@@ -88,7 +88,7 @@ def test_the_total_is_the_same_in_any_order(values, cuts, order):
 
 def test_class_mix_weights_recall_per_class():
     mix = np.array([[10, 0, 0], [1, 3, 0], [0, 2, 6], [0, 0, 5]])
-    # The third class has no test rows: the client with only this class has no score.
+    # The third class has no test rows, so the client with only this class has no score.
     assert score_by_mix([0.5, 1.0, None], mix) == {0: 0.5, 1: 0.875, 2: 1.0}
 
 
@@ -150,5 +150,5 @@ def test_personal_score_without_personal_models_is_global():
     assert {n: found[f"personal_{n}"] for n in names} == {
         n: found[f"per_client_{n}"] for n in names
     }
-    # All clients have taken part equally often, none is held out or has a personal model.
+    # All clients took part equally often; none is held out or has a personalized model.
     assert len(found) == 2 * len(names)

@@ -1,4 +1,4 @@
-"""Cutting a prompt to size: from the longest field, to the token."""
+"""Truncate a prompt to a limit: from the longest field, to the token."""
 
 import pytest
 from hypothesis import given, settings
@@ -28,7 +28,7 @@ def test_levelling_is_one_by_one(lengths, excess):
     assert sum(kept) == max(0, sum(lengths) - excess)
     cut = [i for i in range(len(kept)) if kept[i] < lengths[i]]
     assert all(kept[i] <= lengths[i] for i in range(len(kept)))
-    if cut:  # no field was cut below one that is longer by more than the odd token
+    if cut:  # No field was truncated below another field that is longer by more than one token.
         assert max(kept) - min(kept[i] for i in cut) <= 1
 
 
@@ -48,7 +48,7 @@ def test_prompts_fit_and_keep_template_text(byte_tokens, rows, room):
         assert text.startswith("A: ") and text.endswith("\nWell?")
         if len(tokens.ids(template.fill([one, two]))) < bare + room:
             assert text == template.fill([one, two])
-        else:  # cut, and never within a character
+        else:  # truncated, and never within a character
             first, _, second = text[3 : -len("\nWell?")].partition("\nB: ")
             assert "\ufffd" not in text
             assert "\nB: " in one + two or (one.startswith(first) and two.startswith(second))

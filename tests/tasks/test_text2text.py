@@ -1,4 +1,4 @@
-"""Classes as generated texts: targets, loss by token, greedy answers."""
+"""Classes as generated texts: targets, loss per token, greedy answers."""
 
 import math
 
@@ -38,7 +38,7 @@ def test_rows_become_inputs_and_targets(reviews, encode_split, byte_tokens):
     assert set(task.inputs(batch)) == {
         "input_ids", "attention_mask", "decoder_input_ids", "use_cache",
     }  # fmt: skip
-    # Only classes of short texts in a batch: no column for nothing.
+    # A batch with only short texts has no superfluous columns.
     short = task.prepare_batch({k: v[2:4] for k, v in columns.items()}, "cpu", torch.float32)
     assert short["labels"].shape == (2, 4)
 
@@ -63,7 +63,7 @@ def test_the_loss_falls_and_answers_are_generated(
             )
             assert alone.texts[0] == found.texts[row]
         plain = model.forward(**task.inputs(batch)).logits
-    assert torch.equal(found.logits, plain)  # the encoder's one pass serves both
+    assert torch.equal(found.logits, plain)  # The encoder runs once for both.
     assert found.texts == ["good", "good", "bad", "bad", "good", "bad"]
     merged = task.metrics.merge([task.evaluate(found, batch)])
     assert merged["accuracy"] == 1.0
@@ -93,7 +93,7 @@ def test_metrics_by_hand(byte_tokens):
     labels = torch.tensor([[7, 8, 1], [9, 1, -100]])
     logits = torch.zeros(2, 3, VOCABULARY)
     logits[0, 0, 7] = 3.0
-    logits[1, 2, 5] = float("nan")  # on padding: no part of the loss
+    logits[1, 2, 5] = float("nan")  # on padding, which the loss ignores
     batch = {"labels": labels, "classes": torch.tensor([1, 0]), "group": torch.tensor([1, 1])}
     first = math.log(math.exp(3) + VOCABULARY - 1) - 3
     want = (first + 4 * math.log(VOCABULARY)) / 5

@@ -1,4 +1,4 @@
-"""Prompts and verbalizers: which token stands for a class, and what a batch looks like."""
+"""Prompts and verbalizers: the token of each class, and the content of a batch."""
 
 import math
 
@@ -35,7 +35,7 @@ def letters(text):
 def test_first_different_token_distinguishes_classes(byte_tokens, words, bridge, answers):
     task = made(byte_tokens("llama"), words=words)
     assert task.common_prefix == letters(bridge) and task.answer_ids == letters(answers)
-    # A prompt that ends in white space needs no space of ours.
+    # A prompt that ends in white space needs no additional space.
     spaced = made(byte_tokens("llama"), text="{sentence}: ", words=[w.strip() for w in words])
     assert spaced.common_prefix == letters(bridge[1:]) and spaced.answer_ids == letters(answers)
 
@@ -102,7 +102,7 @@ def test_the_loss_falls_and_padding_changes_nothing(
     with torch.inference_mode():
         outputs = task.predict(model, batch)
         assert outputs.logits.shape == (6, 1, VOCABULARY)
-        # The same as the model says at the last token of a row that is not padded at all.
+        # The same as the output at the last token of an unpadded row.
         ids = columns["input_ids"][:1, : columns["length"][0]].long()
         plain = model.model(input_ids=ids).logits[0, -1]
         torch.testing.assert_close(
@@ -115,7 +115,7 @@ def test_loss_covers_vocabulary_and_choice_covers_verbalizers(byte_tokens):
     task = made(byte_tokens("llama"))
     no, yes = task.answer_ids
     logits = torch.zeros(3, 1, VOCABULARY)
-    logits[0, 0, yes], logits[0, 0, PAD] = 1.0, 9.0  # the likeliest token is no verbalizer
+    logits[0, 0, yes], logits[0, 0, PAD] = 1.0, 9.0  # The likeliest token is not a verbalizer.
     logits[1, 0, no] = 2.0
     logits[2, 0, yes] = float("nan")
     batch = {"labels": torch.tensor([1, 1, 1])}

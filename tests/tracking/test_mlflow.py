@@ -97,7 +97,7 @@ def test_clock_set_back_gives_no_negative_duration(uri, monkeypatch):
     assert info.end_time == info.start_time
 
 
-#: Ends before a transaction of this number, or before the file gets its name.
+#: Exits before a transaction of this number, or before the file gets its name.
 KILLED = """
     import os, signal, sys
     import sqlalchemy
@@ -305,7 +305,7 @@ def test_stopped_run_does_not_wait_for_a_server(uri, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     run = open_run(uri)
     with socket.socket() as gone:
-        gone.bind(("127.0.0.1", 0))  # nobody listens
+        gone.bind(("127.0.0.1", 0))  # nothing listens
         address = f"http://127.0.0.1:{gone.getsockname()[1]}"
         run.client, run.patience = MlflowClient(address, address), 300.0
         assert run.end("KILLED")[-1].startswith("status KILLED")
@@ -322,7 +322,7 @@ def test_short_rounds_are_sent_together(uri, monkeypatch):
     monkeypatch.setattr(run.client, "log_batch", counted)
     for step in range(5):
         run.round(step, {"accuracy": step / 10, "loss": 1.0})
-    assert sent[0] == [0]  # MLflow shows it at once
+    assert sent[0] == [0]  # MLflow shows it immediately.
     run.end("FINISHED")
     assert sent == [[0], [1, 2, 3, 4]]
     assert open_run(uri).logged_rounds() == set(range(5))
@@ -348,7 +348,7 @@ def open_cell(uri, id, name, parent=None):
 
 
 class FailsOnce:
-    """A client whose methods each fail once, as they do while a server is gone."""
+    """A client whose methods each fail once, as with a server that is down."""
 
     def __init__(self, client):
         self._client, self.failed = client, set()
@@ -396,7 +396,7 @@ def test_every_run_ends_as_its_cell(uri, monkeypatch):
     assert runs[None].info.run_name == "first-smoke seed"
     tags = {f"cells.{name}": str(number) for name, number in counts.items()}
     assert runs[None].data.tags.items() >= tags.items()
-    # A run of another call keeps that it has no parent.
+    # A run of another call still has no parent.
     assert runs["single"].data.tags["sweep.first"] == "smoke"
     assert "mlflow.parentRunId" not in runs["single"].data.tags
 

@@ -17,7 +17,7 @@ from trishul_ray.tracking.progress import (
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that the test moves."""
+    """Return a clock that the test sets."""
 
     class Clock:
         now = 100.0
@@ -74,7 +74,7 @@ def test_plain_line_per_round_has_time_left(clock):
 def test_round_zero_is_the_untuned_backbone(clock):
     console = plain()
     with RunProgress(3, console) as progress:
-        clock.now += 60  # set-up: no measure of how long a round takes
+        clock.now += 60  # Set-up time does not measure the duration of a round.
         progress.advance(0, {"accuracy": 0.1, "loss": 2.3})
         progress.advance(1, {"accuracy": 0.2, "seconds": 2})
     assert lines(console) == [
@@ -111,7 +111,7 @@ def test_terminal_gets_a_bar_with_notes_above(clock):
         progress.note("actor 1 restarted")
         progress.advance(2, {"accuracy": 0.5432})
     shown = console.file.getvalue()
-    assert "\x1b[?25l" in shown and shown.rstrip().endswith("\x1b[?25h")  # cursor given back
+    assert "\x1b[?25l" in shown and shown.rstrip().endswith("\x1b[?25h")  # The cursor is restored.
     assert "actor 1 restarted" in shown
     last = [line for line in shown.replace("\r", "\n").splitlines() if "round" in line][-1]
     for part in ("round 2/2", "accuracy 54.32%", "loss 2.5", "2 MB up", "done"):
@@ -140,7 +140,7 @@ def test_expected_cells_are_counted_from_the_start(clock):
     console = Console(file=io.StringIO(), width=100)
     with SweepProgress(console) as progress:
         progress.expect(3)
-        for name in "aab":  # two samples may be alike
+        for name in "aab":  # Two samples may be equal.
             progress.add(name, name, 2)
             progress.start(name)
             for round_ in range(3):

@@ -18,13 +18,13 @@ MASKED = [
     "federation.weighting=size",
     "partition.variant=per-label",
 ]
-#: Dropout before heads are chosen.
+#: Dropout before the selection of heads.
 DROPPED = [
     *("model.dropout=true", "budget=2", "method.selection=gradient", "method.head_fraction=0.5"),
 ]
-#: Validation rows beside the test rows, and both by client.
+#: Validation rows in addition to test rows, and both per client.
 VALIDATED = ["data.validation_share=0.2", "evaluation.per_client=true"]
-#: Random rounding up, with what it has left out kept by the clients, and another codec down.
+#: Random rounding up, with error feedback on the clients, and another codec down.
 CODED = [
     *("method=scaffold", "uploads.codec=int8", "uploads.rounding=stochastic"),
     *("uploads.error_feedback=true", "downloads.codec=topk"),
@@ -35,7 +35,7 @@ QUANTIZED = ["model.quantize=nf4", "method=fedsb"]
 
 @ray.remote(num_cpus=2)
 class Occupant:
-    """An actor of another user, which holds the whole cluster."""
+    """An actor of another user that reserves the whole cluster."""
 
     def process_id(self):
         return os.getpid()
@@ -66,7 +66,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 def test_the_number_of_actors_changes_nothing(
     small, inline_result, assert_same, drive_to_end, dropout_backbone, overrides, actors
 ):
-    """test_every_shape.py does this for one actor and two, with every shape of a run."""
+    """Compare many actors; test_every_shape.py compares one and two, with every shape of a run."""
     if "downloads.codec=topk" in overrides:
         pytest.importorskip("trishul_ray.lab")
     backbone = [f"model.name={dropout_backbone}"] if "model.dropout=true" in overrides else []
@@ -86,7 +86,7 @@ def test_the_number_of_actors_changes_nothing(
 def test_wide_round_waits_and_sums_on_actors(
     small, inline_result, assert_same, drive_to_end, monkeypatch
 ):
-    # 40 uploads are three groups; each of the thousand clients holds one row.
+    # 40 uploads are three groups; each of the thousand clients has one row.
     experiment = small(
         "federation.clients=1000",
         "federation.clients_per_round=40",

@@ -1,7 +1,7 @@
-"""Every shape of a run gives the inline bytes on actors, after kills and on more of them.
+"""Every shape of a run gives the inline bytes on actors, after kills and on more actors.
 
-A shape is what passes between a server and its clients; the methods of one shape differ in nothing
-that actors see. The contract resumes every method inline.
+A shape is the content of the messages between a server and its clients; the methods of one shape do
+not differ for actors. The contract resumes every method inline.
 """
 
 import os
@@ -18,19 +18,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 @pytest.fixture(scope="module")
 def two_actors(local_ray):
-    """The two client actors on which every run is continued."""
+    """Return the two client actors that resume every run."""
     with Workers() as workers:
         yield workers
 
 
-pytest.importorskip("trishul_ray.lab")  # its stages are in these runs
+pytest.importorskip("trishul_ray.lab")  # The stages of the lab are in these runs.
 LIMITED = "federation.compute=uniform"
-#: Shapes that differ in what a client that dies has received, kept or sent.
+#: Shapes that differ in what a dying client has received, stored or sent.
 A_CLIENT_DIES = {
     *("plain", "state at clients", "numbers beside the shared ones", "every upload", "a survey"),
     *("encoded and private", "two clients in one forward"),
 }
-#: Privacy draws its own cohorts, so the policies of the clock are apart.
+#: Privacy selects its own cohorts, so the policies of the clock are separate.
 PRIVATE = (
     "uploads.codec=int8 uploads.error_feedback=true downloads.codec=int8 privacy.noise=0.3 "
     "devices.kind=lognormal server.optimizer=adam"
@@ -61,7 +61,7 @@ SHAPES = {
 def test_actors_a_kill_and_a_resume_change_nothing(
     shape, two_actors, small, inline_result, assert_same, drive_to_end
 ):
-    # All three clients take part in every round, so that kept state is used.
+    # All three clients take part in every round, so that client state is used.
     overrides = [*SHAPES[shape].split(), "federation.clients=3", "resources.cpus_per_actor=0.5"]
     one, two = small(*overrides, "resources.actors=1"), small(*overrides, "resources.actors=2")
     assert one.id == two.id

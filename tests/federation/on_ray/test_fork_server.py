@@ -13,7 +13,7 @@ import ray
 from trishul_ray.federation.on_ray import fork_server as module
 from trishul_ray.federation.on_ray.fork_server import ForkServer
 
-#: A worker's script: what it is, and what it was given.
+#: A worker's script, which reports its process and its input.
 SCRIPT = """
 import json, os, sys
 print(json.dumps({
@@ -28,7 +28,7 @@ sys.exit(3)
 
 @pytest.fixture
 def worker(tmp_path):
-    """``worker(server, "argument")`` -> what a worker started by this server reports."""
+    """``worker(server, "argument")`` returns the report of a worker started by this server."""
     script = tmp_path / "worker.py"
     script.write_text(SCRIPT)
 
@@ -118,7 +118,7 @@ def test_server_ends_with_its_parent():
     assert server.is_running()
     process.kill()
     process.communicate()
-    gone, _ = psutil.wait_procs([server], timeout=60)  # it looks after its imports
+    gone, _ = psutil.wait_procs([server], timeout=60)  # It checks after its imports.
     assert gone
 
 

@@ -1,4 +1,4 @@
-"""Settings that actors take over from the driver."""
+"""Settings of the driver that actors apply."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A local Ray serves this machine and this process only, and leaves nothing behind for long."""
+"""A local Ray serves only this machine and this process, and leaves nothing behind for long."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ class Worker:
 
 
 def ask_for_nodes(environment, home):
-    """Return how many nodes another process sees in this one's Ray, or the error that it gets."""
+    """Return the number of nodes that another process sees in this Ray, or its error."""
     code = """
         import sys
         from ray._raylet import GcsClient
@@ -60,7 +60,7 @@ def test_local_ray_requires_token_and_keeps_home_clean(monkeypatch, tmp_path):
         for token in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64}):
             assert "InvalidAuthToken" in ask_for_nodes(token, tmp_path)
         assert ask_for_nodes(dict(os.environ), tmp_path) == "1"
-        with ray_session(7):  # the existing Ray stays
+        with ray_session(7):  # The existing Ray stays.
             assert ray.cluster_resources()["CPU"] == 1.0
         assert ray.is_initialized()
     assert not ray.is_initialized()
@@ -104,7 +104,7 @@ def test_missing_loopback_is_reported_at_once(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Ray's start is watched on Linux")
-@pytest.mark.parametrize("threads", ["1", "2"])  # a native one may receive the signal
+@pytest.mark.parametrize("threads", ["1", "2"])  # A native thread may receive the signal.
 @pytest.mark.parametrize(("again", "stuck"), [(True, 100), (False, 2)])
 def test_a_stuck_start_ends_after_a_signal(threads, again, stuck):
     code = f"""
@@ -137,7 +137,7 @@ def test_a_stuck_start_ends_after_a_signal(threads, again, stuck):
 
 @pytest.mark.slow
 def test_local_ray_folder_is_private_and_removed(monkeypatch, tmp_path):
-    """Also if the path of TMPDIR is too long for a socket; after an error its logs are kept."""
+    """Also test a TMPDIR that is too long for a socket; after an error the logs are kept."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Slices: what a run requests, what fits, and what a trial's bundles hold."""
+"""Slices: the request of a run, the fitting actors, and the bundles of a trial."""
 
 import pytest
 

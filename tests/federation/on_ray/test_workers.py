@@ -1,4 +1,4 @@
-"""Runs on the actors of an earlier run: the bytes of new actors."""
+"""Runs on the actors of an earlier run give the bytes of new actors."""
 
 import psutil
 import pytest
@@ -11,8 +11,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 TINY = ["federation.clients=3", "federation.rounds=2", "federation.local_steps=2"]
 
-#: One after another. Each leaves something that the next must not see: other trained parameters,
-#: folded bases in two terms, another precision, state at clients, limits, another seed and budget.
+#: Consecutive runs. Each leaves something that the next must not see: other trained parameters,
+#: folded bases in two terms, another precision, client state, limits, another seed and budget.
 CHAIN = [
     ["method=trishul", "method.allocation=gradient"],
     ["method=fullft"],
@@ -32,12 +32,12 @@ def workers():
 
 @pytest.fixture
 def make(small):
-    """``make("method=fedit")`` -> an experiment on one actor, of the same shape as the others."""
+    """``make("method=fedit")`` returns an experiment on one actor, of the others' shape."""
     return lambda *overrides: small(*TINY, "resources.actors=1", *overrides)
 
 
 def run(workers, experiment, drive_to_end):
-    """Drive a run to its end; the result, and the processes that it ran on."""
+    """Drive a run to its end; return the result, and the processes that it ran on."""
     with open_driver(experiment, prepare_run(experiment), "a", workers=workers) as driver:
         result = drive_to_end(driver)
         return result, driver.processes()

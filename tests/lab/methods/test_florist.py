@@ -1,4 +1,4 @@
-"""FLoRIST: the decomposition of stacked factors, the rank that is kept, and what is sent of it."""
+"""FLoRIST: the decomposition of stacked factors, the selected rank, and the components sent."""
 
 import numpy as np
 import pytest
@@ -45,12 +45,12 @@ def test_leading_part_equals_dense_product(generator, shape, clients, thresholds
         assert p == 1 or share[p - 2] < threshold + 1e-12
         found = u[:, :p] * s[:p] @ vt[:p]
         torch.testing.assert_close(found, (U[:, :p] * S[:p]) @ Vt[:p], atol=1e-8, rtol=1e-8)
-    whole = kept_rank(s, 1)  # what is left out is below the rounding of the sum of squares
+    whole = kept_rank(s, 1)  # The omitted part is below the rounding of the sum of squares.
     torch.testing.assert_close(u[:, :whole] * s[:whole] @ vt[:whole], dense, atol=1e-6, rtol=0)
 
 
 def components(server, shared):
-    """By matrix: the components that are not left out [r] bool, and the numbers in one of them."""
+    """Return the kept components [r] bool per matrix, and the entries of one component."""
     tensors = server.method.named_tensors(server.spec.layout, torch.from_numpy(shared))
     return [((a != 0).any(1), a.shape[1] + len(b)) for _, a, b in lora_pairs(tensors)]
 
@@ -108,7 +108,7 @@ def test_zero_uploads_leave_a_trainable_model(executor, tmp_path):
 
 @pytest.mark.parametrize("weighting", ["uniform", "size", "tokens"])
 def test_threshold_one_keeps_the_whole_mean(executor, tmp_path, weighting):
-    whole = ["method.threshold=1", "adapter.rank=128"]  # which no matrix exceeds
+    whole = ["method.threshold=1", "adapter.rank=128"]  # no matrix exceeds this rank
     assert max(errors_of_the_mean(executor, tmp_path, "florist", weighting, whole)) < 1e-6
 
 

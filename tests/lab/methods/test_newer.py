@@ -60,7 +60,7 @@ def test_fedsa_shares_a_and_scores_personal_models(executor, tmp_path):
     kept = server.checkpoint.client_states
     assert len(kept) >= 3 and len({arrays_digest(state) for state in kept.values()}) == len(kept)
     last = server.checkpoint.records[-1]
-    # A client's update is no function of what it sends.
+    # A client's update is not a function of its upload.
     assert "aggregation_error" not in last.diagnostics
     # By hand: put A, B and the head of each client into the vector, and score all test rows.
     broadcast = server.broadcast()
@@ -85,7 +85,7 @@ def test_fedsa_shares_a_and_scores_personal_models(executor, tmp_path):
     for client in own.keys() - scores.keys():  # never sampled
         assert own[client] == of_global[client]
     assert last.scores["personal_mean"] == pytest.approx(np.mean(list(own.values())))
-    # Scoring more models changes no training.
+    # Scoring additional models does not change training.
     plain = run(executor(*options), tmp_path)
     assert state_digest(plain.checkpoint.state) == state_digest(server.checkpoint.state)
     assert "personal_mean" not in plain.checkpoint.records[-1].scores
@@ -159,7 +159,7 @@ def test_fedrot_of_strength_zero_is_fedit(executor, tmp_path):
 
 @pytest.mark.parametrize("strength", ["0.5", "1"])
 def test_fedrot_sends_the_trained_product_in_other_coordinates(executor, tmp_path, strength):
-    """In round 2 the trained factors are FedIT's: round 1 is not rotated."""
+    """In round 2 the trained factors equal FedIT's, because round 1 is not rotated."""
     options = [f"method.strength={strength}"]
     found = []
     for words in (["method=fedrot", *options], ["method=fedit"]):
@@ -191,7 +191,7 @@ def test_alignment_rotation_is_orthogonal_and_optimal(drawn, strength):
     if strength < 1:
         assert torch.linalg.det(rotation) > 0
         return
-    # No orthogonal matrix brings A nearer, whatever the coordinates in which A was trained.
+    # No orthogonal matrix brings A closer, for any coordinates in which A was trained.
     best = (rotation.mT @ own - reference).norm()
     turn = torch.linalg.qr(other).Q
     assert best <= (turn.mT @ own - reference).norm() + 1e-9
@@ -202,7 +202,7 @@ def test_alignment_rotation_is_orthogonal_and_optimal(drawn, strength):
 
 @pytest.mark.parametrize(("method", "changes"), [("fedrot", False), ("fedit", True)])
 def test_client_trains_in_its_own_coordinates(method, changes, executor, tmp_path, monkeypatch):
-    """Hard FedRot rotates them back, by A in odd rounds and by B in even ones, from round 2 on."""
+    """Hard FedRot rotates them back, by A in odd rounds and by B in even rounds, from round 2."""
     inline = executor(f"method={method}", "federation.rounds=3", *SGD)
     found, upload = [], inline.context.method.upload
 
@@ -277,7 +277,7 @@ def test_fedplora_averages_parts_over_their_trainers(executor, tmp_path, weighti
                 those = [(w, own[layer]) for w, parts, own in sent if parts[part]]
                 shares.add(len(those))
                 for _, parts, own in sent:
-                    if not parts[part]:  # in the client's model, as it was sent
+                    if not parts[part]:  # in the client's model, as sent
                         assert torch.equal(own[layer][0][part], old_A[part])
                         assert torch.equal(own[layer][1][:, part], old_B[:, part])
                 if not those:
@@ -289,7 +289,7 @@ def test_fedplora_averages_parts_over_their_trainers(executor, tmp_path, weighti
                 mean_B = sum(w * own[1][:, part] for w, own in those) / total
                 torch.testing.assert_close(a[part], mean_A, atol=1e-7, rtol=1e-5)
                 torch.testing.assert_close(b[:, part], mean_B, atol=1e-7, rtol=1e-5)
-    assert {0, 1} < shares  # some parts by nobody, some by one, some by more
+    assert {0, 1} < shares  # Some parts have no owner, some one, some more.
 
 
 def frozen_weights(server, inline):
@@ -305,7 +305,7 @@ def test_principal_factors_are_the_leading_singular_components(shape, rank):
     u, s, vt = torch.linalg.svd(weight.double(), full_matrices=False)
     torch.testing.assert_close(left @ right, u[:, :rank] * s[:rank] @ vt[:rank])
     assert left.shape == (shape[0], rank) and right.shape == (rank, shape[1])
-    kept = min(rank, *shape)  # both factors hold the root of the singular values
+    kept = min(rank, *shape)  # Both factors have the root of the singular values.
     for norms in (left.norm(dim=0), right.norm(dim=1)):
         torch.testing.assert_close(norms[:kept], s[:kept].sqrt())
         assert (norms[kept:] == 0).all()
@@ -360,7 +360,7 @@ def test_exact_frlora_reads_the_factors_of_all(executor, tmp_path):
     head = plain.spec.parameters["head"]
     read = [[r.downloaded_parameters for r in s.checkpoint.records[1:]] for s in (plain, exact)]
     lora = whole - head
-    new = len({*exact.draw(2)} - {*exact.draw(1)})  # these also download the first factors
+    new = len({*exact.draw(2)} - {*exact.draw(1)})  # These clients also download the first factors.
     dense = sum(base.size for base in exact.checkpoint.state.base.values())
     assert read == [
         [3 * whole, 3 * whole + new * lora],

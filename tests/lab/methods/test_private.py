@@ -1,4 +1,4 @@
-"""Core heads that stay with their clients (``method=trishul-private``)."""
+"""Core heads that stay on their clients (``method=trishul-private``)."""
 
 import numpy as np
 import pytest

@@ -8,13 +8,13 @@ from trishul_ray.federation.prepare import prepare_run
 
 @pytest.fixture(scope="session")
 def small_backbone(small_vit):
-    """Half of the blocks of vit-digits."""
+    """Return half of the blocks of vit-digits."""
     return [f"model.name={small_vit}"]
 
 
 @pytest.fixture
 def edge_run(small, drive_to_end):
-    """``edge_run("method=ravan", ..., stop=1)`` -> the result of a run; it may stop and resume."""
+    """``edge_run("method=ravan", ..., stop=1)`` runs it, and may stop and resume."""
 
     def run(*overrides, stop=None):
         experiment = small("resources.backend=inline", *overrides)

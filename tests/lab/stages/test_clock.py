@@ -1,4 +1,4 @@
-"""Devices, the seconds of a client's round, and the clients that count."""
+"""Devices, the duration of a client's round, and the clients that count."""
 
 import math
 
@@ -42,7 +42,7 @@ def test_medians_and_spreads_are_configured():
         (found.down, 20, 0.5),
     ):
         log = np.log(values / median)
-        # Standard errors of 40,000 samples: 0.005 and 0.0035 spreads.
+        # Standard errors of 40,000 samples: 0.005 and 0.0035 standard deviations.
         assert abs(np.median(log)) < 0.03 * spread
         assert abs(log.std() - spread) < 0.02 * spread
 
@@ -118,7 +118,7 @@ def test_a_round_of_known_numbers():
 
 @st.composite
 def rounds(draw):
-    """Clients, and the moments at which they finish each part."""
+    """Draw clients, and the times at which they finish each part."""
     count = draw(some)
     parts = draw(st.lists(st.tuples(positive, positive, positive), min_size=count, max_size=count))
     return np.arange(count) * 3 + 1, Moments(*np.array(parts).T.cumsum(axis=0))

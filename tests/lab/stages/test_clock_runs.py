@@ -1,4 +1,4 @@
-"""Runs on the clock: what it changes and what it leaves, in whole runs on digits."""
+"""Runs on the clock: changed and unchanged results, in whole runs on digits."""
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ from trishul_ray.lab.clock.stage import Clock
 from trishul_ray.runs.runner import central_twin
 
 ON = "devices.kind=lognormal"
-#: A backbone of more patches, whose layers cost most, so that some clients miss a deadline.
+#: A backbone of more patches, dominated by its layers, so that some clients miss a deadline.
 DIGITS = "model=vit-digits"
 #: All policies: some clients disappear, some are late.
 ALL = [
@@ -40,7 +40,7 @@ def test_devices_do_not_change_cohorts_or_model(edge_run):
     assert without_clock(timed) == without_clock(plain)
     assert not any(r.stages or r.missing for r in plain.checkpoint.records)
     assert clocks(timed)[0] > 0
-    # To ask as many as are wanted, and to wait for all, is no policy; nor is a generous deadline.
+    # Selecting exactly m clients and waiting for all is not a policy. Nor is a long deadline.
     for words in (["cohort.extra=1.0", "cohort.deadline=null"], ["cohort.deadline=1e9"]):
         same = edge_run("method=ravan", ON, *words)
         assert (same.digest, clocks(same)) == (plain.digest, clocks(timed))
@@ -63,7 +63,7 @@ def test_seconds_follow_from_bytes_and_flops(edge_run, codec):
 
 
 def test_full_fine_tuning_costs_three_forward_passes(edge_run):
-    """A frozen backbone costs two; the adapters come on top."""
+    """A frozen backbone costs two; the adapters are added."""
     full = edge_run("method=fullft", DIGITS, ON, "federation.rounds=1").spec.flops
     lora = edge_run("method=fedit", DIGITS, ON, "federation.rounds=1").spec.flops
     assert full.backbone == lora.backbone > 0
@@ -73,7 +73,7 @@ def test_full_fine_tuning_costs_three_forward_passes(edge_run):
 
 @pytest.mark.parametrize("method", ["ravan", "fedit"])
 def test_flops_do_not_depend_on_the_precision(edge_run, method):
-    """The same products are called by other names: those added in place count, too."""
+    """The same products have other names, and products that are added in place also count."""
     words = [f"method={method}", ON, "federation.rounds=1", "adapter.path=factored"]
     exact, half = (edge_run(*words, f"model.precision={p}") for p in ("fp32", "bf16"))
     assert exact.spec.flops == half.spec.flops
@@ -136,7 +136,7 @@ def test_round_with_too_few_clients_repeats(edge_run):
     words = ["method=fedit", ON, "cohort.dropout=0.6", "federation.rounds=6"]
     records = edge_run(*words).checkpoint.records[1:]
     assert sum(r.stages["abandoned"] for r in records) > 0
-    assert all(2 <= len(r.clients) <= 3 for r in records)  # the quorum is a half
+    assert all(2 <= len(r.clients) <= 3 for r in records)  # The quorum is a half.
     for record in records:
         down = record.downloaded_parameters // (record.uploaded_parameters // len(record.clients))
         assert down == record.stages["asked"]
@@ -185,7 +185,7 @@ def test_privacy_draws_the_cohort_that_the_clock_times(edge_run):
     assert timed.digest == plain.digest
     records = timed.checkpoint.records[1:]
     assert [r.clients for r in records] == [r.clients for r in plain.checkpoint.records[1:]]
-    assert [] in [r.clients for r in records]  # Poisson sampling may draw nobody
+    assert [] in [r.clients for r in records]  # Poisson sampling may select nobody.
     for record, seconds in zip(records, np.diff([0.0, *clocks(timed)]), strict=True):
         assert (seconds > 0) == bool(record.clients)
         assert record.stages["asked"] == len(record.clients)
@@ -199,7 +199,7 @@ def test_content_of_device_file_is_in_id(small, tmp_path, edge_run):
 
     one, same, other = (small(*write(*words)) for words in (("a", 1e7), ("b", 1e7), ("c", 2e7)))
     assert one.id == same.id != other.id
-    # Elsewhere, without the file, it is the same experiment.
+    # On another machine, without the file, it is the same experiment.
     fields = one.to_dict()
     (tmp_path / "a").unlink()
     assert build_experiment(fields).id == one.id
@@ -207,7 +207,7 @@ def test_content_of_device_file_is_in_id(small, tmp_path, edge_run):
     with pytest.raises(InputError, match=r"devices\.path='.*b' has changed"):
         check_content(same)
     result = edge_run("method=fedit", *write("d", 1e7))
-    assert len(set(np.round(np.diff(clocks(result)), 9))) == 1  # all alike
+    assert len(set(np.round(np.diff(clocks(result)), 9))) == 1  # all equal
 
 
 def test_central_training_has_neither_devices_nor_a_cohort(small):

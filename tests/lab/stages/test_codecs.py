@@ -25,7 +25,7 @@ NAMES = [*CODECS.names(), *sorted(file.stem for file in FOLDER.glob("*.py"))]
 
 @pytest.fixture(scope="module", autouse=True)
 def example_codecs():
-    """The codecs of ``newcomers/`` are registered in these tests."""
+    """Register the codecs of ``newcomers/`` for these tests."""
     with unloaded_after():
         for file in sorted(FOLDER.glob("*.py")):
             load_plugin(file)
@@ -46,7 +46,7 @@ def decoded(codec, change, sizes, rng=None):
 
 @st.composite
 def messages(draw):
-    """Sizes of units, and a change of them: some units zero, sparse or equal, of any scale."""
+    """Draw sizes of units, and a change: some units zero, sparse or equal, of any scale."""
     rng, changes = stream(draw(st.integers(0, 2**20))), []
     for size in draw(st.lists(st.integers(0, 150), max_size=6)):
         values = rng.standard_normal(size)
@@ -59,7 +59,7 @@ def messages(draw):
             values = np.sign(values)
         changes.append(values * draw(st.sampled_from([1.0, 1e-30, 1e-6, 1e9])))
     change = np.concatenate([np.zeros(0), *changes]).astype(np.float32)
-    change.flags.writeable = False  # as it comes from the object store
+    change.flags.writeable = False  # like an array from the object store
     return np.array([len(each) for each in changes], dtype=np.int64), change
 
 
@@ -88,7 +88,7 @@ def test_stochastic_rounding_is_right_on_average(name):
 @pytest.mark.parametrize(("name", "bits", "block"), [("int8", 8, 10**9), ("int4", 4, 64)])
 @pytest.mark.parametrize("way", ["nearest", "stochastic"])
 def test_integers_have_their_size_and_error(name, bits, block, way):
-    """Evenly spread remainders have a mean square of 1/12 steps; rounded at random, 1/6."""
+    """Uniform remainders have a mean square of 1/12 steps; rounded at random, 1/6."""
     sizes = np.array([110 * 110, 1000])
     change = stream(0).standard_normal(sizes.sum()).astype(np.float32)
     codec = codec_of(name, rounding=way)

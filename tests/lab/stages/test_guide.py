@@ -44,7 +44,7 @@ def test_example_sends_one_bit_per_entry(example):
 
 
 def test_error_feedback_removes_the_bias(example):
-    """The mean of the uploads of one change, round after round, tends to it."""
+    """The mean of the uploads of one change converges to it over rounds."""
     unit = Unit("head:weight", "classifier", slice(0, 20), slice(0, 20))
     change = Change(np.random.default_rng(0).standard_normal(20).astype(np.float32), {})
     gaps = {}

@@ -32,7 +32,7 @@ STRATEGIES = {
 
 @pytest.fixture
 def trained(monkeypatch):
-    """The clients that have trained, or answered a survey."""
+    """Return the clients that have trained, or responded to a survey."""
     found, train = set(), InlineExecutor.train
 
     def noted(self, broadcast, jobs):
@@ -45,7 +45,7 @@ def trained(monkeypatch):
 
 @pytest.fixture
 def checkpoint_of(small, drive_to_end):
-    """``checkpoint_of("method=ravan", ...)`` -> the last checkpoint of a run."""
+    """``checkpoint_of("method=ravan", ...)`` returns the last checkpoint of a run."""
 
     def run(*words):
         experiment = small("resources.backend=inline", *words)
@@ -113,7 +113,7 @@ def test_shards_are_independent_of_held_out_clients(small):
 
 
 def test_guarantee_covers_participants(small):
-    """Seven of ten clients: a round's three are drawn from these."""
+    """Seven of ten clients: the three clients of a round are sampled from these."""
     noise = "privacy.noise=1"
     one, other = guarantee(small(*ON, noise)), guarantee(small("federation.clients=7", noise))
     assert (one.clients, one.epsilon()) == (7, other.epsilon())

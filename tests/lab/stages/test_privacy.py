@@ -23,7 +23,7 @@ UNITS = tuple(LAYOUT.units(["a.core", "b.core", "head:w"]))
 
 
 def private(z=1.0, *, norm=1.0, shares=None, sent=None, extra=0):
-    """The stage of a run with 4 of 20 clients a round."""
+    """Create the stage of a run with 4 of 20 clients per round."""
     words = [f"privacy.noise={z}", f"privacy.clip={norm}", "federation.clients_per_round=4"]
     settings = load_experiment(None, ["federation.clients=20", *words])
     stage = Privacy(settings.stages["privacy"], settings)
@@ -59,13 +59,13 @@ def test_a_clipped_change_has_at_most_the_norm(shared, extra, bound):
 def test_a_change_of_zero_or_infinite_norm_stays():
     zero = np.zeros(3, dtype=np.float32)
     assert clip(zero, {}, 0.1)[0] is zero
-    broken = np.array([np.inf, 1], dtype=np.float32)  # the server rejects it
+    broken = np.array([np.inf, 1], dtype=np.float32)  # The server rejects it.
     assert clip(broken, {}, 0.1)[0] is broken
 
 
 @given(uploads=arrays(np.float32, (5, 7), elements=floats), bound=st.floats(0.1, 10))
 def test_sums_of_neighboring_cohorts_differ_by_the_norm(uploads, bound):
-    """Units that a client leaves out are zeros, which only shrink its norm."""
+    """Units that a client does not train are zeros, which only reduce its norm."""
     clipped = [clip(upload, {}, bound)[0].astype(np.float64) for upload in uploads]
     for left_out in range(5):
         rest = [c for i, c in enumerate(clipped) if i != left_out]
@@ -91,7 +91,7 @@ def test_noiseless_mean_divides_by_expected_cohort():
 
 
 def test_noise_has_its_variance_in_every_unit():
-    """Sums of squares are chi-square; limits at 1e-6, for units trained by a half or by all."""
+    """Sums of squares are chi-square; limits at 1e-6, for units trained by half or all clients."""
     shares, norm, z = np.array([0.5, 0.25, 1, 1, 0.5, 1.0]), 3.0, 1.7
     stage, none = private(z, norm=norm, shares=shares, extra=40), np.zeros(40)
     found = [mean_of(stage, number, extra=none) for number in range(1, 51)]

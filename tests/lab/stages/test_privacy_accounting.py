@@ -24,7 +24,7 @@ from trishul_ray.lab.privacy.stage import poisson_cohort
 
 
 def gaussian_epsilon(sigma, delta):
-    """ε of one Gaussian: δ(ε) = Φ(1/(2σ) - εσ) - e^ε Φ(-1/(2σ) - εσ), solved for ε."""
+    """Compute ε of one Gaussian: δ(ε) = Φ(1/(2σ) - εσ) - e^ε Φ(-1/(2σ) - εσ), solved for ε."""
 
     def gap(epsilon):
         first = norm.cdf(0.5 / sigma - epsilon * sigma)
@@ -34,7 +34,7 @@ def gaussian_epsilon(sigma, delta):
 
 
 def fixed_epsilon(z, population, cohort, rounds, delta):
-    """ε of cohorts without replacement, by the bound of Wang, Balle and Kasiviswanathan.
+    """Compute ε of cohorts without replacement (Wang, Balle and Kasiviswanathan).
 
     "Subsampled Rényi Differential Privacy and Analytical Moments Accountant", AISTATS 2019, arXiv
     1808.00087, Theorem 27. One client replaces another, so the Gaussian has multiplier z / 2. B(l)
@@ -86,7 +86,7 @@ def test_when_everyone_takes_part_rounds_are_one_gaussian(z, rounds):
     ],
 )
 def test_poisson_epsilon_agrees_with_opacus(population, cohort, rounds, z):
-    """Its PRV accountant composes by Fourier transforms, and adds a bound on its error, 0.01."""
+    """Its PRV accountant composes with Fourier transforms, and adds a bound on its error, 0.01."""
     delta = PrivacyConfig(noise=z).delta_for(population)
     theirs = PRVAccountant()
     theirs.history = [(z, cohort / population, rounds)]
@@ -100,7 +100,7 @@ def test_poisson_epsilon_agrees_with_opacus(population, cohort, rounds, z):
     "z, q, rounds", [(1.0, 1e-3, 1000), (2.0, 1e-3, 1000), (3.0, 1e-3, 5000), (1.0, 1e-4, 1000)]
 )
 def test_epsilon_of_small_rates_equals_composed_densities(z, q, rounds):
-    """The loss of removing a client, by its density on a fine grid, composed by an FFT in float64.
+    """Compute the loss of removing a client on a fine grid, composed with an FFT in float64.
 
     L = log(1 - q + q exp((2x - 1) / 2z^2)), with x of the mixture of N(0, z^2) and N(1, z^2).
     """

@@ -1,4 +1,4 @@
-"""Private runs: kinds of methods, resumed runs, cohorts of nobody, refusals, budgets."""
+"""Private runs: kinds of methods, resumed runs, empty cohorts, rejections, budgets."""
 
 import math
 
@@ -41,7 +41,8 @@ def test_first_norm_is_an_optimizer_walk(edge_run):
     numbers = sum(result.spec.expected.lengths.values())
     norm = result.checkpoint.records[1].stages["privacy_clip_norm"]
     assert norm == 0.01 * math.sqrt(4 * numbers)
-    assert numbers == 2 * len(result.checkpoint.state.shared)  # the variate is clipped with it
+    # The variate is clipped together with it.
+    assert numbers == 2 * len(result.checkpoint.state.shared)
 
 
 @pytest.mark.parametrize("method", ["fedsvd", "rolora"])
@@ -56,12 +57,12 @@ def test_first_norm_counts_uploads_of_a_round(method, edge_run):
 
 @pytest.mark.parametrize("method", KINDS)
 def test_full_cohort_without_noise_is_plain_mean(method, edge_run):
-    """Up to rounding, which local steps of later rounds enlarge: Adam divides by what is small."""
+    """Compare up to rounding, which local steps of later rounds amplify (Adam)."""
     everyone = [f"method={method}", "federation.clients_per_round=4", "rounds=1"]
     plain, private = edge_run(*everyone), edge_run(*everyone, "privacy.noise=0", "privacy.clip=1e6")
     first, second = (run.checkpoint.state.shared for run in (plain, private))
     np.testing.assert_allclose(second, first, atol=1e-6, rtol=0)
-    assert "privacy_epsilon" not in private.checkpoint.records[-1].stages  # it has none
+    assert "privacy_epsilon" not in private.checkpoint.records[-1].stages  # It has no epsilon.
     assert "privacy: ε = ∞ (privacy.noise=0)" in "".join(private.events)
 
 
@@ -98,7 +99,7 @@ def test_run_keeps_its_initial_noise_scale(edge_run, small, monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 def test_a_survey_is_one_more_release(edge_run, small, sampling):
-    """Fed-SB's bases: epsilon after t rounds is that of t + 1 of a method without a survey."""
+    """Fed-SB's bases: epsilon after t rounds equals t + 1 rounds of a method without a survey."""
     words = ["privacy.noise=2", f"privacy.sampling={sampling}"]
     found = edge_run("method=fedsb", *words, "rounds=2")
     one, two = (record.stages["privacy_epsilon"] for record in found.checkpoint.records[1:])
@@ -128,14 +129,14 @@ def test_survey_response_is_clipped_noisy_and_normalized(small, tmp_path):
     assert server.checkpoint.records[0].uploaded_parameters == len(clients) * noise.size
     server.stages.cohort = lambda number, cohort: Cohort([])
     again = server.survey()
-    for layer, answer in again.items():  # the same noise, and nothing else
+    for layer, answer in again.items():  # only the same noise
         np.testing.assert_allclose(answer, told[layer] - total[layer] / 2, atol=1e-12)
     assert server.checkpoint.records[0].uploaded_parameters == 0
     inline.close()
 
 
 def test_round_with_empty_cohort_adds_noise(edge_run):
-    """With 1 client of 4 on average, the seed's first rounds have some without any."""
+    """With 1 of 4 clients on average, some of the seed's first rounds have no clients."""
     result = edge_run(
         "method=fedit", "federation.clients_per_round=1", "federation.rounds=6",
         "privacy.noise=1", "privacy.clip=0.01",
@@ -147,7 +148,7 @@ def test_round_with_empty_cohort_adds_noise(edge_run):
 
 @pytest.mark.parametrize("words", ["trishul", "scaffold", "fedit federation.stacked=2"])
 def test_diverging_clients_count_as_zeros(words, edge_run):
-    """A run that ended for it would reveal their data. All of them diverge here."""
+    """Ending the run would reveal their data. All clients diverge here."""
     options = [*f"method={words}".split(), "optimizer.lr=1e30", "rounds=2"]
     result = edge_run(*options, "privacy.noise=1", "privacy.clip=1e-6")
     for record in result.checkpoint.records[1:]:
@@ -160,7 +161,7 @@ def test_diverging_clients_count_as_zeros(words, edge_run):
 
 
 def test_limited_units_are_divided_by_expected_share(edge_run):
-    """All heads of a layer are as likely, so noise of each has one deviation; heads have more."""
+    """All heads of a layer are equally likely, so their noise has one deviation."""
     result = edge_run(
         "method=ravan", "method.head_fraction=0.5", "federation.rounds=1",
         "privacy.noise=1000", "privacy.clip=1", "federation.clients_per_round=4",
@@ -263,7 +264,7 @@ def test_central_twin_has_no_privacy_and_no_traffic(small):
     ],
 )  # fmt: skip
 def test_encoded_and_masked_contributions_are_clipped(small, tmp_path, words, codec):
-    """Decoded uploads have at most the norm, over all that a client sends; epsilon is the same."""
+    """Decoded uploads have at most the norm, over all tensors of a client; epsilon is the same."""
     options = [*f"method={words}".split(), f"uploads.codec={codec}"]
     experiment = small("privacy.noise=1", "privacy.clip=0.05", *options)
     inline = InlineExecutor(experiment, prepare_run(experiment))
@@ -272,7 +273,7 @@ def test_encoded_and_masked_contributions_are_clipped(small, tmp_path, words, co
     server = server_of(executor, tmp_path)
     server.step()
     norms = [norm_of([u.arrays.shared, *u.arrays.extra.values()]) for u in executor.uploads]
-    assert norms and max(norms) <= 0.05 and min(norms) > 0.0499  # all were longer
+    assert norms and max(norms) <= 0.05 and min(norms) > 0.0499  # All changes were longer.
     sizes = server.spec.expected.unit_sizes
     for upload in executor.uploads:
         assert (upload.active is None) == ("fraction" not in words)

@@ -1,4 +1,4 @@
-"""Attackers, and the rules that the server may put in place of the mean."""
+"""Attackers, and the rules with which the server can replace the mean."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Promises of all sections that are off by default, with every method that they compose with."""
+"""Contract checks of all optional sections, with every method that supports them."""
 
 import pytest
 from contract.digests import outcome
@@ -7,7 +7,7 @@ from method_runs import BY_MEAN, resumed
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import build_experiment, load_experiment
 
-#: Settings of one section each, no two alike.
+#: Settings of one section each, all different.
 ON = {
     "uploads": [
         *("codec=int8", "codec=int4", "codec=topk", "codec=topk uploads.density=0.1"),
@@ -22,7 +22,7 @@ ON = {
     "cohort": ["extra=1.3 devices.kind=lognormal"],
     "server": ["optimizer=yogi", "optimizer=adam"],
 }
-#: A setting in words that is the default.
+#: A setting that equals the default.
 OFF = ["uploads.codec=none", "downloads.codec=none", "server.optimizer=none", "devices.kind=none"]
 #: Sections that a run may have at once.
 TOGETHER = {
@@ -70,7 +70,7 @@ def test_epochs_are_rejected_if_steps_count(setting, message):
 @pytest.mark.parametrize("name", BY_MEAN)
 def test_methods_that_need_only_the_mean_resume(name, sections, executor, tmp_path):
     words = TOGETHER[sections]
-    if name == "fedsvd":  # which rejects them
+    if name == "fedsvd":  # This method rejects them.
         refused = ("server.optimizer", "uploads.error_feedback")
         words = [word for word in words if not word.startswith(refused)]
     whole, parts = resumed(executor(f"method={name}", *words), tmp_path)

@@ -1,4 +1,4 @@
-"""Server optimizers: their published formulas, what stays untouched, what they compose with."""
+"""Server optimizers: their published formulas, unchanged entries, and compatible sections."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ changes = arrays(np.float32, (6, 4), elements=st.floats(-4, 4, width=32))
 
 
 def steps_of(options, rounds):
-    """The steps of all rounds of fully trained entries."""
+    """Return the steps of all rounds of fully trained entries."""
     moments, steps = {}, []
     for change in rounds:
         step, moments = server_step(change, moments, options, np.ones(len(change), dtype=bool))
@@ -25,7 +25,7 @@ def steps_of(options, rounds):
 
 
 def by_entry(kind, lr, b1, b2, tau, entry):
-    """The steps of one entry over rounds, as published, in plain Python."""
+    """Compute the steps of one entry over rounds, as published, in plain Python."""
     m, v, out = 0.0, tau**2, []
     for d in map(float, entry):
         if kind == "sgd":
@@ -76,7 +76,7 @@ def test_untrained_entries_and_their_moments_stay(kind):
 
 @pytest.mark.parametrize("method", KINDS)
 def test_sgd_at_rate_one_applies_the_mean(method, edge_run):
-    # One round: Adam of the clients amplifies the rounding of one in the next.
+    # One round: Adam on the clients amplifies the rounding of a round in the next.
     options = [f"method={method}", "rounds=1"]
     plain = edge_run(*options)
     moved = edge_run(*options, "server.optimizer=sgd", "server.momentum=0")

@@ -1,4 +1,4 @@
-"""Messages of runs: bytes that are real, error feedback, coded broadcasts."""
+"""Messages of runs: real bytes, error feedback, encoded broadcasts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ SIZES = np.array([unit.size for unit in UNITS])
 
 
 def uploads(codec, **fields):
-    """The upload hook of a run of FedIT."""
+    """Return the upload hook of a run of FedIT."""
     settings = SimpleNamespace(method=SimpleNamespace(name="fedit"))
     return Uploads(UploadsConfig(codec=codec, **fields), settings).send
 
@@ -65,7 +65,7 @@ def test_bytes_are_counted_and_untrained_units_skipped(name):
     error = np.linalg.norm(sent.shared - change.shared) / np.linalg.norm(change.shared)
     assert sent.metrics["codec_error"] == pytest.approx(error)
     assert not sent.kept
-    # The first filter is no exception to the rule that given arrays are not written to.
+    # The first filter must also not write to given arrays.
     np.testing.assert_array_equal(change.shared, change_of(np.random.default_rng(0), active).shared)
 
 
@@ -88,7 +88,7 @@ def test_extra_vectors_of_a_method_are_coded(name):
 
 @pytest.mark.parametrize("name", CODECS.names())
 def test_short_vectors_are_sent_unchanged(name):
-    """They are no changes: a share of 1 must not be read as 0, nor be made up for later."""
+    """They are not changes: a fraction of 1 must not be read as 0, or corrected later."""
     rng, few = np.random.default_rng(0), np.float32([1, 1e-6, 0.5])
     each = uploads(name, error_feedback=True)
     alone, change = each(change_of(rng), sender()), change_of(np.random.default_rng(0))
@@ -125,7 +125,7 @@ def test_error_feedback_sends_all_but_the_residual(name, seed, rounds, partly):
         total += change.shared
         sent += result.shared
         size += np.abs(change.shared).max() + np.abs(kept["left/shared"]).max()
-    # Two roundings a round: of the sum, and of what is left of it.
+    # Two roundings per round: of the sum, and of its remainder.
     allowed = rounding(2, 2 * size + np.abs(sent).max())
     np.testing.assert_allclose(sent, total - kept["left/shared"], atol=allowed, rtol=0)
 
@@ -171,7 +171,7 @@ def test_resumed_run_sends_the_same_bytes(method, codec, edge_run, small, assert
         assert kept.keys() == stored[1][client].keys() >= {"left/shared"}
         for name, values in kept.items():
             np.testing.assert_array_equal(values, stored[1][client][name])
-    assert not again.checkpoint.kept  # a result is small
+    assert not again.checkpoint.kept  # A result is small.
 
 
 def test_run_bytes_follow_the_format(edge_run):
@@ -203,14 +203,14 @@ def test_training_uses_coded_broadcast_and_scores_state(small):
 
 
 def test_server_stores_the_exact_state(edge_run):
-    """With one entry in ten sent, the untouched nine tenths are not lost on the server."""
+    """With one of ten entries sent, the server keeps the unsent nine tenths."""
     options = ["method=fedit", "rounds=1"]
     plain = edge_run(*options)
     coded = edge_run(*options, "downloads.codec=topk", "downloads.density=0.1")
     before, after = plain.checkpoint.state.shared, coded.checkpoint.state.shared
     assert (before != after).any()
     assert (after != 0).mean() > 0.5
-    # The server's state is scored: before the first round, the untouched backbone.
+    # The server's state is scored: before the first round, the untuned backbone.
     assert plain.checkpoint.records[0].scores == coded.checkpoint.records[0].scores
 
 

@@ -1,4 +1,4 @@
-"""FedMedian: LoRA factors, aggregated by the median of each coordinate.
+"""FedMedian: LoRA factors, aggregated by the coordinate-wise median.
 
 Yin et al.: "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates", ICML 2018,
 arXiv 1803.01498. With an even number of uploads, the median is the mean of the middle two. It has

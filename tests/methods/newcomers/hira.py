@@ -1,4 +1,4 @@
-"""HiRA: the frozen weight times a low-rank product, entry by entry.
+"""HiRA: the elementwise product of the frozen weight and a low-rank product.
 
 Huang et al.: "HiRA: Parameter-Efficient Hadamard High-Rank Adaptation for Large Language Models",
 ICLR 2025. ``W <- W + W o (B A)``, whose update depends on the frozen weight and has any rank.

@@ -1,4 +1,4 @@
-"""half: float16 with one scale a unit, written by the guide alone."""
+"""half: float16 with one scale per unit, written using only the guide."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from trishul_ray.lab.codecs.base import Codec, register_codec
 
 @register_codec("half")
 class Half(Codec):
-    """Two bytes an entry, relative to the largest of its unit."""
+    """Two bytes per entry, relative to the largest entry of its unit."""
 
     def pack(self, values, sizes, rng):
         scales = self._scales(values, sizes)
@@ -19,7 +19,7 @@ class Half(Codec):
         return values * np.repeat(scales, sizes)
 
     def bound(self, values, sizes):
-        # Half the distance of neighbours: 2^-11 of an entry, and 2^-25 below the smallest normal.
+        # Half the distance of neighbors: 2^-11 of an entry, and 2^-25 below the smallest normal.
         scales = np.repeat(self._scales(values, sizes), sizes)
         return 2.0**-11 * np.abs(values) + 2.0**-25 * scales
 
