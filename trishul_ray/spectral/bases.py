@@ -1,8 +1,8 @@
 """Frozen bases of a multi-head adapter.
 
 Head i of a layer adapts ``W`` by ``s_i B_i H_i A_i`` (TRISHUL, eq. forward; RAVAN, sec. 3). The
-bases of all heads are concatenated: ``basis_B`` [d_out, h r] holds B_i in its columns
-``i r : (i + 1) r``, and ``basis_A`` [h r, d_in] holds A_i in the same rows.
+bases of all heads are concatenated: ``basis_B`` [d_out, h r] has B_i in its columns
+``i r : (i + 1) r``, and ``basis_A`` [h r, d_in] has A_i in the same rows.
 
 ==================  ================================================  ==========================
 init                definition                                        B_i^T B_j (and A_i A_j^T)

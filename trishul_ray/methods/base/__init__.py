@@ -83,8 +83,8 @@ class Method:
     """Base class of federated methods.
 
     Subclasses set the class attributes and override the hooks that they need. Instances store only
-    their configuration: one instance serves every client. Tensors of a round belong to
-    :meth:`LocalRun.set_state`, and tensors of a client between rounds to the second result of
+    their configuration, because one instance serves every client. Store tensors of a round with
+    :meth:`LocalRun.set_state`, and return tensors that a client keeps between rounds from
     :meth:`upload`.
 
     Args:
