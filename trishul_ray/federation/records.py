@@ -42,6 +42,7 @@ class RoundRecord:
 
     round: int
     clients: list[int] = field(default_factory=list)
+    # prose: pet-verb: checkpoints store this name
     refused: dict[str, str] = field(default_factory=dict)
     accepted_uploads: list[int] = field(default_factory=list)
     train_loss: float | None = None

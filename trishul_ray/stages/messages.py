@@ -159,6 +159,7 @@ class Partial:
     unit_weight: np.ndarray
     unit_clients: np.ndarray
     clients: list[int] = field(default_factory=list)
+    # prose: pet-verb: the name of a field
     refused: dict[int, str] = field(default_factory=dict)
 
 

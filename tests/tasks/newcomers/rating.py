@@ -28,7 +28,7 @@ class Rating(SequenceClassification):
         try:
             numbers = tuple(map(float, info.classes))
         except ValueError:
-            raise InputError(f"task.kind=rating: {info.classes} are no numbers") from None
+            raise InputError(f"task.kind=rating: classes {info.classes} must be numbers") from None
         task.numbers = numbers
         return task
 
