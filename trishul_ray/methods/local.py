@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Local(AnyAdapter):
     """Train on each client separately."""
 
-    summary = "no federation: each client trains a separate adapter (personalized models)"
+    summary = "no federation: each client trains a separate adapter (personal models)"
     reference = "the usual baseline of personalization"
     communication = "nothing"
     rates_like = "fedit"
