@@ -82,7 +82,7 @@ def backends(setup: Setup) -> Section:
         inline.step()
         ray.step()
         same = inline.final().digest == ray.final().digest
-    rows, goals = [], [Goal("backends that ended with other bytes", float(not same), 0.0)]
+    rows, goals = [], [Goal("different final states of the backends", float(not same), 0.0)]
     data: dict[str, Any] = {"same_bytes": same}
     for kind, measured in seconds.items():
         times = {name: Times.of(values) for name, values in measured.items()}
@@ -116,10 +116,10 @@ def backends(setup: Setup) -> Section:
         [
             f"{fed.clients_per_round} clients x {fed.local_steps} steps of {fed.batch_size}, "
             f"{setup.experiment.resources.threads} threads, one Ray actor; medians (min-max) of "
-            f"{len(seconds['training']['ray'])} rounds of each kind, ratios of neighbours",
+            f"{len(seconds['training']['ray'])} rounds of each kind, ratios of adjacent rounds",
             "a round includes broadcast, reduction, diagnostics and checkpoint; the limit covers "
-            "the training batches alone",
-            f"Ray's workers run at niceness {os.environ[NICENESS]} (Ray's default is 15)",
+            "only the training batches",
+            f"niceness of Ray's workers: {os.environ[NICENESS]} (default: 15)",
         ],
         goals,
         data,

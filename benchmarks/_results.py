@@ -113,7 +113,7 @@ def told_by(script: str | None, parts: Sequence[str] = ()) -> argparse.ArgumentP
         known, names = [*parts, [*parts]], " ".join(parts)  # the last is the default
         add = parser.add_argument
         add("parts", nargs="*", metavar="PART", choices=known, default=[*parts], help=names)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     return parser
 
 
@@ -166,7 +166,7 @@ class Report:
         if self.busy:
             self.console.print(
                 f"this machine is busy ({self.load:.1f} runnable processes per CPU): ratios of "
-                "neighbouring measurements still mean something, seconds do not",
+                "adjacent measurements are still meaningful, but seconds are not",
                 style="yellow",
             )
 

@@ -168,10 +168,10 @@ def prox(place: Place) -> None:
             error = float(torch.linalg.matrix_norm(wrong, ord=2).max()) / largest
             seconds = per_call(place, partial(svt, here, threshold), 3)
             rows.append([f"{n} x {r}", f"{share:g}", milliseconds(seconds), f"{error:.1e}"])
-            title = f"error of the route / sigma_1, {n} x {r}, tau {share:g}"
+            title = f"error / sigma_1, {n} x {r}, tau {share:g}"
             goals.append(Goal(title, error, EXACT))
         seconds = per_call(place, partial(svt_stats, here, threshold), 1)
-        rows.append([f"{n} x {r}", "svt_stats, once a client", milliseconds(seconds), ""])
+        rows.append([f"{n} x {r}", "svt_stats, once per client", milliseconds(seconds), ""])
     columns = ["cores", "tau / sigma_1", "ms", "error / sigma_1"]
     place.add(Section("The prox", columns, rows, goals=goals))
 
@@ -248,7 +248,7 @@ def measured_steps(place: Place, experiment: Experiment, prepared: Prepared) -> 
         )
     for name, one, two in (("eager", 0, 1), ("as CUDA graphs", 2, 3), ("eager and graphs", 0, 2)):
         different = count_unequal(uploads[one], uploads[two])
-        goals.append(Goal(f"uploads with other bytes, {name}", different, 0))
+        goals.append(Goal(f"uploads that are not bitwise identical, {name}", different, 0))
     note = f"batches of {experiment.federation.batch_size}; median (min-max) of means of 10 calls"
     title = f"A local step, {precision}"
     return Section(title, ["what", "ms", "of the limit"], rows, [note], goals)
@@ -318,14 +318,14 @@ def go(place: Place, way: str, experiment: Experiment, prepared: Prepared, sourc
             ["start", f"{seconds[0]:.1f}"],
             ["a round with its evaluation, mean", f"{each:.2f}"],
             [f"of it: {fed.clients_per_round} clients' local steps", f"{steps:.2f}"],
-            ["of it: the rest of the clients, e.g. uploads", f"{of_clients - steps:.2f}"],
+            ["of it: clients, without local steps (such as uploads)", f"{of_clients - steps:.2f}"],
             ["of it: evaluation", f"{scored:.2f}"],
             ["of it: the server", f"{whole - of_clients - scored:.2f}"],
             [title, f"{total:.1f}"],
         ]
         note = (
             f"{fed.rounds} rounds of {fed.clients_per_round} clients x {fed.local_steps} steps of "
-            f"{fed.batch_size}, bf16, inline; every test image after every round, 500 at once; "
+            f"{fed.batch_size}, bf16, inline; all test images after every round, 500 per batch; "
             f"{source}"
         )
         goal, data = Goal(title, total, RUN[way]), {"seconds": seconds}
@@ -366,11 +366,11 @@ PARTS: dict[str, Callable[[Place], None]] = {"steps": steps, "run": run, "prox":
 
 def main() -> None:
     parser = told_by(__doc__, [*PARTS])
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny shapes")
+    parser.add_argument("--rehearse", action="store_true", help="run on the CPU with tiny shapes")
     parser.add_argument("--hub", help="a mirror with CIFAR-100; default TRISHUL_HUB")
     options = parser.parse_args()
     if not options.rehearse and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device; --rehearse runs on the CPU")
+        raise SystemExit("no CUDA device found; use --rehearse to run on the CPU")
     if options.hub:
         os.environ["TRISHUL_HUB"] = options.hub
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

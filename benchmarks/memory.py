@@ -147,12 +147,12 @@ def measure(options: argparse.Namespace, cache: Path, shared: bool) -> Section:
     folder = Path(options.model)
     name = folder.name if folder.is_dir() else options.model
     kind = options.precision if options.quantize == "none" else options.quantize
-    how = "shared through the page cache" if shared else "of each actor's own"
+    how = "shared through the page cache" if shared else "separate for each actor"
     return Section(
         f"{name}, {backbone:.0f} MiB in {kind}, weights {how}",
         ["actor", "interpreter MiB", "added MiB", "PSS MiB", "USS MiB", "added / backbone", "s"],
         rows,
-        ["s: seconds of loading; the first actor also prepares the file that the others map"]
+        ["s: seconds of loading; the first actor also writes the file that all actors map"]
         if shared
         else [],
         goals,
@@ -175,11 +175,16 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = told_by(__doc__)
     add = parser.add_argument
-    add("--model", default="google/vit-base-patch16-224-in21k", help="a backbone by name")
+    add("--model", default="google/vit-base-patch16-224-in21k", help="name of the backbone")
     add("--actors", type=int, default=4)
     add("--precision", choices=["fp32", "bf16"], default="fp32")
-    add("--quantize", choices=["none", "nf4", "int8"], default="none", help="weights shared alone")
-    add("--threads", type=int, default=1, help="CPU threads of an actor")
+    add(
+        "--quantize",
+        choices=["none", "nf4", "int8"],
+        default="none",
+        help="only with shared weights",
+    )
+    add("--threads", type=int, default=1, help="CPU threads per actor")
     options = parser.parse_args()
     if options.actors < 2:
         parser.error("--actors must be at least 2")

@@ -61,8 +61,8 @@ def _arguments() -> argparse.Namespace:
     add("--data", choices=["auto", "cifar100", "synthetic"], default="auto")
     add("--hub", type=Path, help="a mirror with CIFAR-100; default TRISHUL_HUB")
     add("--cache", type=Path, help="prepared data; default TRISHUL_CACHE")
-    add("--precision", choices=["fp32", "bf16"], default="fp32", help="of the frozen backbone")
-    add("--rounds", type=int, default=7, help="rounds of backend; the first warms up")
+    add("--precision", choices=["fp32", "bf16"], default="fp32", help="precision of the backbone")
+    add("--rounds", type=int, default=7, help="rounds of backend, including one warm-up")
     add("--local-steps", type=int, default=20, help="local steps of backend")
     add("--batch", type=int, default=32, help="batch size of the small ViT")
     add("--steps", type=int, default=60, help="measured steps of the small ViT")
@@ -70,7 +70,7 @@ def _arguments() -> argparse.Namespace:
     add("--large-steps", type=int, default=5, help="measured steps of ViT-B/16")
     options = parser.parse_args()
     if min(options.rounds - 2, options.steps, options.large_steps, options.local_steps) < 1:
-        parser.error("--rounds must be at least 3, and steps at least 1")
+        parser.error("--rounds must be at least 3, and numbers of steps at least 1")
     return options
 
 

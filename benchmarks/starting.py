@@ -120,11 +120,11 @@ def measure(what: str, way: str, count: int) -> dict[str, float]:
 
 def main() -> None:
     parser = told_by(__doc__)
-    parser.add_argument("--actors", type=int, default=12, help="as many as fit without forks")
-    parser.add_argument("--forks", type=int, default=100, help="actors of a last turn of forks")
+    parser.add_argument("--actors", type=int, default=12, help="actors that fit without forks")
+    parser.add_argument("--forks", type=int, default=100, help="actors of the final fork test")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--measure", help="measure one way; used by the script")
-    parser.add_argument("--way", help="that way")
+    parser.add_argument("--way", help="way to measure; used by the script")
     parser.add_argument("--run", help="run the command in one way; used by the script")
     options = parser.parse_args()
     if options.run:
@@ -167,7 +167,7 @@ def section(what: str, found: dict[str, list[dict[str, float]]]) -> Section:
         rows.append([name, *shown, *([each.show() for each in ratios] or [""] * len(others))])
         if what == "actors":
             worse = 1 / ratios[0].median if name.endswith("a second") else ratios[0].median
-            goals.append(Goal(f"{name}: how much of preloading's", worse, 1 / 1.5))
+            goals.append(Goal(f"{name}, relative to preloading", worse, 1 / 1.5))
         elif compared:
             goals.append(Goal(name, times["typed"].median, FIRST_ROUND))
     columns = ["", *found, *(f"fork / {way}" for way in found if way not in ("fork", "typed"))]

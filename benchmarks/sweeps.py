@@ -109,12 +109,12 @@ def measure_trials(options: argparse.Namespace, scratch: Path) -> Section:
         lost = each.median - whole.median
         rows.append([name, each.show(), whole.show(), f"{lost:.3f}", rounds.show()])
         data[name] = {"trials": each.values, "runs": whole.values, "rounds": rounds.values}
-        goals.append(Goal(f"lost to Tune by a trial of a second, {name}", lost, BOUND_TUNE))
+        goals.append(Goal(f"seconds lost to Tune per trial, {name}", lost, BOUND_TUNE))
     return Section(
-        f"{options.trials} short trials, one after the other, after the first",
-        ["", "a trial, s", "without Tune, s", "lost, s", "its rounds alone, s"],
+        f"{options.trials} sequential short trials, without the first",
+        ["", "a trial, s", "without Tune, s", "lost, s", "only its rounds, s"],
         rows,
-        ["medians (min-max); a run without Tune has all its files, too"],
+        ["medians (min-max); runs without Tune also write all files"],
         goals,
         data,
     )
@@ -124,9 +124,9 @@ def measure_concurrent(options: argparse.Namespace, scratch: Path) -> Section:
     """Measure rounds per second of running trials, excluding their start and end."""
     rounds = [f"federation.rounds={options.rounds}", f"federation.local_steps={options.steps}"]
     settings = {
-        "two at once, 1 actor each": (2, 1),
-        "one after the other, 2 actors": (1, 2),
-        "one after the other, 1 actor": (1, 1),
+        "two concurrent trials, 1 actor each": (2, 1),
+        "sequential, 2 actors": (1, 2),
+        "sequential, 1 actor": (1, 1),
     }
     rates = {}
     for number, (name, (concurrency, actors)) in enumerate(settings.items()):
@@ -140,10 +140,10 @@ def measure_concurrent(options: argparse.Namespace, scratch: Path) -> Section:
     together, whole, single = rates.values()
     return Section(
         f"2 trials of {options.rounds} rounds of {options.steps} local steps on 2 CPUs",
-        ["", "rounds per second", "to one after the other on 2 CPUs"],
+        ["", "rounds per second", "relative to sequential trials on 2 CPUs"],
         [[name, f"{rate:.2f}", f"{rate / whole:.2f}"] for name, rate in rates.items()],
-        [f"two at once have {together / single:.2f} times the throughput of one actor"],
-        [Goal("throughput that two at once lose", 1 - together / whole, BOUND_LOSS)],
+        [f"two concurrent trials have {together / single:.2f}x the throughput of one actor"],
+        [Goal("throughput lost by two concurrent trials", 1 - together / whole, BOUND_LOSS)],
         {"rounds_per_second": rates},
     )
 

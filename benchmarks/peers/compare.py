@@ -111,9 +111,9 @@ def section(work: Work, seconds: dict[str, list[float]]) -> Section:
         [
             f"FedIT of rank {work.rank} on q, k, v, o of a ViT {work.width}x{work.blocks}, "
             f"{work.cohort} clients x {work.steps} steps of {work.batch}, {work.threads} threads; "
-            f"medians (min-max) of {len(times[OURS].values)} rounds, ratios of neighbours",
-            "ours writes a checkpoint in every round; no system evaluates; all but the one that "
-            "says so compute in fp32",
+            f"medians (min-max) of {len(times[OURS].values)} rounds, ratios of adjacent rounds",
+            "trishul-ray writes a checkpoint in every round; no system evaluates; fp32 unless the "
+            "name of the system has bf16",
         ],
         goals,
         {"seconds": seconds},

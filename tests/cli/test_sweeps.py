@@ -28,7 +28,7 @@ def without_ray(monkeypatch):
         (["sweep"], "give tables (or all) and sweep files, or --axis"),
         (["sweep", "a.yaml", "--axis", "seed=0"], "sweep files, or --axis field=value,value"),
         (["sweep", "vision", "--plan", "--device", "x"], "--device 'x' is unknown"),
-        (["sweep", "vision", "--rates", "r.yaml"], "rates are chosen from an axis"),
+        (["sweep", "vision", "--rates", "r.yaml"], "--rates requires an axis"),
         (["sweep", "missing.yaml"], "missing.yaml"),
         (["sweep", "--axis", "method.lamb=0,1"], "method.lam"),
         (
@@ -64,7 +64,7 @@ def test_plan_needs_no_models_and_no_gpu(called, tmp_path):
     words = ["model=nobody/nothing", "resources.device=cuda", *places]
     code, out, error = called("sweep", "--plan", "--axis", "seed=0,1", *words)
     assert code == 0, error
-    assert "2 runs of unknown time: model.name='nobody/nothing' not found" in out
+    assert "2 runs of unknown duration: model.name='nobody/nothing' not found" in out
 
 
 def test_rejected_user_data_name_the_cell(called, monkeypatch, tmp_path):
@@ -82,12 +82,12 @@ def test_rejected_user_data_name_the_cell(called, monkeypatch, tmp_path):
     [
         (
             "axes: {seed: {0: {seed: 0, metric: acuracy}}}",
-            "a.yaml: axes -> seed -> 0 -> metric: no task",
+            "a.yaml: axes -> seed -> 0 -> metric: unknown",
         ),
         (
             "search: {kind: random, metric: los, samples: 2, space: {seed: {int: [0, 9]}}}"
             "\nbase: {data.validation_share: 0.1}",
-            "a.yaml: search -> metric: no task has the metric 'los'; did you mean",
+            "a.yaml: search -> metric: unknown metric 'los'; did you mean",
         ),
         ("base: {data: {name: table, path: notes.xlsx}}\naxes: {seed: [0]}", "must be one of"),
         (f"base: {900 * '['}{900 * ']'}", "maximum recursion depth"),

@@ -53,7 +53,7 @@ def opened(server, attempt, tags=None, parent=None):
 
 def test_wrong_password_is_rejected(server, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "another-password")
-    with pytest.raises(InputError, match="does not answer") as caught:
+    with pytest.raises(InputError, match="does not respond") as caught:
         opened(server, "wrong", parent="0" * 32)  # immediately: it is not an outage
     assert "another-password" not in str(caught.value)
     with pytest.raises(urllib.error.HTTPError) as nobody:

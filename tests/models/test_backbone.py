@@ -151,7 +151,7 @@ def test_unreadable_checkpoints_are_named(saved, damage):
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
 def test_git_lfs_pointer_is_named(saved, file):
     (saved / "hub/owner/vit" / file).write_text(LFS)
-    with pytest.raises(CorruptFileError, match=f"{file} is a pointer of Git LFS.* `git lfs pull`"):
+    with pytest.raises(CorruptFileError, match=f"{file} is a Git LFS pointer.* `git lfs pull`"):
         load(saved, 7)
 
 

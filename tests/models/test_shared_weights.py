@@ -140,7 +140,7 @@ def test_a_damaged_file_is_named_and_made_again(bert, name, damage, tmp_path):
     file.write_bytes(DAMAGE[damage](data))
     assert_same_bits(resident(bert, kind, 3, tmp_path).model, plain(bert, kind, 3, tmp_path))
     (line,) = take_remarks()
-    assert line.startswith(f"{folder} is damaged (") and line.endswith("): it is made again")
+    assert line.startswith(f"{folder} is damaged (") and line.endswith("); recreating it")
     assert file.read_bytes() == data
     resident(bert, kind, 3, tmp_path)
     assert take_remarks() == ()

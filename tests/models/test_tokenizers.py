@@ -138,7 +138,7 @@ def test_a_malformed_tokenizer_is_named(text, says, tmp_path):
 def test_git_lfs_pointer_is_not_a_tokenizer(file, tmp_path):
     BertConfig().save_pretrained(tmp_path / "m")
     (tmp_path / "m" / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
-    with pytest.raises(CorruptFileError, match=f"{file} is a pointer of Git LFS"):
+    with pytest.raises(CorruptFileError, match=f"{file} is a Git LFS pointer"):
         load(tmp_path / "m", tmp_path)
 
 

@@ -88,7 +88,7 @@ def test_incomplete_draws_are_left_out_and_counted():
     found, whole = draw_evidence(values), draw_evidence(frame(np.delete(y, 2, axis=1)))
     assert (found.draws, found.left_out) == (4, 1)
     assert found.shares == whole.shares and found.flips == whole.flips
-    assert "incomplete draws left out: 1" in " ".join(found.sentences)
+    assert "excluded incomplete draws: 1" in " ".join(found.sentences)
 
 
 def test_one_draw_or_row_estimates_nothing():
@@ -125,7 +125,7 @@ def test_table_with_one_draw():
     (table,) = build_tables([sweep_of(1, 3)])
     assert table.spread == "mean ± standard deviation over seeds"
     (line,) = table.draws
-    assert "fewer than two rows or complete draws" in line
+    assert "requires two rows and two complete draws" in line
 
 
 def test_row_without_runs_keeps_other_rows():

@@ -56,7 +56,7 @@ def test_letters_without_glyph_are_noted_once(tmp_path):
     shown = {**sweep.shown, "method": {"RAVAN": "物理 😀"}}
     drawn = draw(figure_of("convergence", {}), replace(sweep, shown=shown))
     assert "物理 😀".encode() in drawn.svg
-    assert drawn.note.endswith("The font of the PDF has no letters 物理; the SVG shows them.")
+    assert drawn.note.endswith("The PDF font lacks the characters 物理; the SVG shows them.")
 
 
 def test_convergence_has_means_and_deviations_by_round(tmp_path):

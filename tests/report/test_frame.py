@@ -44,10 +44,10 @@ def test_table_shows_cost_until_a_score(tmp_path, cost, a_round):
     layout = TableLayout(name="costs", rows=["method"], where=where, target=target)
     sweep = dataclasses.replace(by_method(tmp_path), tables=(layout,), profile="small")
     (table,) = build_tables([sweep])
-    assert table.unit.endswith("until 95% of what RAVAN ends with")
+    assert table.unit.endswith("until 95% of RAVAN's final score")
     losses = [dataclasses.replace(cell, metric="loss") for cell in sweep.cells]
     (loss,) = build_tables([dataclasses.replace(sweep, cells=tuple(losses))])
-    assert loss.unit.endswith("until a loss within 5.26% of what RAVAN ends with")
+    assert loss.unit.endswith("until within 5.26% of RAVAN's final loss")
     for row in table.rows:
         spent = []
         for seed in SEEDS:

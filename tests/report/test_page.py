@@ -305,5 +305,5 @@ def test_a_page_shows_later_evaluations(report, tmp_path):
     (number,) = report(sweep).find("span", **{"class": "value"})
     assert number.words == "50.00 ± 0.00"
     sweep.cells[0].home.write(EVALUATION, to_checked_json({"tuned": {"rouge_l": ["0.5"]}}))
-    with pytest.raises(CorruptFileError, match=r"eval\.json has other fields"):
+    with pytest.raises(CorruptFileError, match=r"eval\.json has invalid fields"):
         report(sweep)

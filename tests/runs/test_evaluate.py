@@ -150,7 +150,7 @@ def test_evaluation_is_logged_when_mlflow_answers_again(tuned):
     database = Path(tuned.path).parent / "mlflow.db"
     content = database.read_bytes()
     database.write_bytes(b"this is not a database" * 99)
-    with pytest.raises(InputError, match="MLflow store does not answer"):
+    with pytest.raises(InputError, match="MLflow store does not respond"):
         evaluate_run(tuned.path, rows=40)
     database.write_bytes(content)
     scores = evaluate_run(tuned.path, rows=40)["tuned"]

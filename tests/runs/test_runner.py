@@ -364,7 +364,7 @@ def test_a_corrupt_result_is_named(tiny):
         (json.dumps(older, sort_keys=True).encode(), "result.json has no checksum"),
         (summary.to_json() + b" ", r"corrupt \(checksum differs\)"),
         (replace(summary, id="0" * 12).to_json(), "belongs to run 000000000000"),
-        (checked(older | {"more": 1}), "has other fields"),
+        (checked(older | {"more": 1}), "has invalid fields"),
     ]:
         home.write("result.json", content)
         with pytest.raises(CorruptFileError, match=message) as caught:

@@ -110,7 +110,7 @@ def test_changed_files_of_a_folder_are_named(tmp_path):
     (tmp_path / "backbone").mkdir()
     for name in ("a", "backbone/b"):
         (tmp_path / name).write_bytes(b"1234")
-    assert find_corruption(tmp_path) == "it has no checksums"
+    assert find_corruption(tmp_path) == "checksums are missing"
     record_checksums(tmp_path)
     assert find_corruption(tmp_path) == ""
     (tmp_path / "new").touch()
@@ -156,7 +156,7 @@ def test_only_unused_folders_of_the_cache_are_removed(tmp_path):
         assert remove_unused(tmp_path) == [made[0], made[2]]
     take_remarks()
     make_once(tmp_path, f"weights/{key}", lambda new: (new / "a").touch())
-    assert take_remarks() == (f"{made[1]} was not used for a month: removed",)
+    assert take_remarks() == (f"removed {made[1]}, which was not used for a month",)
     assert made[3].is_dir() and all(path.exists() for path in foreign)
 
 

@@ -152,7 +152,7 @@ def test_runs_of_unknown_models_are_named(tmp_path):
     words = [*BASE, "model=nobody/nothing", f"storage.hub={tmp_path}"]
     (row,), notes = planned([sweep_from_axes(["seed=0..1"], words)])
     assert row["hours on h100"] == "0.00"
-    assert notes and notes[0].startswith("2 runs of unknown time: ")
+    assert notes and notes[0].startswith("2 runs of unknown duration: ")
 
 
 def test_unknown_device_is_rejected(sweeps):

@@ -131,12 +131,12 @@ def test_result_of_changed_sources_is_stale(cell, place):
     before = notes.read_bytes()
     write_notes(notes, "other")
     state = state_of(cell)
-    assert state == CellState("stale", "the data have changed since it was run")
+    assert state == CellState("stale", "the data changed after the run")
     change_weights(place / "hub/me/bert")
-    reason = "the data and weights of the backbone have changed since it was run"
+    reason = "the data and weights of the backbone changed after the run"
     assert state_of(cell).reason == reason
     notes.write_bytes(before)
-    reason = "the weights of the backbone have changed since it was run"
+    reason = "the weights of the backbone changed after the run"
     assert state_of(cell).reason == reason
 
 

@@ -203,9 +203,9 @@ MISTAKES = [
     ("- 1\n", "s.yaml", "input should be a valid dictionary"),
     ("base: {}\nbsae: {}\n", "bsae", "unknown key; did you mean 'base'?"),
     ("base: {seed: 1}\nbase: {seed: 2}\n", "s.yaml", "'base' appears twice (first in line 1)"),
-    ("name: a/b\n", "name", "'a/b' must be letters, digits"),
+    ("name: a/b\n", "name", "'a/b' must consist of letters"),
     ("profile: big\n", "profile", "should be 'paper', 'small', 'smoke' or 'custom', got 'big'"),
-    ("extends: nowhere.yaml\n", "extends", "nowhere.yaml does not exist; give its path"),
+    ("extends: nowhere.yaml\n", "extends", "nowhere.yaml does not exist; set its path"),
     ("extends: s.yaml\n", "extends", "s.yaml also extends this file; remove one"),
     # Fields.
     ("base: {federation: {cilents: 3}}\n", "s.yaml", "did you mean 'federation.clients'?"),
@@ -233,7 +233,7 @@ MISTAKES = [
     # Exceptions and adjustments.
     (SEED + "except: [{sede: 0}]\n", "except -> 0", "did you mean 'seed'?"),
     (SEED + "except: [{seed: [0, 1]}]\n", "except -> 0 -> seed", "has no label '1'; known: 0"),
-    (SEED + "except: [{seed: 0}]\n", "except", "no cell is left"),
+    (SEED + "except: [{seed: 0}]\n", "except", "excludes all cells"),
     (SEED + "adjust: [{where: {seed: 0}}]\n", "adjust -> 0 -> fields", "field required"),
     (
         SEED + "adjust: [{where: {seed: 0}, fields: {budgt: 8}}]\n",
@@ -243,7 +243,7 @@ MISTAKES = [
     (SEED + "tables: [{rows: [seed]}]\n", "tables -> 0 -> name", "field required"),
     (TABLE + ", rwos: []}]\n", "tables -> 0 -> rwos", "did you mean 'rows'?"),
     (TABLE + ", rows: [sed]}]\n", "tables -> 0", "unknown axis 'sed'; did you mean 'seed'?"),
-    (ROWS + ", columns: [seed]}]\n", "tables -> 0", "needs rows or columns, and each axis once"),
+    (ROWS + ", columns: [seed]}]\n", "tables -> 0", "must have rows or columns"),
     (ROWS + ", where: {seed: 1}}]\n", "tables -> 0 -> where -> seed", "no label '1'; known: 0"),
     (
         TWO + "tables: [{name: a, rows: [seed], where: {budget: 8, rounds: 1}}]\n",
@@ -252,7 +252,7 @@ MISTAKES = [
     (TWO + "tables: [{name: a, rows: [budget]}]\n", "tables -> 0", "different labels of rounds"),
     (ROWS + "}, {name: a, rows: [seed]}]\n", "tables -> 1 -> name", "'a' appears twice"),
     (ROWS + ", paper: tab:vison}]\n", "tables -> 0 -> paper", "did you mean 'tab:vision'?"),
-    (ROWS + ", average: true}]\n", "tables -> 0 -> average", "needs columns"),
+    (ROWS + ", average: true}]\n", "tables -> 0 -> average", "requires columns"),
     ("figures: [{name: a}]\n", "figures -> 0 -> kind", "field required"),
     ("figures: [{name: a, kind: overheat}]\n", "figures -> 0 -> kind", "'overhead'"),
     (SEED + "figures: [{name: a, kind: overhead, series: x}]\n", "figures -> 0", "axis 'x'"),
@@ -266,12 +266,12 @@ MISTAKES = [
         SPACED + "{optimizer.rl: {log: [1, 2]}}}\n",
         "search -> space -> optimizer.rl", "'optimizer.lr'?",
     ),
-    (SPACED + "{seed: {int: [1, 2], log: [1, 2]}}}\n", "search -> space -> seed", "needs one of"),
+    (SPACED + "{seed: {int: [1, 2], log: [1, 2]}}}\n", "search -> space -> seed", "must set one"),
     (SPACED + "{seed: {int: [1.5, 2]}}}\n", "search -> space -> seed -> int -> 0", "valid integer"),
     (SPACED + "{optimizer.lr: {log: [0, 1]}}}\n", "search -> space -> optimizer.lr", "above 0"),
     (
         SPACED + "{optimizer.lr: {uniform: [2, 1]}}}\n",
-        "search -> space -> optimizer.lr", "needs [low",
+        "search -> space -> optimizer.lr", "must be [low",
     ),
     (SPACED + "{adapter.heads: {int: [0, 8]}}}\n", "search -> space -> adapter.heads", "greater"),
     (
@@ -339,15 +339,15 @@ def test_axes_of_the_command_line():
     [
         (["seed"], "--axis 'seed' must be of the form field=value,value or field=0..4"),
         (["seed="], "--axis: axes: axis 'seed' is empty"),
-        (["seed=1", "seed=2"], "--axis 'seed=2': the axis is given twice"),
+        (["seed=1", "seed=2"], "--axis 'seed=2': the axis appears twice"),
         (["seed=1,1"], "axis 'seed': '1' appears twice"),
         (["sede=1"], "unknown field 'sede'; did you mean 'seed'?"),
         (["seed=1]"], "--axis 'seed=1]': not YAML"),
         (["seed=-1"], "--axis: -1: seed=-1: input should be greater"),
-        (["resources.actors=1,2"], "resources.actors -> 2: these are the runs of '1'"),
-        (["seed=0,1", "storage.runs=x,y"], "storage.runs -> y: these are the runs of 'x'"),
-        (["evaluation.every=0,1"], "evaluation.every -> 1: these are the runs of '0'"),
-        (["method.lam=0.001,1e-3"], "method.lam -> 1e-3: these are the runs of '0.001'"),
+        (["resources.actors=1,2"], "resources.actors -> 2: has the same runs as '1'"),
+        (["seed=0,1", "storage.runs=x,y"], "storage.runs -> y: has the same runs as 'x'"),
+        (["evaluation.every=0,1"], "evaluation.every -> 1: has the same runs as '0'"),
+        (["method.lam=0.001,1e-3"], "method.lam -> 1e-3: has the same runs as '0.001'"),
     ],
 )
 def test_mistake_in_axis_option(axes, part):
@@ -492,7 +492,7 @@ def test_cells_are_all_combinations_but_the_exceptions(tmp_path_factory, axes, d
     if expected:
         assert [dict(cell.labels) for cell in load_sweep(path).cells] == expected
     else:
-        with pytest.raises(InputError, match="no cell is left"):
+        with pytest.raises(InputError, match="excludes all cells"):
             load_sweep(path)
 
 

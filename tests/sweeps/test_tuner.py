@@ -38,7 +38,7 @@ def test_inline_trial_computes_in_its_own_bundle(small):
 
 
 def test_slices_must_fit_on_nodes(small):
-    with pytest.raises(InputError, match=r"resources: 1 x \(4 CPU\) do not fit on the nodes"):
+    with pytest.raises(InputError, match=r"resources: 1 x \(4 CPU\) exceed the nodes"):
         request(small("resources.threads=4"), [{"CPU": 3.0}, {"CPU": 3.0}], 1)
 
 

@@ -44,7 +44,7 @@ def test_store_is_named_by_field_or_variable(tmp_path, monkeypatch):
     assert tracking_uri("my.db", "runs") == f"sqlite:///{tmp_path}/my.db"
     assert tracking_uri("http://host:5000", "s3://b/runs") == "http://host:5000"
     assert sqlite_file(f"sqlite:///{tmp_path}/a.db?timeout=3") == tmp_path / "a.db"
-    with pytest.raises(InputError, match="credentials are never written"):
+    with pytest.raises(InputError, match="credentials are not stored"):
         tracking_uri("http://***@host:5000", "runs")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@host:5000")
     assert tracking_uri(None, "s3://b/runs") == "http://me:hunter2@host:5000"
@@ -54,9 +54,9 @@ def test_store_is_named_by_field_or_variable(tmp_path, monkeypatch):
     ("uri", "runs", "message"),
     [
         (None, "s3://bucket/runs", "storage.runs='s3://bucket/runs' is remote"),
-        ("mlruns", "runs", "tracking.uri='mlruns': must be a SQLite file"),
-        ("databricks", "runs", "tracking.uri='databricks': must be"),
-        ("ftp://me:hunter2@host", "runs", r"tracking.uri='ftp://\*\*\*@host': must be"),
+        ("mlruns", "runs", "tracking.uri='mlruns' must be a SQLite file"),
+        ("databricks", "runs", "tracking.uri='databricks' must be"),
+        ("ftp://me:hunter2@host", "runs", r"tracking.uri='ftp://\*\*\*@host' must be"),
         ("sqlite:///:memory:", "runs", "must be a SQLite file"),
     ],
 )
@@ -76,10 +76,10 @@ def test_store_of_any_folder_name_is_created(tmp_path):
 def test_store_that_does_not_answer_is_named(tmp_path, monkeypatch):
     file = tmp_path / "mlflow.db"
     file.write_bytes(b"this is not a database, and long enough not to be taken for an empty one")
-    with pytest.raises(InputError, match=r"mlflow\.db.*does not answer: .*not a database"):
+    with pytest.raises(InputError, match=r"mlflow\.db.*does not respond: .*not a database"):
         open_client(f"sqlite:///{file}")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(InputError, match=r"127\.0\.0\.1:9.*does not answer") as caught:
+    with pytest.raises(InputError, match=r"127\.0\.0\.1:9.*does not respond") as caught:
         open_client("http://user:hunter2@127.0.0.1:9")
     assert "hunter2" not in str(caught.value)
     with pytest.raises(InputError, match="is a folder"), opened(f"sqlite:///{tmp_path}", "a"):
@@ -292,7 +292,7 @@ def test_rejected_values_are_listed(uri, monkeypatch):
         raise MlflowException("Permission denied.\nMore.", error_code=PERMISSION_DENIED)
 
     monkeypatch.setattr(MlflowClient, "create_run", refuse)
-    with pytest.raises(InputError, match=r"the MLflow store refuses: Permission denied\.$"):
+    with pytest.raises(InputError, match=r"MLflow rejected the request: Permission denied\.$"):
         open_run(uri, "other")
 
 

@@ -201,7 +201,7 @@ def test_a_finished_cell_is_one_line(clock):
         progress.end("b", failure="no luck")
     assert lines(console) == [
         "1/3  cell a: accuracy 40.00%  loss 1  25.0 s  about 50.0 s left",
-        "cell b: killed; attempt 2 of 3 follows",
+        "cell b: killed; starting attempt 2 of 3",
         "cells 1/3 done, 2 running, their rounds 4/8, about 4 min 10 s left",
         "2/3  cell b: no luck  about 1 min 02 s left",
     ]

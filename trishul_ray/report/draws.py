@@ -59,7 +59,7 @@ class DrawEvidence:
     @property
     def sentences(self) -> list[str]:
         each = f"{self.seeds} seeds in each" if self.seeds > 1 else "one seed in each"
-        out = f"; incomplete draws left out: {self.left_out}" if self.left_out else ""
+        out = f"; excluded incomplete draws: {self.left_out}" if self.left_out else ""
         found = [f"{self.draws} draws, {each}, {len(self.rows)} rows{out}."]
         draw, seed, by_draw, by_seed = (f"{share:.0%}" for share in self.shares)
         if math.isnan(self.shares[0]):
@@ -76,7 +76,9 @@ class DrawEvidence:
             )
         if self.flips:
             rates = (f"{rate:.2f} with {n}" for n, rate in self.flips.items())
-            found.append(f"Probability that fewer draws name another best row: {', '.join(rates)}.")
+            found.append(
+                f"Probability that fewer draws have a different best row: {', '.join(rates)}."
+            )
         number = f"more than {MOST_DRAWS:,}" if self.needed is None else f"{self.needed:,}"
         found.append(
             f"Draws needed to separate {self.best[0]} from {self.best[1]} with a power of "

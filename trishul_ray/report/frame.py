@@ -49,7 +49,7 @@ COSTS: dict[CostName, Cost] = {
         ("uploaded_bytes", "downloaded_bytes"), 1e6, True, "megabytes up and down, all clients"
     ),
     "hours": Cost(("simulated_seconds",), 3600.0, False, "simulated hours"),
-    "epsilon": Cost(("privacy_epsilon",), 1.0, False, "ε spent for each client"),
+    "epsilon": Cost(("privacy_epsilon",), 1.0, False, "ε spent per client"),
 }
 
 
@@ -100,11 +100,11 @@ def cells_frame(
         found.loc[np.isinf(found["value"]), "gap"] = "not reached"
         found["value"] = found["value"].replace(math.inf, math.nan)
         found["metric"] = found["unit"] = target.cost
-        near = f"{target.share:.0%} of"
-        if any(map(is_loss, units)):
-            near = f"a loss within {1 / target.share - 1:.2%} of"
         reference = sweep.shown_label(target.axis, target.reference)
-        label = f"{COSTS[target.cost].label} until {near} what {reference} ends with"
+        goal = f"{target.share:.0%} of {reference}'s final score"
+        if any(map(is_loss, units)):
+            goal = f"within {1 / target.share - 1:.2%} of {reference}'s final loss"
+        label = f"{COSTS[target.cost].label} until {goal}"
     if (score := layout.eval) is not None:
         evaluations = [_evaluation(cell) for cell in cells]
         scores = [each.get(score.model, {}).get(score.score, math.nan) for each in evaluations]
@@ -184,7 +184,9 @@ def _evaluation(cell: CellOutcome) -> Mapping[str, Any]:
     try:
         _SCORES.validate_python([found[name] for name in ("tuned", "untuned") if name in found])
     except ValidationError as error:
-        raise CorruptFileError(f"{place} has other fields ({error.errors()[0]['msg']})") from error
+        raise CorruptFileError(
+            f"{place} has invalid fields ({error.errors()[0]['msg']})"
+        ) from error
     return found if found.get("state_sha256") == cell.summary.state_sha256 else {}
 
 

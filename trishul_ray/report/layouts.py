@@ -1,4 +1,4 @@
-"""Layouts of the tables and figures of a sweep, as a sweep file describes them."""
+"""Schema of the tables and figures in a sweep file."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from trishul_ray.config.section import Section
 
-#: Profile of a sweep; the profile decides which numbers its results may be compared with.
+#: Profile of a sweep, which determines the numbers that its results may be compared with.
 Profile = Literal["paper", "small", "smoke", "custom"]
 
 
@@ -20,7 +20,7 @@ def _name(text: str) -> str:
 
 def _file_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
-        raise ValueError(f"{name!r} must be letters, digits, '.', '_' and '-', as in a file's name")
+        raise ValueError(f"{name!r} must consist of letters, digits, '.', '_' and '-'")
     return name
 
 
@@ -29,53 +29,53 @@ FileName = Annotated[Text, AfterValidator(_file_name)]
 
 
 def _as_names(value: Any) -> Any:
-    """Return one name or a list of names as texts; YAML reads ``20`` as a number."""
+    """Convert a name or a list of names to strings, since YAML loads ``20`` as a number."""
     names = value if isinstance(value, list | tuple) else [value]
     return [str(x) if isinstance(x, int | float) else x for x in names]
 
 
 Names = Annotated[tuple[Text, ...], BeforeValidator(_as_names)]
 Label = Annotated[Text, BeforeValidator(lambda x: _as_names(x)[0])]
-#: Chosen labels, by axis; other axes are not limited.
+#: Selected labels, keyed by axis; all labels of other axes are selected.
 Labels = dict[str, Names]
 Title = Annotated[Text, Field(default_factory=lambda read: read.get("name", ""))]
 
-#: Scores of generated answers: fractions, and scores that are better if lower.
+#: Scores of generated answers: fractions, and scores for which lower is better.
 EvalShare = Literal["rouge_l", "exact_match", "ended", "token_accuracy", "acc", "acc_norm"]
 EvalAmount = Literal["loss", "perplexity", "bits_per_byte", "repeated"]
 CostName = Literal["megabytes", "hours", "epsilon"]
 
 
 class Evaluated(Section):
-    """A score of generated answers, which the command ``eval`` computes."""
+    """A score of generated answers, computed by the command ``eval``."""
 
     score: EvalShare | EvalAmount = Field(description="the score")
     model: Literal["tuned", "untuned"] = Field(
-        "tuned", description="of the tuned or the untuned model"
+        "tuned", description="the evaluated model: tuned or untuned"
     )
 
 
 class Target(Section):
-    """The cost until a run reaches a fraction of the last score of a reference."""
+    """The training cost until a run reaches a fraction of the last score of a reference."""
 
     cost: CostName = Field(description="the cost: megabytes, hours or epsilon")
     axis: Text = Field(description="the axis with the reference")
-    reference: Label = Field(description="the label of the reference, whose last score is 100%")
+    reference: Label = Field(description="the label of the reference; its last score is 100%")
     share: float = Field(0.95, gt=0, le=1, description="the fraction to reach")
 
 
 class TableLayout(Section):
-    """Table of cells; axes in neither ``rows`` nor ``columns`` are averaged over."""
+    """A table of cells, averaged over all axes that are neither ``rows`` nor ``columns``."""
 
-    name: FileName = Field(description="identifies the table, also as a file name")
+    name: FileName = Field(description="name of the table and of its files")
     title: Title = Field(description="caption; by default the name")
     rows: tuple[Text, ...] = Field((), description="axes whose labels name a row")
     columns: tuple[Text, ...] = Field((), description="axes whose labels name a column")
     paper: Text | None = Field(None, description="key of the paper's table, such as tab:vision")
-    where: Labels = Field(default_factory=dict, description="labels that are shown")
-    average: bool = Field(False, description="whether a last column shows the mean of the columns")
-    eval: Evaluated | None = Field(None, description="a score of generated answers to show")
-    target: Target | None = Field(None, description="the cost until a score to show")
+    where: Labels = Field(default_factory=dict, description="show only these labels, keyed by axis")
+    average: bool = Field(False, description="append a column with the mean of all columns")
+    eval: Evaluated | None = Field(None, description="show a score of generated answers")
+    target: Target | None = Field(None, description="show the cost until a run reaches a score")
 
 
 FigureKind = Literal[
@@ -87,9 +87,9 @@ FigureKind = Literal[
 
 
 class FigureLayout(Section):
-    """Figure of cells."""
+    """A figure of cells."""
 
-    name: FileName = Field(description="identifies the figure, also as a file name")
+    name: FileName = Field(description="name of the figure and of its files")
     title: Title = Field(description="caption; by default the name")
     kind: FigureKind = Field(description="kind of figure, such as convergence")
     metric: Text | None = Field(
@@ -101,5 +101,5 @@ class FigureLayout(Section):
     panels: Names | None = Field(
         None, description="axes whose labels name a panel; the default depends on the kind"
     )
-    where: Labels = Field(default_factory=dict, description="labels that are shown")
+    where: Labels = Field(default_factory=dict, description="show only these labels, keyed by axis")
     paper: Text | None = Field(None, description="key of the paper's figure, such as fig:lambda")

@@ -45,7 +45,7 @@ DrawFigure = Callable[[FigureLayout, SweepOutcome], DrawnFigure | None]
 #: Explains, for each profile, which comparisons of numbers are valid.
 COMPARABLE = {
     "paper": "The paper's protocol: these numbers may be compared with the paper's.",
-    "small": "Small models and short runs: compare the rows of a table with each other, and no "
+    "small": "Small models and short runs: compare the rows of a table with each other, but no "
     "number with the paper's.",
     "smoke": "Generated data, tiny models and a few steps: these numbers show that every cell "
     "works. They contain no information about the methods. Do not compare them with the paper's.",

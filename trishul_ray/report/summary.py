@@ -159,7 +159,7 @@ class RunSummary:
 
         Raises:
             FileNotFoundError: The run has not finished.
-            CorruptFileError: The file does not match its checksum, has other fields or types, or
+            CorruptFileError: The file does not match its checksum, has invalid fields, or
                 belongs to another run.
         """
         place = home.place("result.json")
@@ -173,9 +173,11 @@ class RunSummary:
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
-            raise CorruptFileError(f"{place} has other fields ({name}: {first['msg']})") from error
+            raise CorruptFileError(
+                f"{place} has invalid fields ({name}: {first['msg']})"
+            ) from error
         except (TypeError, KeyError, AttributeError) as error:  # the error names the field
-            raise CorruptFileError(f"{place} has other fields ({error})") from error
+            raise CorruptFileError(f"{place} has invalid fields ({error})") from error
         return summary
 
     def to_dict(self) -> Json:
@@ -255,7 +257,7 @@ def read_test_rows(home: Store) -> dict[str, np.ndarray]:
         return read_arrays(home, "test_rows.npz")
     except FileNotFoundError:
         raise InputError(
-            f"{home.uri} has no test_rows.npz: its task scores no single rows"
+            f"{home.uri} has no test_rows.npz, because its task does not score single rows"
         ) from None
 
 

@@ -443,7 +443,7 @@ def _draw_sentences(
         values.index = [rows[labels].label for labels in values.index]
         evidence = draw_evidence(values)
         sentences += (
-            ["Nothing can be estimated from fewer than two rows or complete draws."]
+            ["Estimating the variance between draws requires two rows and two complete draws."]
             if evidence is None
             else evidence.sentences
         )

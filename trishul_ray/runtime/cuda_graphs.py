@@ -132,7 +132,7 @@ class Graphs:
             reason = str(error).splitlines()[0]
             raise FailsAgainError(
                 "resources.cuda_graphs=true: this step cannot be captured as a CUDA graph "
-                f"({reason}): set it to false"
+                f"({reason}); set it to false"
             ) from error
 
         def launch() -> tuple[Tensor, ...]:

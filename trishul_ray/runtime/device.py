@@ -39,7 +39,7 @@ def oversubscription_warning(processes: int, threads: int, cores: float) -> str 
     actors = f"{processes} actors x " if processes > 1 else ""
     return (
         f"{actors}resources.threads={threads} uses {processes * threads} threads on {cores:g} "
-        "cores: rounds take longer; the results stay the same"
+        "cores: rounds are slower, but results are unchanged"
     )
 
 
@@ -55,7 +55,7 @@ def device_named(name: str) -> "torch.device":
     reason = why_unusable()
     if name == "auto":
         if reason and has_nvidia_driver():
-            remark(f"resources.device=auto: training on the CPU: {reason}")
+            remark(f"resources.device=auto: training on the CPU, because {reason}")
         name = "cpu" if reason else "cuda"
     elif name == "cuda" and reason:
         raise InputError(f"resources.device=cuda: {reason}, or set resources.device=cpu")
@@ -67,7 +67,7 @@ def why_unusable() -> str | None:
     if torch.cuda.is_available():
         return None
     built = torch.version.cuda or "the CPU"
-    return f"torch {torch.__version__}, built for {built}, finds no GPU: check nvidia-smi"
+    return f"torch {torch.__version__}, built for {built}, finds no GPU; check nvidia-smi"
 
 
 def has_nvidia_driver() -> bool:

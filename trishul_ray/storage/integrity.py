@@ -87,7 +87,7 @@ def lfs_pointer(file: Path) -> str:
     with file.open("rb") as stream:
         if stream.read(len(_LFS)) != _LFS:
             return ""
-    return f"{file.name} is a pointer of Git LFS, not the file: run `git lfs pull` in its folder"
+    return f"{file.name} is a Git LFS pointer; run `git lfs pull` in its folder"
 
 
 def record_checksums(folder: Path) -> None:
@@ -115,9 +115,9 @@ def find_corruption(folder: Path) -> str:
             if recorded.pop(name, None) != checksum(folder / name):
                 return f"{name} has changed"
     except FileNotFoundError:
-        return "it has no checksums"
+        return "checksums are missing"
     except (OSError, ValueError) as error:
-        return f"it cannot be read: {error}"
+        return f"cannot be read: {error}"
     return f"{next(iter(recorded))} is missing" if recorded else ""
 
 
@@ -154,7 +154,7 @@ def make_once(cache: Path, name: str, make: Callable[[Path], None]) -> Path:
         _remove_damaged(folder)
         if not folder.is_dir():
             for unused in remove_unused(cache):
-                remark(f"{unused} was not used for a month: removed")
+                remark(f"removed {unused}, which was not used for a month")
             with complete_folder(folder) as new:
                 make(new)
                 record_checksums(new)
@@ -197,7 +197,7 @@ def discard_damaged(folder: Path) -> None:
 def _remove_damaged(folder: Path) -> None:
     if folder.is_dir() and (fault := find_corruption(folder)):
         shutil.rmtree(folder)
-        remark(f"{folder} is damaged ({fault}): it is made again")
+        remark(f"{folder} is damaged ({fault}); recreating it")
 
 
 def to_checked_json(fields: Json) -> bytes:

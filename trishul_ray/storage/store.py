@@ -80,7 +80,7 @@ class Store:
             return cls(fs.LocalFileSystem(), str(path), redact(str(path)), retry_seconds)
         shown = redact(uri)
         if "#" in uri:  # the fragment would be ignored
-            raise InputError(f"{field}={shown!r}: write '#' as %23 in an address")
+            raise InputError(f"{field}={shown!r} must not contain '#'; write %23")
         named = uri
         if uri.startswith("s3://") and "allow_delayed_open=" not in uri:
             # Write small objects with a single request. After a multipart upload of a killed
@@ -93,9 +93,11 @@ class Store:
             why = f"write {odd[0]!r} as {quote(odd[0])}" if odd else reason(error)
             raise InputError(f"{field}={shown!r} cannot be opened: {why}") from error
         if "//" in root and not isinstance(filesystem, fs.LocalFileSystem):
-            raise InputError(f"{field}={shown!r}: the path has an empty part, '//'")
+            raise InputError(f"{field}={shown!r} must not contain '//' in its path; remove one '/'")
         if not root.strip("/"):
-            raise InputError(f"{field}={shown!r}: name a bucket or folder, as s3://bucket/runs")
+            raise InputError(
+                f"{field}={shown!r} must name a bucket or folder, such as s3://bucket/runs"
+            )
         return cls(filesystem, root, redact(uri.rstrip("/")), retry_seconds)
 
     @property

@@ -172,7 +172,7 @@ def expand(file: SweepFile, overrides: Fields) -> tuple[Cell, ...]:
             file.fail(str(error), joined(labels))
         cells.append(Cell(experiment, labels, metric, fields=fields))
     if not cells:
-        file.fail("no cell is left; shorten it", "except")
+        file.fail("excludes all cells; shorten it", "except")
     for name, number in sorted(hidden.items()):
         raise InputError(
             f"override {name}={overrides[name]}: an axis or `adjust` sets {name} in {number:,} of "

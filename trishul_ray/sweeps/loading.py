@@ -59,11 +59,11 @@ def sweep_from_axes(axes: Sequence[str], overrides: Sequence[str] = ()) -> Sweep
             raise InputError(f"--axis {text!r} must be of the form field=value,value or field=0..4")
         if "(" in raw:
             raise InputError(
-                f"--axis {text!r}: an axis lists values; write a search in a sweep file, as "
-                "docs/sweep-files.md shows"
+                f"--axis {text!r} must list values; define a search in a sweep file (see "
+                "docs/sweep-files.md)"
             )
         if name.strip() in read:
-            raise InputError(f"--axis {text!r}: the axis is given twice; remove one")
+            raise InputError(f"--axis {text!r}: the axis appears twice; remove one")
         read[name.strip()] = parse(f"[{raw}]", f"--axis {text!r}")
     title = "Sweep over " + ", ".join(read) if read else "One run"
     file = make_file({"title": title, "axes": read}, "--axis")
@@ -133,7 +133,7 @@ def _build(
         _check_search(file, search, cells, overrides)
     varies_rate = RATE in file.labels or (search is not None and RATE in search.space)
     if varies_rate and any(cell.fields.get("optimizer.rates") for cell in cells):
-        file.fail(f"optimizer.rates replaces the rates that {RATE} varies; remove one of them")
+        file.fail(f"optimizer.rates would replace the rates of {RATE}; remove one of the two")
     tables = _tables(file, name, title)
     _check_layouts(file, "tables", tables, table_keys(), cells)
     _check_layouts(file, "figures", file.figures, figure_keys(), cells)
@@ -189,7 +189,7 @@ def _check_axes(file: SweepFile, cells: Sequence[Cell]) -> None:
         for label, runs in found.items():
             if (same := first.setdefault(tuple(runs), label)) != label:
                 file.fail(
-                    f"these are the runs of {same!r}: no field that can change a result differs; "
+                    f"has the same runs as {same!r}: no field that affects results differs; "
                     "remove one",
                     *("axes", axis, label),
                 )
@@ -210,7 +210,7 @@ def _check_metrics(file: SweepFile) -> None:
 
         for name, path in named:
             if not is_metric(name.removeprefix(score_name("", "validation"))):
-                file.fail(f"no task has the metric {name!r}; {hint(name, metric_names())}", *path)
+                file.fail(f"unknown metric {name!r}; {hint(name, metric_names())}", *path)
 
 
 def _check_search(
@@ -230,8 +230,8 @@ def _check_search(
             file.fail(str(error), *path)
     if search.rows == "validation" and not all(c.experiment.data.validation_share for c in cells):
         file.fail(
-            "without data.validation_share the search would compare test rows: set "
-            "data.validation_share, such as 0.1, or `rows: test`, which the tables then report",
+            "rows=validation requires validation rows in all cells; set data.validation_share, "
+            "such as 0.1, or `rows: test`, which tables then report",
             "search",
         )
 
@@ -272,21 +272,21 @@ def _check_table(
     for axis in axes:
         file.check_axis(axis, *path)
     if not axes or len(axes) > len({*axes}):
-        file.fail("needs rows or columns, and each axis once", *path)
+        file.fail("must have rows or columns, and each axis only once", *path)
     if table.average and not table.columns:
-        file.fail("needs columns", *path, "average")
+        file.fail("requires columns", *path, "average")
     if target := table.target:
         file.check_labels({target.axis: (target.reference,)}, *path, "target")
         if target.reference not in table.where.get(target.axis, (target.reference,)):
-            file.fail(f"where leaves out {target.reference!r}, which target needs", *path, "where")
+            file.fail(f"where excludes {target.reference!r}, which target requires", *path, "where")
         if table.eval is not None:
-            file.fail("one of eval and target can be shown, not both", *path)
+            file.fail("eval and target are mutually exclusive; remove one", *path)
     # A number is a mean over repetitions, so its row and column must determine all other labels.
     hidden = [axis for axis in file.labels if axis not in (*axes, *REPETITIONS)]
     settings = {tuple(cell[axis] for axis in (*axes, *hidden)) for cell in shown}
     if len(settings) > len({setting[: len(axes)] for setting in settings}):
         file.fail(
-            f"averages over different labels of {' and '.join(hidden)}: make the axis a row or a "
-            "column, or select its labels by `where`",
+            f"averages over different labels of {' and '.join(hidden)}; make the axis a row or "
+            "column, or select one label with `where`",
             *path,
         )

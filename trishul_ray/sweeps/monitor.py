@@ -99,4 +99,4 @@ def _error_of(trial: Trial) -> Exception | None:
 
 
 def _reason(error: Exception | None) -> str:
-    return cause_of(error) if error is not None else "it failed without a reason"
+    return cause_of(error) if error is not None else "no reason was recorded"

@@ -145,14 +145,14 @@ def plan_table(
     for name, count, hours in rows:
         numbers = [count["cells"], count.total() - count["cells"], *(count[c] for c in columns)]
         table.add_row(name, *map(str, numbers), f"{hours:,.2f}")
-    notes = [f"{number} runs of unknown time: {why}" for why, number in unknown.items()]
+    notes = [f"{number} runs of unknown duration: {why}" for why, number in unknown.items()]
     stacks = Counter(
         stack.outdated
         for state in states.values()
         for stack in (state.summary.stacks[-1:] if state.summary else ())
     )
     notes += [
-        f"{number} finished runs have {difference}: tables leave out the rarer stack"
+        f"{number} finished runs have {difference}: tables exclude runs of the rarer stack"
         for difference, number in stacks.items()
         if difference
     ]

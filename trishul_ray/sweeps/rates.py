@@ -26,15 +26,15 @@ def check_rates(sweep: Sweep) -> None:
     """Raise InputError unless the sweep compares learning rates on validation rows."""
     place = sweep.file or sweep.name
     if RATE not in sweep.axes:
-        raise InputError(f"{place}: rates are chosen from an axis {RATE!r}; add it")
+        raise InputError(f"{place}: --rates requires an axis {RATE!r}; add it")
     for cell in sweep.cells:
         if not (cell.metric or "").startswith(score_name("", "validation")):
             raise InputError(
-                f"{place}: rates are chosen on validation rows, so labels must name such a metric, "
-                f"as in {{metric: {score_name('accuracy', 'validation')}}}, not {cell.metric}"
+                f"{place}: --rates requires a validation metric, got {cell.metric}; set one for "
+                f"all labels, such as {{metric: {score_name('accuracy', 'validation')}}}"
             )
         if cell.experiment.data.validation_share == 0:
-            raise InputError(f"{place}: data.validation_share=0: set a share to choose rates on")
+            raise InputError(f"{place}: data.validation_share=0 must exceed 0 for --rates")
 
 
 def choose_rates(outcome: SweepOutcome) -> TunedRates:
@@ -49,7 +49,7 @@ def choose_rates(outcome: SweepOutcome) -> TunedRates:
     settings: dict[tuple[tuple[str, str], ...], list[CellOutcome]] = {}
     for cell in outcome.cells:
         if cell.status not in ("finished", "failed"):
-            raise RunError(f"run {cell.id} is {cell.status}: no rate can be chosen yet")
+            raise RunError(f"run {cell.id} is {cell.status}; run all cells to select rates")
         labels = tuple((k, v) for k, v in cell.labels.items() if k not in (RATE, *REPETITIONS))
         settings.setdefault(labels, []).append(cell)
     return TunedRates(rates=tuple(_best(dict(k), cells) for k, cells in settings.items()))
@@ -63,7 +63,7 @@ def _best(labels: dict[str, str], cells: Sequence[CellOutcome]) -> TunedRate:
     scores = {rate: score for rate, score in grid.items() if score is not None}
     if not scores:
         raise RunError(
-            f"every learning rate failed for {', '.join(labels.values())}; add lower ones"
+            f"all learning rates failed for {', '.join(labels.values())}; add lower rates"
         )
     metric = cells[0].metric
     rate = (min if is_loss(metric) else max)(scores, key=lambda each: scores[each])
@@ -100,7 +100,7 @@ def write_rates(rates: TunedRates, profile: str, file: Path) -> None:
     """
     head = (
         f"# Rates of the profile {profile}, selected on validation rows by `trishul sweep`.\n"
-        "# `optimizer.rates` names this file, as in\n"
+        "# To use them, set `optimizer.rates` to this file:\n"
         f"#   trishul sweep all --profile {profile} optimizer.rates={file}\n"
     )
     plain: Any = json.loads(rates.model_dump_json())

@@ -25,12 +25,12 @@ class Space(Section):
     @model_validator(mode="after")
     def _is_one(self) -> "Space":
         if len(self.model_fields_set) != 1:
-            raise ValueError("needs one of choice, uniform, log, int, as in {choice: [0, 0.1]}")
+            raise ValueError("must set one of choice, uniform, log and int: {choice: [0, 0.1]}")
         values = self.values
         if not values or (not self.choice and not values[0] < values[1]):
-            raise ValueError("needs [low, high], or a choice of one or more values")
+            raise ValueError("must be [low, high], or a choice with at least one value")
         if self.log is not None and self.log[0] <= 0:
-            raise ValueError(f"log needs numbers above 0, got {[*self.log]}")
+            raise ValueError(f"log={[*self.log]} must be above 0")
         return self
 
     @property
@@ -49,16 +49,20 @@ class Space(Section):
 class Search(Section):
     """Random or Optuna search over fields that the axes do not set."""
 
-    kind: Literal["random", "optuna"] = Field(description="how `space` is sampled")
+    kind: Literal["random", "optuna"] = Field(description="sampling of `space`: random or optuna")
     samples: int = Field(20, ge=1, description="number of samples per cell of the axes")
-    metric: Text | None = Field(None, description="compared metric; None is the task's headline")
+    metric: Text | None = Field(
+        None, description="metric to compare; by default the task's primary metric"
+    )
     mode: Literal["max", "min"] = Field(
         default_factory=lambda read: "min" if is_loss(read.get("metric") or "") else "max",
-        description="whether a larger or a smaller metric is better",
+        description="whether a higher (max) or lower (min) metric is better",
     )
-    seed: int = Field(0, ge=0, description="seed of the samples")
-    space: dict[str, Space] = Field(min_length=1, description="space per field, by dotted name")
-    rows: ScoredSplit = Field("validation", description="rows whose metric is compared")
+    seed: int = Field(0, ge=0, description="random seed of the samples")
+    space: dict[str, Space] = Field(
+        min_length=1, description="search spaces, keyed by dotted field name"
+    )
+    rows: ScoredSplit = Field("validation", description="rows that the metric is computed on")
 
     @property
     def compared(self) -> str:

@@ -175,7 +175,7 @@ def _compare(state: CellState, before: Mapping[str, str], now: Mapping[str, str]
     if not comparable(before, now):
         now = {name: source for name, source in now.items() if name != "backbone"}
     if changed := changed_sources(before, now):
-        return CellState("stale", f"the {changed} have changed since it was run")
+        return CellState("stale", f"the {changed} changed after the run")
     return state
 
 

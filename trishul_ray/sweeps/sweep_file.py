@@ -67,7 +67,7 @@ def field_of(name: str) -> str:
 def flat_fields(fields: Any, prefix: str = "") -> Fields:
     """Flatten nested fields to dotted names; raise ValueError if a field is set twice."""
     if not isinstance(fields, Mapping):
-        raise ValueError("must be fields, such as {optimizer.lr: 0.01}")
+        raise ValueError("must be a mapping of fields, such as {optimizer.lr: 0.01}")
     flat: Fields = {}
     for key, value in fields.items():
         name = f"{prefix}{key}" if prefix else field_of(str(key))
@@ -109,7 +109,7 @@ class AxisLabel(Section):
 class Adjustment(Section):
     """Fields of selected cells, which override the axes and earlier adjustments."""
 
-    where: Labels = Field(description="the selected labels; all labels of an axis that is missing")
+    where: Labels = Field(description="selected labels, keyed by axis; all labels of other axes")
     fields: FlatFields
 
 
@@ -128,14 +128,14 @@ def _labels_of(axis: str, given: Any) -> dict[str, Any]:
         display = {key: fields.pop(key) for key in ("metric", "shown") if key in fields}
         labels[label] = {**display, "fields": fields}
     if not labels:
-        raise ValueError(f"axis {axis!r} is empty; give it at least one label, or remove it")
+        raise ValueError(f"axis {axis!r} is empty; add a label, or remove the axis")
     return labels
 
 
 def _range(value: Any) -> Iterable[Any]:
     """Expand a range such as ``0..4``, or return the value itself."""
     if isinstance(value, list | dict) or value is None or value == "":
-        raise ValueError("the values of an axis must be names or numbers")
+        raise ValueError("values of an axis must be names or numbers")
     if not (match := _RANGE.fullmatch(str(value))):
         return [value]
     first, last = map(int, match.groups())
@@ -266,7 +266,7 @@ def read_file(path: Path, children: tuple[Path, ...] = ()) -> SweepFile:
         candidates = [folder / name for folder in (path.parent, *folders())]
         found = next(filter(os.path.isfile, candidates), None)  # False if a name is too long
         if found is None:
-            file.fail(f"{name} does not exist; give its path from this file", "extends")
+            file.fail(f"{name} does not exist; set its path relative to this file", "extends")
         if found.resolve() in (*children, path.resolve()):
             file.fail(f"{name} also extends this file; remove one of the two", "extends")
         extended = read_file(found, (*children, path.resolve()))

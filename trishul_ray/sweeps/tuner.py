@@ -80,7 +80,7 @@ def request(
         slices = replace(slices, actors=max(1, share))
     if fitting < slices.actors and not may_grow:
         raise InputError(
-            f"resources: {slices} do not fit on the nodes of the cluster; lower resources.actors, "
+            f"resources: {slices} exceed the nodes of the cluster; lower resources.actors, "
             "resources.cpus_per_actor or resources.gpus_per_actor"
         )
     # An inline run computes in the process of the trial, which uses the first bundle.
@@ -189,10 +189,12 @@ def _fit(
     # Pending trials make an autoscaler add nodes.
     concurrent = options.concurrency or (MAX_WAITING if grows else max(1, fitting))
     if not fitting:
-        monitor.progress.note("no node can hold a run yet: waiting for nodes (see `ray status`)")
+        monitor.progress.note(
+            "no node is large enough for a run yet; waiting for nodes (see `ray status`)"
+        )
     stores = {experiment.storage.runs for experiment in experiments}
     if len(nodes) > 1 and any(Store.open(runs).is_local for runs in stores):
-        monitor.progress.note("storage.runs must be a folder that all nodes share, or a bucket")
+        monitor.progress.note("storage.runs must be a folder shared by all nodes, or a bucket")
     prepare_inputs(experiments, monitor.progress)
     environment = WorkerEnvironment.of_this_process()
     mlflow = {k: v for k, v in os.environ.items() if k.startswith("MLFLOW_")}

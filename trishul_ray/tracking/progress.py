@@ -201,11 +201,11 @@ class SweepProgress(RunProgress):
         self._show()
 
     def retry(self, id: str, why: str, attempt: int, attempts: int) -> None:
-        self._print(f"{self._cells[id].name}: {why}; attempt {attempt} of {attempts} follows")
+        self._print(f"{self._cells[id].name}: {why}; starting attempt {attempt} of {attempts}")
 
     def move(self, id: str, why: str) -> None:
         """Print that a cell resumes on another node, which does not count as a failure."""
-        self._print(f"{self._cells[id].name}: {why}; it continues elsewhere")
+        self._print(f"{self._cells[id].name}: {why}; resuming on another node")
 
     def end(self, id: str, *, failure: str | None = None) -> None:
         """Print that a cell has finished, or why it failed."""

@@ -71,14 +71,14 @@ def tracking_uri(uri: str | None, runs: str) -> str:
         uri = f"{runs.removeprefix('file://')}/mlflow.db"
     if f"://{MASK}@" in uri:
         raise InputError(
-            f"tracking.uri={uri!r}: credentials are never written; name them again by "
-            f"tracking.uri or {_VARIABLE}"
+            f"tracking.uri={uri!r}: credentials are not stored; set them again with tracking.uri "
+            f"or {_VARIABLE}"
         )
     if uri.endswith(".db") and "://" not in uri:
         uri = f"sqlite:///{Path(uri).absolute()}"
     if not uri.startswith(_SCHEMES) or (uri.startswith("sqlite") and sqlite_file(uri) is None):
         raise InputError(
-            f"tracking.uri={redact(uri)!r}: must be a SQLite file (sqlite:///FILE.db), a server "
+            f"tracking.uri={redact(uri)!r} must be a SQLite file (sqlite:///FILE.db), a server "
             "(http://HOST) or a database (postgresql://, mysql+pymysql://, mssql+pyodbc://)"
         )
     return uri
@@ -133,7 +133,7 @@ def open_client(uri: str) -> "MlflowClient":
         client.search_experiments(max_results=1)
     except (mlflow.MlflowException, SQLAlchemyError, OSError, ImportError) as error:
         cause = redact(first_line(getattr(error, "orig", None) or error))[:300]
-        message = f"tracking.uri={redact(uri)!r}: the MLflow store does not answer: {cause}"
+        message = f"tracking.uri={redact(uri)!r}: the MLflow store does not respond: {cause}"
         raise InputError(message) from error
     return client
 
@@ -185,5 +185,5 @@ def opened(uri: str, name: str) -> "Iterator[tuple[MlflowClient, Experiment]]":
             yield client, found
         except mlflow.MlflowException as error:
             cause = redact(first_line(error))[:300]
-            message = f"tracking.uri={redact(uri)!r}: the MLflow store refuses: {cause}"
+            message = f"tracking.uri={redact(uri)!r}: MLflow rejected the request: {cause}"
             raise InputError(message) from error

@@ -66,7 +66,7 @@ def draw(layout: FigureLayout, sweep: SweepOutcome) -> DrawnFigure | None:
     has_paper = "paper" in points and bool(points["paper"].notna().any())
     note = runs.note([*kind.note, *["hollow: the paper's numbers"] * has_paper])
     if missing := _missing_letters([*runs.names, *(panel.title for panel in panels)]):
-        note.append(f"The font of the PDF has no letters {missing}; the SVG shows them.")
+        note.append(f"The PDF font lacks the characters {missing}; the SVG shows them.")
     with rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         rcdefaults()  # ignore the user's matplotlibrc

@@ -27,11 +27,11 @@ X_LABELS: Mapping[str, str] = {
     "lam": "λ",
     "alpha": "Dirichlet α (∞: IID)",
     **{name: cost.label for name, cost in COSTS.items()},
-    "epsilon": "ε for each client (∞: no noise)",
+    "epsilon": "ε per client (∞: no noise)",
     "draw": "draw",
 }
 _SPREAD = "lines: mean ± standard deviation over runs"
-_LATE = "diagnostics: mean of the last 10 rounds that have them"
+_LATE = "diagnostics: mean of the last 10 rounds with diagnostics"
 _CHANCE = "dotted: similarity of unrelated subspaces of this size"
 
 
@@ -358,14 +358,14 @@ def personal(runs: FigureRuns) -> Iterator[Panel]:
     gains = pd.DataFrame(rows, columns=["cell", "clients", "gain"])
     frame, x = gains.join(runs.runs, on="cell"), "fraction of clients, sorted by gain"
     headline = " or ".join(dict.fromkeys(cell.result.headline for cell in runs.cells))
-    draw, metric = partial(lines, level=0.0), f"{headline}: own − global, points"
+    draw, metric = partial(lines, level=0.0), f"{headline}: personalized − global, points"
     for title, part in frame.groupby("panel", observed=True):
         yield Panel(str(title), x, metric, runs.means(part, "gain", "clients"), draw)
 
 
 _SCORES = partial(Kind, note=(_SPREAD,), by=("dataset",))
 _HEADS = partial(
-    Kind, note=("heads on each adapted matrix of a block; mean over runs",),
+    Kind, note=("heads per adapted matrix of a block; mean over runs",),
     series=("allocation", "method"),
 )  # fmt: skip
 #: Kinds of figures, keyed by name.
@@ -378,7 +378,7 @@ KINDS: Mapping[FigureKind, Kind] = {
     "privacy": _SCORES(partial(scores, x="epsilon")),
     "draws": _SCORES(partial(scores, x="draw")),
     "personal": _SCORES(
-        personal, note=(_SPREAD, "a client that has never taken part has the global model: 0")
+        personal, note=(_SPREAD, "a client that never participated has the global model: 0")
     ),
     "spectral_alignment": Kind(spectral_alignment, (_SPREAD, _CHANCE)),
     "spectral_diagnostics": Kind(spectral_diagnostics, (_SPREAD,)),
