@@ -106,10 +106,11 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The builder is installed with its first use: only this target needs it.
+# The builder is installed with its first use: only this target needs it. With --quiet, --strict
+# would miss all warnings.
 docs: setup
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(PIP) --editable '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "Built: site/index.html"
 
 format: setup
