@@ -18,6 +18,8 @@ from trishul_ray.tasks.sequence_classification import SequenceClassification
 from trishul_ray.tasks.text2text import TextToClass
 from trishul_ray.tasks.verbalizer import Verbalizer
 
+#: Metrics of every task with two classes.
+OF_CLASSES = ("accuracy", "loss", "macro_f1", "positive_f1", "matthews")
 IMAGES = DatasetInfo(
     "pictures", "image", ("a", "b"), image_shape=(1, 8, 8), mean=(0.5,), std=(0.5,)
 )
@@ -34,34 +36,34 @@ def build(info, *overrides):
 @pytest.mark.parametrize(
     ("info", "overrides", "kind", "model_kind", "metrics"),
     [
-        (IMAGES, [], ImageClassification, "image-classification", ("accuracy", "loss", "macro_f1")),
+        (IMAGES, [], ImageClassification, "image-classification", OF_CLASSES),
         (
             TEXTS,
             ["model=bert-tiny"],
             SequenceClassification,
             "sequence-classification",
-            ("accuracy", "loss", "macro_f1", "accuracy_x", "accuracy_y"),
+            (*OF_CLASSES, "accuracy_x", "accuracy_y"),
         ),
         (
             TEXTS,
             ["model=llama-tiny", "task.kind=classification"],
             SequenceClassification,
             "sequence-classification",
-            ("accuracy", "loss", "macro_f1", "accuracy_x", "accuracy_y"),
+            (*OF_CLASSES, "accuracy_x", "accuracy_y"),
         ),
         (
             TEXTS,
             ["model=llama-tiny", *PROMPT],
             Verbalizer,
             "causal-lm",
-            ("accuracy", "loss", "macro_f1", "accuracy_x", "accuracy_y"),
+            (*OF_CLASSES, "accuracy_x", "accuracy_y"),
         ),
         (
             TEXTS,
             ["model=t5-tiny"],
             TextToClass,
             "seq2seq-lm",
-            ("accuracy", "loss", "macro_f1", "accuracy_x", "accuracy_y"),
+            (*OF_CLASSES, "accuracy_x", "accuracy_y"),
         ),
         (
             QUESTIONS,

@@ -102,6 +102,8 @@ def test_metrics_of_hand_made_logits_in_groups(byte_tokens):
         "loss": pytest.approx(want, rel=1e-6),
         "accuracy": pytest.approx(2 / 3),
         "macro_f1": pytest.approx((4 / 5 + 0) / 2),
+        "matthews": 0.0,
+        "positive_f1": 0.0,
         "accuracy_matched": 1.0,
         "accuracy_mis_matched": 0.5,
     }

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sklearn.metrics import f1_score, recall_score
+from sklearn.metrics import f1_score, matthews_corrcoef, recall_score
 
 from trishul_ray.tasks.sums import (
     EvalSums,
@@ -43,6 +43,37 @@ def test_f1_and_recall_equal_scikit_learn(rows, cut):
     assert [k for k, value in enumerate(recall) if value is not None] == present
     want = recall_score(labels, predicted, labels=present, average=None)
     np.testing.assert_allclose([recall[k] for k in present], want)
+
+
+@given(rows=ROWS)
+def test_scores_of_two_classes_equal_scikit_learn(rows):
+    labels, predicted = (torch.tensor(rows) % 2).T
+    metrics = Metrics(("accuracy",), classes=2)
+    found = metrics.merge([summed(predicted, labels, metrics)])
+    want = f1_score(labels, predicted, zero_division=0)
+    assert found["positive_f1"] == pytest.approx(want, abs=1e-12)
+    assert found["matthews"] == pytest.approx(matthews_corrcoef(labels, predicted), abs=1e-12)
+    assert found.keys() == {*metrics.names}
+
+
+def test_matthews_counts_rows_without_prediction_apart():
+    labels, predicted = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, -1, 1, -1, 0])
+    metrics = Metrics(("accuracy",), classes=2)
+    found = metrics.merge([summed(predicted, labels, metrics)])["matthews"]
+    assert found == pytest.approx(matthews_corrcoef(labels, predicted), abs=1e-12)
+
+
+@given(st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=1), st.integers(0, 9))
+def test_kept_values_do_not_depend_on_batches(rows, cut):
+    values, metrics = torch.tensor(rows, dtype=torch.float64), Metrics(("score",))
+    sums = [
+        EvalSums.of(RowScores(part[:, 0], {"score": part[:, 0]}, kept=part), metrics, {})
+        for part in (values[cut:], values[:cut])
+        if len(part)
+    ]
+    total = EvalSums.total(sums).kept
+    assert sorted(map(tuple, total.tolist())) == sorted(rows)
+    assert np.array_equal(total, EvalSums.total(sums[::-1]).kept)
 
 
 def test_row_without_prediction_misses_only_its_class():
@@ -123,8 +154,8 @@ def test_spread_over_clients_follows_from_all_pairs(found):
     values = np.array(found) / 100
     spread = summarize_clients("own", dict(enumerate(values.tolist())))
     assert spread["own_sd"] == pytest.approx(values.std(), abs=1e-12)
-    assert spread["own_min"] == values.min() <= spread["own_worst_decile"]
-    assert spread["own_best_decile"] <= values.max()
+    assert spread["own_min"] == values.min() <= spread["own_worst_decile"] + 1e-12
+    assert spread["own_best_decile"] <= values.max() + 1e-12
     pairs = np.abs(values[:, None] - values[None]).mean()
     gini = pairs / (2 * values.mean()) if values.any() else 0.0
     assert spread["own_gini"] == pytest.approx(gini, abs=1e-12)

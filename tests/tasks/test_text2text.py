@@ -102,7 +102,15 @@ def test_metrics_by_hand(byte_tokens):
     merged = task.metrics.merge([sums])
     assert merged["loss"] == pytest.approx(want, rel=1e-6)
     assert merged["accuracy"] == merged["accuracy_y"] == 0.5 and "accuracy_x" not in merged
-    assert task.metrics.names == ("accuracy", "loss", "macro_f1", "accuracy_x", "accuracy_y")
+    assert task.metrics.names == (
+        "accuracy",
+        "loss",
+        "macro_f1",
+        "positive_f1",
+        "matthews",
+        "accuracy_x",
+        "accuracy_y",
+    )
     assert float(task.loss(logits, batch)) == pytest.approx(want, rel=1e-6)
     assert task.loss(logits.bfloat16(), batch).dtype == torch.float32
     # Two batches of unequal tokens: still the mean over tokens.

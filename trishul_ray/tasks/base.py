@@ -81,6 +81,8 @@ class Task(ABC):
     #: Names of the scores of a row, whose means are metrics. The first is the primary metric: in
     #: [0, 1], higher is better.
     row_metrics: tuple[str, ...] = ("accuracy",)
+    #: Names of the metrics of all rows together that :attr:`metrics` adds to those of rows.
+    joint_metrics: ClassVar[tuple[str, ...]] = ()
     #: Keys of a prepared batch that are not inputs of the model.
     targets: tuple[str, ...] = ("labels",)
     #: Number of outputs of the classification head; None for a model without a head.
@@ -319,8 +321,9 @@ def task_classes() -> Mapping[tuple[str, Kind], type[Task]]:
 
 def metric_names() -> tuple[str, ...]:
     """Return the names of the metrics of all tasks, except for groups of rows."""
-    found = [task.row_metrics for task in task_classes().values()]
-    names = itertools.chain(*found, ("loss", "macro_f1"), client_metric_names())
+    found = [(*task.row_metrics, *task.joint_metrics) for task in task_classes().values()]
+    of_classes = ("macro_f1", "positive_f1", "matthews")
+    names = itertools.chain(*found, ("loss", *of_classes), client_metric_names())
     return tuple(dict.fromkeys(names))
 
 

@@ -43,6 +43,8 @@ class RowScores:
         predicted: int64 [b], the predicted class of each row, negative without a prediction; None
             for a task without classes.
         labels: int64 [b], the true class of each row; set together with ``predicted``.
+        kept: [b, m], values of each row that a metric of all rows needs one by one; None for a task
+            without such metrics.
 
     Example:
         >>> rows = RowScores(torch.tensor([0.5, 1.5]), {"accuracy": torch.tensor([1.0, 0.0])})
@@ -56,6 +58,7 @@ class RowScores:
     terms: Tensor | None = None
     predicted: Tensor | None = None
     labels: Tensor | None = None
+    kept: Tensor | None = None
 
 
 def _no_rows(*shape: int) -> np.ndarray:
@@ -75,6 +78,7 @@ class EvalSums:
         clients: int64 [n], the clients that the rows belong to, ascending.
         by_client: [n, 2], sum of the primary metric's scores and number of rows of each client.
         by_class: [K, 3], number of rows labeled, predicted and correctly predicted as each class.
+        kept: [rows, m], :attr:`RowScores.kept` of all rows, sorted; no rows without it.
     """
 
     loss: float
@@ -85,6 +89,7 @@ class EvalSums:
     clients: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     by_client: np.ndarray = field(default_factory=lambda: _no_rows(0, 2))
     by_class: np.ndarray = field(default_factory=lambda: _no_rows(0, 3))
+    kept: np.ndarray = field(default_factory=lambda: _no_rows(0, 0))
 
     @classmethod
     def of(cls, rows: RowScores, metrics: Metrics, batch: Mapping[str, Tensor]) -> EvalSums:
@@ -118,6 +123,7 @@ class EvalSums:
             clients=clients,
             by_client=_sums_where([client == int(c) for c in clients], headline),
             by_class=_count_classes(rows, metrics.classes or 0),
+            kept=_no_rows(0, 0) if rows.kept is None else _on_host(rows.kept).numpy(),
         )
 
     @classmethod
@@ -139,6 +145,7 @@ class EvalSums:
         owners = np.concatenate([part.clients for part in parts])
         owned = np.concatenate([part.by_client for part in parts])
         clients = np.unique(owners)
+        kept = np.concatenate([part.kept for part in parts])
         return cls(
             loss=math.fsum(part.loss for part in parts),
             terms=math.fsum(part.terms for part in parts),
@@ -150,6 +157,7 @@ class EvalSums:
             clients=clients,
             by_client=np.array([_add_exactly(owned[owners == c]) for c in clients]).reshape(-1, 2),
             by_class=_add_exactly([part.by_class for part in parts]),
+            kept=kept[np.lexsort(kept.T)] if kept.size else kept,
         )
 
 
@@ -201,7 +209,11 @@ class Metrics:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all metrics, the primary one first; :meth:`merge` omits groups without rows."""
-        of_classes = () if self.classes is None else ("macro_f1",)
+        of_classes: tuple[str, ...] = ()
+        if self.classes is not None:
+            of_classes = ("macro_f1",)
+        if self.classes == 2:
+            of_classes = (*of_classes, "positive_f1", "matthews")
         by_group = group_metrics(self.headline, self.groups)
         return (self.headline, "loss", *of_classes, *self.scores[1:], *by_group)
 
@@ -222,6 +234,8 @@ class Metrics:
         found |= {name: total.scores[name] / total.count for name in self.scores}
         if self.classes is not None:
             found["macro_f1"] = macro_f1(total)
+        if self.classes == 2:
+            found |= {"positive_f1": positive_f1(total), "matthews": matthews(total)}
         by_group = group_metrics(self.headline, self.groups)
         for name, (score, count) in zip(by_group, total.by_group.tolist(), strict=True):
             if count:
@@ -282,6 +296,27 @@ def macro_f1(sums: EvalSums) -> float:
     cells = [cell for cell in sums.by_class.tolist() if cell[0] or cell[1]]
     scores = [2 * correct / (labeled + predicted) for labeled, predicted, correct in cells]
     return math.fsum(scores) / len(scores)
+
+
+def positive_f1(sums: EvalSums) -> float:
+    """Return the F1 of the second of two classes; 0 if it is neither labeled nor predicted."""
+    labeled, predicted, correct = sums.by_class[1].tolist()
+    return 2 * correct / (labeled + predicted) if labeled + predicted else 0.0
+
+
+def matthews(sums: EvalSums) -> float:
+    """Return the Matthews correlation of labels and predictions of two classes, in [-1, 1].
+
+    A row without a predicted class counts as predicted in a third class, by the formula for several
+    classes: J. Gorodkin, "Comparing two K-category assignments by a K-category correlation
+    coefficient", 2004. The correlation is 0 if all rows have one label or one prediction.
+    """
+    labeled, predicted, correct = sums.by_class.T
+    rows = labeled.sum()
+    covariance = rows * correct.sum() - labeled @ predicted
+    predicted = np.append(predicted, rows - predicted.sum())
+    spread = (rows**2 - labeled @ labeled) * (rows**2 - predicted @ predicted)
+    return float(covariance / math.sqrt(spread)) if spread else 0.0
 
 
 def score_by_mix(recall: Sequence[float | None], mix: np.ndarray) -> dict[int, float]:
