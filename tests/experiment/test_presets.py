@@ -8,6 +8,7 @@ import pytest
 from trishul_ray.config.places import Places
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.public import DATASETS
+from trishul_ray.errors import InputError
 from trishul_ray.experiment.fit import build_site
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.methods.base import build_method
@@ -15,13 +16,23 @@ from trishul_ray.models.backbone import Backbone
 from trishul_ray.tasks.build import build_task
 
 PUBLIC = [*DATASETS.all().values()]
+#: Text datasets whose preset leaves the task to the backbone.
+TEXTS = [
+    source
+    for source in PUBLIC
+    if source.rows.kind in ("text", "qa")
+    and load_experiment(None, [f"dataset={source.name}"]).task.kind == "auto"
+]
 
-VIT, T5, LLAMA = (
+VIT, T5, LLAMA, ROBERTA = (
     "google/vit-base-patch16-224-in21k",
     "google-t5/t5-base",
     "meta-llama/Llama-3.2-1B",
+    "FacebookAI/roberta-large",
 )
 GLUE = ("mnli", "qnli", "qqp", "sst2", "rte")
+#: Tasks of GLUE that the paper does not have.
+FIELD = ("cola", "mrpc")
 
 
 @pytest.mark.parametrize(
@@ -70,6 +81,28 @@ def test_published_protocols_of_instructions(dataset, clients, cohort, rounds, w
     assert other.model.quantize == "none" and not other.model.gradient_checkpointing
 
 
+@pytest.mark.parametrize("task", [*GLUE, *FIELD])
+def test_preset_by_name_replaces_that_of_the_dataset(task):
+    made = load_experiment(None, ["preset=ffalora-glue", f"dataset=glue/{task}", "seed=3"])
+    fed, again = made.federation, load_experiment({"preset": "ffalora-glue", "seed": 3})
+    assert (made.data.name, again.data.name) == (f"glue/{task}", "glue/sst2")
+    assert made.model.name == ROBERTA and not made.model.train_head
+    assert (fed.clients, fed.clients_per_round, fed.rounds) == (3, 3, 1000)
+    assert (fed.local_steps, fed.batch_size, made.lora_rank) == (10, 200, 8)
+    assert (made.optimizer.name, made.optimizer.lr, made.partition.alpha) == ("sgd", 0.5, 0.5)
+    assert made.task.template is None, "of the dataset's own preset"
+    own = load_experiment(None, [f"dataset=glue/{task}"])
+    assert (own.model.name == ROBERTA) == (task in FIELD)
+
+
+def test_preset_is_not_in_the_id_and_must_exist():
+    dolly = load_experiment(None, ["dataset=dolly"])
+    assert load_experiment(None, ["dataset=dolly", "preset=dolly"]).id == dolly.id
+    assert load_experiment(None, ["dataset=gsm8k", "preset=dolly"]).federation == dolly.federation
+    with pytest.raises(InputError, match=r"unknown preset 'dollly'; known: .* mean 'dolly'"):
+        load_experiment(None, ["preset=dollly"])
+
+
 def info_of(dataset):
     """Return the facts of the dataset that need no rows."""
     rows = next(source for source in PUBLIC if source.name == dataset).rows
@@ -87,9 +120,9 @@ def test_every_dataset_has_a_preset_of_its_protocol(source):
 @pytest.mark.parametrize(
     ("dataset", "model"),
     [
-        *((s.name, "t5-tiny") for s in PUBLIC if s.rows.kind in ("text", "qa")),
-        *((s.name, "bert-tiny") for s in PUBLIC if s.rows.kind == "text"),
-        *((f"glue/{task}", "llama-tiny") for task in GLUE),
+        *((s.name, "t5-tiny") for s in TEXTS),
+        *((s.name, "bert-tiny") for s in TEXTS if s.rows.kind == "text"),
+        *((f"glue/{task}", "llama-tiny") for task in (*GLUE, *FIELD)),
     ],
 )
 def test_prompts_fit_fields_classes_and_families(dataset, model, text_rows):
@@ -131,6 +164,8 @@ def test_verbalizers_follow_the_order_of_classes():
         "rte": {"entailment": "yes", "not_entailment": "no"},
         "qqp": {"not_duplicate": "no", "duplicate": "yes"},
         "sst2": {"negative": "negative", "positive": "positive"},
+        "cola": {"unacceptable": "no", "acceptable": "yes"},
+        "mrpc": {"not_equivalent": "no", "equivalent": "yes"},
     }.items():
         words = load_experiment(None, [f"dataset=glue/{task}"]).task.verbalizers
         assert dict(zip(info_of(f"glue/{task}").classes, words, strict=True)) == expected

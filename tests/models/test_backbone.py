@@ -62,6 +62,7 @@ def test_known_architectures_need_no_network(tmp_path):
         ("google-t5/t5-base", None): 222_903_552,
         ("meta-llama/Llama-3.2-1B", None): 1_235_814_400,
         ("FacebookAI/roberta-base", 2): 124_055_040 + 768 * 768 + 768 + 2 * 768 + 2,
+        ("FacebookAI/roberta-large", 2): 354_310_144 + 1024 * 1024 + 1024 + 2 * 1024 + 2,
         ("sentence-transformers/all-MiniLM-L6-v2", 2): 22_713_216 + 2 * 384 + 2,
     }
     for (name, classes), want in counts.items():

@@ -24,11 +24,12 @@ from trishul_ray.config.section import (
 from trishul_ray.runtime.proportions import exact_fraction
 from trishul_ray.spectral.bases import BasisInit
 
-#: Short names of the paper's backbones. Hub names replace them before anything is hashed.
+#: Short names of backbones. Hub names replace them before anything is hashed.
 SHORT_MODEL_NAMES = {
     "vit-b16": "google/vit-base-patch16-224-in21k",
     "t5-base": "google-t5/t5-base",
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
+    "roberta-large": "FacebookAI/roberta-large",
 }
 
 

@@ -86,6 +86,9 @@ class Experiment(Section):
     """A federated experiment. Every field that can change a result is part of :attr:`id`."""
 
     name: str = not_in_id("run", "a label", max_length=100)
+    preset: str | None = not_in_id(
+        None, "a protocol with a name, such as `dolly`, in place of the dataset's own"
+    )
     plugins: tuple[Plugin, ...] = not_in_id(
         (), "Python files with custom methods, tasks or datasets; the run records the files that "
         "it uses, with their content, which is in the id"

@@ -1,12 +1,12 @@
 """Load an experiment from YAML and ``key=value`` overrides.
 
-There are four layers, and later layers override earlier ones: the defaults, the dataset's preset
-(``presets/<dataset>.yaml``), the user's YAML, and the overrides. ``dataset``, ``model``, ``method``
-and ``batch_size`` with a plain value abbreviate ``data.name``, ``model.name``, ``method.name`` and
-``federation.batch_size``. The last part of a field's name is enough if it is unambiguous
-(``rounds=3``). pydantic converts strings to the type of the field. A learning rate that is not set
-comes from ``learning_rates.yaml``. A rate from the file ``optimizer.rates`` replaces a rate that is
-set.
+There are four layers, and later layers override earlier ones: the defaults, the preset
+(``presets/<dataset>.yaml``, or the one that the field ``preset`` names), the user's YAML, and the
+overrides. ``dataset``, ``model``, ``method`` and ``batch_size`` with a plain value abbreviate
+``data.name``, ``model.name``, ``method.name`` and ``federation.batch_size``. The last part of a
+field's name is enough if it is unambiguous (``rounds=3``). pydantic converts strings to the type of
+the field. A learning rate that is not set comes from ``learning_rates.yaml``. A rate from the file
+``optimizer.rates`` replaces a rate that is set.
 """
 
 import difflib
@@ -15,6 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
+from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,13 +26,14 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from trishul_ray.config.fields import SHORT_MODEL_NAMES
-from trishul_ray.errors import InputError
+from trishul_ray.errors import InputError, did_you_mean
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.experiment.identity import note_content, note_plugins
 from trishul_ray.experiment.learning_rates import with_learning_rate
 from trishul_ray.experiment.yaml_files import RawFields, parse_yaml, read_yaml
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.plugins.loading import faults, find_stored, load_plugin
+from trishul_ray.plugins.registry import EXTENSIONS
 from trishul_ray.stages import STAGES, Stages, stage_names
 
 #: Fields that have a short name.
@@ -153,7 +157,7 @@ def is_field(name: str) -> bool:
 
 
 def resolve_experiment(user: RawFields) -> Experiment:
-    """Merge the user's fields over the preset of their dataset, and validate the result.
+    """Merge the user's fields over their preset, by default their dataset's, and validate them.
 
     Args:
         user: Nested fields, without abbreviations.
@@ -164,7 +168,13 @@ def resolve_experiment(user: RawFields) -> Experiment:
     _load_plugins(user)
     data = user.get("data", {})
     dataset = data.get("name", "digits") if isinstance(data, dict) else None
-    preset = _preset(dataset) if isinstance(dataset, str) else {}
+    named = user.get("preset")
+    if isinstance(named, str) and named not in _presets():
+        known = ", ".join(_presets())
+        raise InputError(
+            f"unknown preset {named!r}; known: {known}{did_you_mean(named, _presets())}"
+        )
+    preset = _preset(named or dataset) if isinstance(named or dataset, str) else {}
     experiment = build_experiment(_over_preset(preset, user))
     if experiment.data.path is not None and "/" not in experiment.model.name:
         from trishul_ray.experiment.fit import with_builtin_defaults  # imports torch
@@ -244,17 +254,25 @@ def _is_top(key: str) -> bool:
 
 
 @cache
-def _preset(dataset: str) -> RawFields:
-    """Load ``presets/<dataset>.yaml`` over the preset that it extends.
+def _presets() -> dict[str, Traversable]:
+    """Return the files of the presets of this package and of its extensions, by name."""
+    packages = [each for each in ("trishul_ray", *EXTENSIONS) if find_spec(each) is not None]
+    folders = [resources.files(each) / "presets" for each in packages]
+    files = [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
+    return {file.name.removesuffix(".yaml"): file for file in sorted(files, key=attrgetter("name"))}
+
+
+@cache
+def _preset(name: str) -> RawFields:
+    """Load the preset of a name or dataset over the preset that it extends.
 
     Returns:
         The fields, or an empty dictionary if the file does not exist.
     """
     # Look the name up in the list of files instead of joining paths, since it may come from the
     # user.
-    files = {file.name: file for file in (resources.files("trishul_ray") / "presets").iterdir()}
-    name = f"{dataset.replace('/', '-')}.yaml"
-    fields = yaml.safe_load(files[name].read_text(encoding="utf-8")) if name in files else {}
+    file = _presets().get(name.replace("/", "-"))
+    fields = yaml.safe_load(file.read_text(encoding="utf-8")) if file is not None else {}
     assert isinstance(fields, dict)
     base = fields.pop("extends", None)
     return _over_preset(_preset(base), fields) if base else fields

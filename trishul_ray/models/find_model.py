@@ -68,6 +68,10 @@ KNOWN: "dict[str, Callable[[], PretrainedConfig]]" = {
         vocab_size=50265, hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
         intermediate_size=3072, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5,
     ),
+    "FacebookAI/roberta-large": lambda: transformers.RobertaConfig(
+        vocab_size=50265, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16,
+        intermediate_size=4096, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5,
+    ),
     "sentence-transformers/all-MiniLM-L6-v2": lambda: transformers.BertConfig(
         vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12,
         intermediate_size=1536, max_position_embeddings=512,

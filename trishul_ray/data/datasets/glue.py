@@ -1,4 +1,4 @@
-"""Five GLUE tasks: MNLI, QNLI, QQP, SST-2 and RTE, each with one or two texts and a label.
+"""Seven GLUE tasks, each with one or two texts and a label: all but STS-B, a regression, and WNLI.
 
 The test rows are the development sets, since the labels of the official test sets are not public.
 MNLI has two development sets, ``matched`` and ``mismatched``, which are groups of its test rows.
@@ -81,4 +81,20 @@ RTE = _glue(
     ("sentence1", "sentence2"),
     _ENTAILMENT,
     {"train": 2_490, "validation": 277},
+)
+
+MRPC = _glue(
+    "mrpc",
+    "do two sentences mean the same, 3,668 / 408",
+    ("sentence1", "sentence2"),
+    ("not_equivalent", "equivalent"),
+    {"train": 3_668, "validation": 408},
+)
+
+COLA = _glue(
+    "cola",
+    "is a sentence grammatical, 8,551 / 1,043",
+    ("sentence",),
+    ("unacceptable", "acceptable"),
+    {"train": 8_551, "validation": 1_043},
 )
