@@ -41,6 +41,7 @@ MAY_IMPORT = {
     # Plug-ins: the documented imports of the guides; nothing imports the plug-ins.
     "lab": {
         *("adapters", "config", "contract", "data", "methods", "report", "spectral", "stages"),
+        "tasks",
     },
 }
 #: Content of the lab and of the folder of the paper, as other parts would refer to it.

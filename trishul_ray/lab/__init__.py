@@ -15,4 +15,6 @@ MODULES = {
         *("server_optimizer",),
     ),
     "check": ("codecs.checks",),
+    "task.kind": ("tasks.regression",),
+    "data.name": ("datasets.commonsense", "datasets.stsb"),
 }

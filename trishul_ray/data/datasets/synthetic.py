@@ -162,5 +162,6 @@ SYNTHETIC = (
     SyntheticDataset(_QUESTIONS, "mrqa", _draw_questions),
     SyntheticDataset(_INSTRUCTIONS, "dolly", _draw_instructions),
     *map(_like, (MNLI, QNLI, QQP, RTE, SST2)),
+    _texts("stsb", "glue/stsb", ("sentence1", "sentence2"), tuple("012345")),
     SyntheticDataset(_SHAPES, "svhn", _draw_shapes),
 )

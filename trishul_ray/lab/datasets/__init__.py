@@ -1,0 +1,1 @@
+"""Datasets beyond the paper."""

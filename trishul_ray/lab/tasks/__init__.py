@@ -1,0 +1,1 @@
+"""Tasks beyond the paper."""
