@@ -95,7 +95,7 @@ def test_preset_by_name_replaces_that_of_the_dataset(task):
     assert (own.model.name == ROBERTA) == (task in FIELD)
 
 
-def test_preset_is_not_in_the_id_and_must_exist():
+def test_preset_must_exist_and_changes_no_id():
     dolly = load_experiment(None, ["dataset=dolly"])
     assert load_experiment(None, ["dataset=dolly", "preset=dolly"]).id == dolly.id
     assert load_experiment(None, ["dataset=gsm8k", "preset=dolly"]).federation == dolly.federation
