@@ -26,14 +26,14 @@ def test_every_preset_fits_the_schema(preset, schema):
 
 
 def test_a_written_configuration_fits_the_schema(schema):
-    schema.validate(load_experiment(None, ["privacy.epsilon=8", "method=fedit"]).to_dict())
+    schema.validate(load_experiment(None, ["partition.alpha=0.1", "method=fedit"]).to_dict())
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "{dataset: digits, method: fedit, rounds: 3, batch_size: 4}",
-        "{method: {name: trishul, lam: 0.1}, model: vit-tiny, privacy: {epsilon: 8}}",
+        "{method: {name: trishul, lam: 0.1}, model: vit-tiny, partition: {alpha: 1}}",
         "{method: {lam: 0.1}, federation.rounds: 3, plugins: [mine.py]}",
     ],
 )
