@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,13 +34,11 @@ from trishul_ray.federation.worker.context import WorkerContext, bound, client_s
 from trishul_ray.federation.worker.survey import answer_survey
 from trishul_ray.methods.base import Method
 from trishul_ray.methods.base.messages import LocalRun, State, Tensors, count_numbers
+from trishul_ray.methods.base.optimizer import make_optimizer
 from trishul_ray.plugins.loading import named
 from trishul_ray.runtime.memory import memory_of, peak_memory
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import ArrayState, Change, Sender
-
-if TYPE_CHECKING:
-    from trishul_ray.config.fields import OptimizerConfig
 
 #: Advice for errors of too little memory.
 _LESS = (
@@ -380,14 +377,6 @@ def _forward_backward(
 def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return cached ones [count]: steps launch no kernels for them, and graphs may read them."""
     return torch.ones(count, dtype=dtype, device=device)
-
-
-def make_optimizer(settings: "OptimizerConfig", vectors: list[Tensor]) -> torch.optim.Optimizer:
-    """Create a fresh optimizer over flat vectors [P]."""
-    lr, decay, betas = settings.lr, settings.weight_decay, (settings.beta1, settings.beta2)
-    if settings.name == "sgd":
-        return torch.optim.SGD(vectors, lr=lr, momentum=settings.momentum, weight_decay=decay)
-    return torch.optim.AdamW(vectors, lr=lr, betas=betas, weight_decay=decay, fused=True)
 
 
 def gradient_mask(run: LocalRun, wire: tuple[str, ...]) -> Tensor | None:
