@@ -69,6 +69,11 @@ CONFIGURATIONS = {
     "trishul, by curvature": "method.allocation=curvature",
     "trishul, limited": f"method.selection=weight method.block_scores=all {LIMITED}",
     # Each method of later papers.
+    "ditto": f"method=ditto {OWN}",
+    "federa": "method=federa",
+    "florg": "method=florg",
+    "fslora": f"method=fslora method.ratio=0.5 {LIMITED}",
+    "lorafair": "method=lorafair",
     "fedplora": f"method=fedplora {LIMITED}",
     "fedrot": "method=fedrot",
     "fedsa": f"method=fedsa {OWN}",

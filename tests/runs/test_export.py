@@ -100,7 +100,9 @@ def test_exports_of_every_method_score_alike_elsewhere(run, tmp_path):
             assert result.adapter_path is None
         else:
             assert export["form"] == "adapter" and result.model_path is None
-            folded = method["name"] in ("fedex", "flora", "frlora") or "truncate" in method
+            folded = (
+                method["name"] in ("federa", "fedex", "flora", "frlora") or "truncate" in method
+            )
             assert ("changes of the frozen weights" in export["note"]) == folded
             assert export["relative_error"] <= 1e-6 and export["ranks"][1] <= 64
         exports.append((folder, test, list(context.info.classes)))

@@ -7,8 +7,9 @@ Nothing outside this folder imports it, or names its content. A registry imports
 #: The modules that register something, by the field of its registry.
 MODULES = {
     "method": (
-        *("methods.fedplora", "methods.fedrot", "methods.fedsa", "methods.fedsvd"),
-        *("methods.florist", "methods.frlora", "methods.private", "methods.rolora"),
+        *("methods.ditto", "methods.fedplora", "methods.fedrot", "methods.federa", "methods.fedsa"),
+        *("methods.fedsvd", "methods.florg", "methods.florist", "methods.frlora", "methods.fslora"),
+        *("methods.lorafair", "methods.private", "methods.rolora"),
     ),
     "stage": (
         *("attack", "clock.stage", "codecs.stage", "privacy.stage", "robust"),

@@ -2,12 +2,11 @@
 
 Yan et al.: "Federated Residual Low-Rank Adaptation of Large Language Models", ICLR 2025.
 
-With ``W = U S V^T`` and scale s, ``B0 = U_r sqrt(S_r / s)`` and ``A0 = sqrt(S_r / s) V_r^T``, and
-the frozen weight is ``W' = W - s B0 A0``. Every round, all clients start from A0 and B0. The server
-adds ``s (B A - B0 A0)`` to W' for good, so that the global update may have any rank. B and A are
-the averaged factors, which is inexact; with ``method.exact`` the mean of the products takes the
-place of ``B A``. The classification head is averaged and kept. Clients receive the averaged
-factors, or all of the cohort's where the mean is exact.
+It starts as FeDeRA does, at A0, B0 and ``W' = W - s B0 A0``. Every round, all clients start from A0
+and B0. The server adds ``s (B A - B0 A0)`` to W' for good, so that the global update may have any
+rank. B and A are the averaged factors, which is inexact; with ``method.exact`` the mean of the
+products takes the place of ``B A``. The classification head is averaged and kept. Clients receive
+the averaged factors, or all of the cohort's where the mean is exact.
 
 The paper's rank and alpha are 16 and 32 (``adapter.rank``, ``adapter.alpha``). The diagnostic
 ``aggregation_error`` is relative to products that contain the principal components.
@@ -16,19 +15,15 @@ The paper's rank and alpha are 16 and 32 (``adapter.rank``, ``adapter.alpha``). 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
-from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
+from trishul_ray.lab.methods.federa import FeDeRA
 from trishul_ray.methods.base import MethodConfig, register
-from trishul_ray.methods.base.adapters import attach_adapters, lora_pairs
-from trishul_ray.methods.base.messages import Round, Site, State, Tensors, count_numbers
-from trishul_ray.methods.fedit import FedIT
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from trishul_ray.methods.base.adapters import lora_pairs
+from trishul_ray.methods.base.messages import Round, State, count_numbers
 
 
 class FRLoRAConfig(MethodConfig):
@@ -40,7 +35,7 @@ class FRLoRAConfig(MethodConfig):
 
 
 @register("frlora")
-class FRLoRA(FedIT):
+class FRLoRA(FeDeRA):
     """Fold what the principal components have moved by into the frozen weight each round."""
 
     Config = FRLoRAConfig
@@ -50,20 +45,6 @@ class FRLoRA(FedIT):
     mean_is_enough = False
     #: As the row's, on 2026-11-25, of 1e-3 to 5e-3.
     rates: ClassVar = {"cifar100 trishul/vit-s14-photos": 2.0e-3}
-
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
-        """Attach LoRA that starts at the principal components of each target."""
-        return attach_adapters("lora", site, principal=True)
-
-    def _product(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.scale(a) * (b.double() @ a.double())
-
-    def initial_state(self, layout: Layout, initial: Tensor, survey: Tensors) -> State:
-        """Start with ``-s B0 A0`` in the frozen weights: the model is the pretrained one."""
-        start = super().initial_state(layout, initial, survey)
-        pairs = lora_pairs(self.named_tensors(layout, start.shared))
-        taken = {layer: -self._product(a, b) for layer, a, b in pairs}
-        return State(start.shared, base=self.fold(start, taken))
 
     def contribution(self, upload: State, layout: Layout) -> State:
         """Return the upload and, where the mean is exact, the products."""
@@ -75,8 +56,8 @@ class FRLoRA(FedIT):
         old = self.named_tensors(layout, state.shared)
         for layer, a, b in lora_pairs(self.named_tensors(layout, shared)):
             start_A, start_B = old[f"{layer}.lora_A"], old[f"{layer}.lora_B"]
-            new = self.scale(a) * mean.base[layer] if self.config.exact else self._product(a, b)
-            moved[layer] = new - self._product(start_A, start_B)
+            new = self.scale(a) * mean.base[layer] if self.config.exact else self.product(a, b)
+            moved[layer] = new - self.product(start_A, start_B)
             a.copy_(start_A)
             b.copy_(start_B)
         return State(shared, base=self.fold(state, moved))

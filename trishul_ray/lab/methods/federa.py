@@ -1,0 +1,54 @@
+"""FeDeRA: LoRA that starts from the singular value decomposition of the frozen weight.
+
+Yan et al.: "FeDeRA: Efficient Fine-tuning of Language Models in Federated Learning Leveraging
+Weight Decomposition", arXiv 2404.18848.
+
+With ``W = U S V^T`` and scale s, ``B0 = U_r sqrt(S_r / s)`` and ``A0 = sqrt(S_r / s) V_r^T``, and
+the frozen weight is ``W' = W - s B0 A0``, so that the first model is the pretrained one. From there
+on clients train A and B, and the server averages them separately, as in FedIT. Every client
+decomposes the weights that it has: nothing more is sent.
+
+The diagnostic ``aggregation_error`` is relative to products that contain the principal components.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trishul_ray.adapters.base import LayerAdapter
+from trishul_ray.adapters.layout import Layout
+from trishul_ray.methods.base import register
+from trishul_ray.methods.base.adapters import attach_adapters, lora_pairs
+from trishul_ray.methods.base.messages import Round, Site, State, Tensors
+from trishul_ray.methods.fedit import FedIT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@register("federa")
+class FeDeRA(FedIT):
+    """FedIT from the principal components of each weight, which leave the frozen weight."""
+
+    summary = "LoRA on the weight's principal components; A and B averaged (inexact)"
+    reference = "Yan et al., 2024, arXiv 2404.18848"
+
+    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+        """Attach LoRA that starts at the principal components of each target."""
+        return attach_adapters("lora", site, principal=True)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return ``s B A`` [d_out, d_in] of a pair of factors, in float64."""
+        return self.scale(a) * (b.double() @ a.double())
+
+    def initial_state(self, layout: Layout, initial: Tensor, survey: Tensors) -> State:
+        """Start with ``-s B0 A0`` in the frozen weights: the model is the pretrained one."""
+        start = super().initial_state(layout, initial, survey)
+        pairs = lora_pairs(self.named_tensors(layout, start.shared))
+        taken = {layer: -self.product(a, b) for layer, a, b in pairs}
+        return State(start.shared, base=self.fold(start, taken))
+
+    def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
+        """Take the mean of the factors; the frozen weights stay unchanged."""
+        return replace(mean, base=state.base)

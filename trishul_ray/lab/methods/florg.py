@@ -1,0 +1,91 @@
+"""FLoRG: train one low-rank matrix, average its Gram matrix, and align the next one.
+
+Meng, Tang and Wong: "FLoRG: Federated Fine-tuning with Low-rank Gram Matrices and Procrustes
+Alignment", ICLR 2026, arXiv 2602.17095.
+
+The update of a layer is ``L A^T A R``. L [d_out, k] and R [k, d_in] have orthonormal columns and
+rows, are frozen and common, with k the smaller width; A [r, k] is trained and sent. The server
+averages the Gram matrices, ``Q = mean(A_c^T A_c)``, which gives the exact mean of the updates, and
+decomposes ``Q = P^T D P`` into ``C = sqrt(D) P``. For any orthonormal S, S C has the same Gram
+matrix. The server takes the S C nearest to the last A (Procrustes): with ``A C^T = U E V^T``, the
+next A is ``U V^T C``. It has r rows, so that a part of Q is lost if its rank exceeds r. The record
+has the lost part as ``gram_error``, ``||A^T A - Q||_F / ||Q||_F``.
+
+The gradient at A = 0 is zero, so A starts at a random A0 (drawn as LoRA's A), and the update has
+the further term ``- L A0^T A0 R``, with which the first model is the pretrained one. This start is
+our choice; we could not read the paper's. The rank is the budget's LoRA rank, as in the paper: a
+client trains r k numbers per matrix, half as many as LoRA if the matrix is square.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trishul_ray.adapters.base import LayerAdapter
+from trishul_ray.adapters.layout import Layout
+from trishul_ray.methods.base import Method, register
+from trishul_ray.methods.base.adapters import FIELDS_READ, lora_scale
+from trishul_ray.methods.base.messages import Round, Site, State
+from trishul_ray.runtime.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@register("florg")
+class FLoRG(Method):
+    """Average Gram matrices of one trained factor."""
+
+    summary = "one low-rank factor A; its Gram matrix A^T A averaged, A aligned with the last one"
+    reference = "Meng et al., ICLR 2026, arXiv 2602.17095"
+    communication = "r min(d_in, d_out) per matrix up and down"
+    rates_like = "fedit"
+    fields_read = FIELDS_READ["lora"]
+
+    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+        """Attach one factor to every target."""
+        from trishul_ray.lab.methods.gram import GramFactor  # imports torch
+
+        rank = site.adapter.rank or site.lora_rank
+        scale = lora_scale(site.adapter.alpha, rank)
+        adapter = GramFactor(2 * rank, scale, dropout=site.adapter.dropout)
+        return {layer.name: adapter for layer in site.layers}
+
+    def contribution(self, upload: State, layout: Layout) -> State:
+        """Return the upload with the Gram matrices [k, k] of its factors, in float64."""
+        factors = self.factors(layout, upload.shared)
+        return replace(upload, base={n: a.double().mT @ a.double() for n, a in factors.items()})
+
+    def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
+        """Decompose the mean Gram matrices; align each with the last A."""
+        shared, errors = mean.shared.clone(), []
+        last = self.factors(layout, state.shared)
+        for name, factor in self.factors(layout, shared).items():
+            aligned = align(mean.base[name], last[name].double())
+            errors.append((aligned.mT @ aligned - mean.base[name]).norm() / mean.base[name].norm())
+            factor.copy_(aligned)
+        round_.metrics["gram_error"] = float(torch.stack(errors).mean())
+        return State(shared)
+
+    def factors(self, layout: Layout, shared: Tensor) -> dict[str, Tensor]:
+        """Return the factors A [r, k] by name, as views of a wire vector [W]."""
+        named = self.named_tensors(layout, shared)
+        return {name: value for name, value in named.items() if name.endswith(".gram_A")}
+
+
+def align(gram: Tensor, last: Tensor) -> Tensor:
+    """Return the factor of a Gram matrix that is nearest to the last factor.
+
+    Args:
+        gram: Q [k, k], positive semi-definite.
+        last: The last A [r, k].
+
+    Returns:
+        ``U V^T C`` [r, k], whose Gram matrix is Q if Q has rank r or less.
+    """
+    values, vectors = torch.linalg.eigh(gram)
+    root = values.clamp(min=0).sqrt()[:, None] * vectors.mT  # C [k, k]
+    u, _, vt = torch.linalg.svd(last @ root.mT, full_matrices=False)
+    aligned: Tensor = u @ vt @ root
+    return aligned
