@@ -105,6 +105,8 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell $$(git ls-files)
+	$(BIN)/python .ci/prose_check.py
 
 # The builder is installed with its first use: only this target needs it. With --quiet, --strict
 # would miss all warnings.

@@ -117,12 +117,12 @@ def test_theorem_2_retained_rank_bounds_variance(tau):
     rank = int((values > 1e-9).sum(dim=-1).max())
     bound = float(scales.max()) ** 2 * rank * float(values.max()) ** 2 / m
 
-    centred = uploads - uploads.mean(dim=0)
-    exact = float(centred.square().sum(dim=(-2, -1)).mean()) / m
+    centered = uploads - uploads.mean(dim=0)
+    exact = float(centered.square().sum(dim=(-2, -1)).mean()) / m
     assert exact <= bound
     # The 1/m of the proof, by sampling cohorts of m independent clients.
     cohorts = torch.randint(population, (draws, m), generator=torch_rng(0, "cohorts"))
-    sampled = float(centred[cohorts].mean(dim=1).square().sum(dim=(-2, -1)).mean())
+    sampled = float(centered[cohorts].mean(dim=1).square().sum(dim=(-2, -1)).mean())
     assert sampled == pytest.approx(exact, rel=0.05)
 
 

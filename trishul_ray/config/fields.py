@@ -157,7 +157,7 @@ class TaskConfig(Section):
     answer_pattern: str | None = not_in_id(
         None,
         "instruction: a regular expression; `trishul eval` compares its last match in an answer, "
-        "without commas, with that in the reference",
+        "without commas, with the last match in the reference",
     )
     verbalizers: tuple[str, ...] | None = Field(
         None, description="a word or phrase for each class, in order; default: by dataset"

@@ -31,7 +31,7 @@ _META = b"trishul"
 Kind = Literal["image", "text", "qa", "instruction"]
 
 #: Kinds of rows that have a label.
-LABELLED: tuple[Kind, ...] = ("image", "text")
+LABELED: tuple[Kind, ...] = ("image", "text")
 
 #: Scored splits: the test rows, and the rows held out of the training rows.
 ScoredSplit = Literal["test", "validation"]

@@ -17,7 +17,7 @@ import torch
 from trishul_ray.adapters.model import Trained
 from trishul_ray.data.columns import get_column, read_texts
 from trishul_ray.data.conversations import LAYOUTS, plain_messages
-from trishul_ray.data.dataset import LABELLED, Column, DatasetInfo, Split, write_split
+from trishul_ray.data.dataset import LABELED, Column, DatasetInfo, Split, write_split
 from trishul_ray.data.images import NamedImage, resize_images
 from trishul_ray.data.user.python_rows import is_image, to_table
 from trishul_ray.errors import InputError
@@ -190,11 +190,11 @@ def _encoded(run: TrainedRun, columns: Mapping[str, Column]) -> dict[str, np.nda
         return {**{k: np.asarray(v) for k, v in columns.items()}, "label": labels}
     if info.kind == "qa":
         columns = {**columns, "answers": pa.array(['["-"]'] * count, pa.large_string())}
-    elif info.kind in LABELLED:
+    elif info.kind in LABELED:
         columns = {**columns, "label": labels}
     with scratch_folder("predict") as scratch:
         file = Path(scratch) / "rows.arrow"
         write_split(file, columns, info)
         split = Split(file)
         encoded = {k: np.array(v) for k, v in task.encoder.encode(split, lambda done: None).items()}
-    return encoded | {"label": labels} if info.kind in LABELLED else encoded
+    return encoded | {"label": labels} if info.kind in LABELED else encoded

@@ -193,10 +193,10 @@ class Instruction(Task):
         ids = stored.where(at < length[:, None], self.tokens.pad_id)
         first, after = batch["spans"].long().unbind(-1)  # [b, S] each
         inside = (at >= first[..., None]) & (at < after[..., None])  # [b, S, W]
-        labelled = inside.any(dim=1)
-        positions = labelled.flatten().nonzero()[:, 0]
+        labeled = inside.any(dim=1)
+        positions = labeled.flatten().nonzero()[:, 0]
         moved = {"input_ids": ids, "positions": positions, "labels": ids.flatten()[positions]}
-        kept = {"counts": labelled.sum(dim=1), "start": first.amax(dim=1)}
+        kept = {"counts": labeled.sum(dim=1), "start": first.amax(dim=1)}
         return to_device(moved, device) | kept | group_column(batch)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> ModelInputs:

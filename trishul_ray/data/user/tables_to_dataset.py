@@ -25,7 +25,7 @@ from trishul_ray.data.conversations import (
     plain_references,
 )
 from trishul_ray.data.dataset import (
-    LABELLED,
+    LABELED,
     Columns,
     DatasetInfo,
     Kind,
@@ -90,7 +90,7 @@ def to_dataset(
         table = concatenate(chain(*tables.values()), where)
         kind, names = find_columns(columns, table.column_names)
         classes = None
-        if kind in LABELLED:
+        if kind in LABELED:
             classes = common_class_names(chain(*tables.values()), names["label"])
         unread = [
             f"{column!r} ({count:,} rows)"
@@ -129,7 +129,7 @@ def to_dataset(
         skipped, notes = (*skipped, *resized.broken), (*notes, *resized.notes)
     if len(skipped) > _MAX_SKIPPED:
         skipped = (*skipped[:_MAX_SKIPPED], f"and {len(skipped) - _MAX_SKIPPED} more rows")
-    if kind in LABELLED:
+    if kind in LABELED:
         fields["doubt"] = doubt_labels(fields["classes"], read["label"])
     splits: dict[str, Columns] = {}
     for split in tables:
@@ -152,7 +152,7 @@ def _check_splits(kind: Kind, splits: Splits, fields: dict[str, Any], where: str
         if not length(columns):
             raise InputError(f"{where}: the {split} split has no rows")
     classes, train, notes = fields.get("classes", ()), splits["train"], []
-    if kind in LABELLED and len(classes) < 2:
+    if kind in LABELED and len(classes) < 2:
         raise InputError(f"{where}: all rows are of class {classes[0]!r}; two classes are needed")
     for what, column in (("classes", "label"), ("clients", "client")):
         names = fields.get(what, ())
@@ -210,10 +210,10 @@ def _read_columns(
     if kind == "qa":
         columns["answers"] = read_answers(table, "answers", where)
     named = {"client": "clients", "group": "groups"}
-    if kind in LABELLED and classes is not None:
+    if kind in LABELED and classes is not None:
         columns["label"] = read_labels(table, "label", len(classes), where, classes)
         fields["classes"] = classes
-    elif kind in LABELLED:
+    elif kind in LABELED:
         named["label"] = "classes"
     if kind == "instruction":
         names = [f"{where}, {row}" for row in table.column("name").to_pylist()]

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 
 from trishul_ray.report.figures.kinds import KINDS, Panel
-from trishul_ray.report.figures.plots import GREY, INK, SMALL, looks_of
+from trishul_ray.report.figures.plots import GRAY, INK, SMALL, looks_of
 from trishul_ray.report.figures.runs import select_runs
 from trishul_ray.report.layouts import FigureLayout
 from trishul_ray.report.outcomes import DrawnFigure, SweepOutcome
@@ -91,7 +91,7 @@ def _figure(panels: list[Panel], names: tuple[str, ...], columns: int, note: lis
     size = (WIDTH, 3.4 * rows + 0.18 * len(text) + 0.4)
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.supxlabel("\n".join(text), x=0.01, ha="left", fontsize=SMALL, color=GREY)
+    figure.supxlabel("\n".join(text), x=0.01, ha="left", fontsize=SMALL, color=GRAY)
     handles: dict[str, Any] = {}
     for number, panel in enumerate(panels, 1):
         ax = figure.add_subplot(rows, columns, number)

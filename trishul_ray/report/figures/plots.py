@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFo
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-INK, GREY = "#222222", "#555555"
+INK, GRAY = "#222222", "#555555"
 SMALL = 9
 #: Color-blind safe palette of Okabe & Ito (2008), without yellow, which is too faint on white.
 _COLORS = (
@@ -97,7 +97,7 @@ def lines(
         if "paper" in line and line["paper"].notna().any():
             ax.plot(x, line["paper"], **look | _HOLLOW)
     if math.isfinite(level):
-        ax.axhline(level, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
+        ax.axhline(level, color=GRAY, linestyle=":", linewidth=1.2, zorder=1)
     if ranked:
         ax.set_xticks(range(len(places)), [f"{p:g}".replace("inf", "∞") for p in places])
     elif all(float(place).is_integer() for place in places):
