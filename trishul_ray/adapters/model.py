@@ -243,7 +243,7 @@ class AdaptedModel:
         self._leaf = self._stack = self.bound = None
 
     def check_stackable(self) -> None:
-        """Check that several clients can train together.
+        """Check that several clients can train together, or have gradients per example.
 
         Raises:
             InputError: A directly trained parameter does not belong to a linear layer.
@@ -416,9 +416,9 @@ class ParameterOverrides:
             for module, attribute in places:
                 if type(module) is not nn.Linear:
                     raise InputError(
-                        f"federation.stacked: {name!r} of the classification head belongs to a "
-                        f"{type(module).__name__}; only linear layers can be trained for "
-                        "several clients at once: set it to 1, or model.train_head=false"
+                        f"{name!r} of the classification head belongs to a "
+                        f"{type(module).__name__}; federation.stacked and gradients per example "
+                        "only train linear layers: set model.train_head=false"
                     )
                 found.setdefault(module, {})[attribute] = name
         return found

@@ -34,9 +34,9 @@ class Stack:
         """
         if not x.shape[0] or x.shape[0] % self.examples:
             raise InputError(
-                f"federation.stacked: an adapted layer gets inputs of shape {tuple(x.shape)} for "
-                f"{self.examples} examples, whose first axis does not distinguish the clients: "
-                "set it to 1"
+                f"an adapted layer gets inputs of shape {tuple(x.shape)} for {self.examples} "
+                "examples, whose first axis does not distinguish them: federation.stacked and "
+                "gradients per example do not support this model"
             )
         return x.reshape(self.clients, -1, x.shape[-1])
 

@@ -3,6 +3,8 @@
 Each check raises a ``ValueError``, which pydantic reports with the other faults of an experiment.
 """
 
+from collections.abc import Sequence
+
 from trishul_ray.config.fields import (
     AdapterConfig,
     EvaluationConfig,
@@ -91,6 +93,40 @@ def check_dropout(
         raise ValueError(
             "resources.cuda_graphs=true: a CUDA graph would repeat the random masks of dropout; "
             f"set it to false or {off}"
+        )
+
+
+def check_gradients(
+    sections: Sequence[str],
+    method: MethodConfig,
+    fed: FederationConfig,
+    model: ModelConfig,
+    adapter: AdapterConfig,
+    resources: ResourcesConfig,
+) -> None:
+    """Reject settings that do not support gradients per example, which ``sections`` compute."""
+    if not sections:
+        return
+    section, *others = sections
+    if others:
+        raise ValueError(f"{section} and {others[0]} both compute gradients; set only one")
+    if method_class(method.name).train_all:
+        raise ValueError(
+            f"{section}: method={method.name!r} trains the backbone, and gradients per example are "
+            "only computed of adapters; use a method with adapters"
+        )
+    if fed.stacked > 1:
+        raise ValueError(
+            f"federation.stacked={fed.stacked}: {section} computes the gradients of one client at "
+            "a time; set 1"
+        )
+    if model.dropout or adapter.dropout:
+        off = "model.dropout=false" if model.dropout else "adapter.dropout=0"
+        raise ValueError(f"{section}: gradients per example do not support dropout; set {off}")
+    if resources.cuda_graphs:
+        raise ValueError(
+            f"resources.cuda_graphs=true: {section} computes gradients of batches of any size; set "
+            "it to false"
         )
 
 

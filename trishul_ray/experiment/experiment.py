@@ -42,6 +42,7 @@ from trishul_ray.experiment.checks import (
     check_actors,
     check_cohort,
     check_dropout,
+    check_gradients,
     check_method,
     check_task,
 )
@@ -155,6 +156,10 @@ class Experiment(Section):
         check_method(self.method, self.method_as_set, self.federation, self.model)
         check_dropout(self.federation, self.model, self.adapter, self.resources)
         check_actors(self.federation, self.resources)
+        sections = [stage.name for stage in Stages.of(self) if stage.computes_gradients]
+        check_gradients(
+            sections, self.method, self.federation, self.model, self.adapter, self.resources
+        )
         self._check_stages()
         build_method(self.method).check(self)
         return self

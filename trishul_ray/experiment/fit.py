@@ -16,14 +16,16 @@ import torch
 from torch import nn
 
 from trishul_ray.adapters.base import LayerSpec
+from trishul_ray.adapters.model import ParameterOverrides
 from trishul_ray.adapters.quantized import check_library, squared_norm
-from trishul_ray.adapters.targets import find_layers, scored_layers
+from trishul_ray.adapters.targets import classifier_parameters, find_layers, scored_layers
 from trishul_ray.data.user.user_data import USER_DATA
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.methods.base import build_method
 from trishul_ray.methods.base.messages import Site
 from trishul_ray.models.builtin import BUILTINS
+from trishul_ray.stages import Stages
 from trishul_ray.storage.durable import write_file
 from trishul_ray.version import __version__
 
@@ -64,7 +66,9 @@ def check_fits(experiment: Experiment) -> None:
 
     Raises:
         InputError: A rank, or heads x rank, exceeds the width of a layer; a target is unknown; a
-            requested GPU does not exist; or the library for ``model.quantize`` is missing.
+            requested GPU does not exist; the library for ``model.quantize`` is missing; or the
+            classification head has other layers than the linear ones that clients in one forward
+            pass, and gradients per example, support.
     """
     if (kind := experiment.model.quantize) != "none":
         check_library(kind)
@@ -124,7 +128,12 @@ def _layers_note(experiment: Experiment) -> Path:
 
 
 def check_adapters(experiment: Experiment) -> None:
-    _check_site(build_site(_shapes(experiment), experiment), experiment)
+    shapes = _shapes(experiment)
+    _check_site(build_site(shapes, experiment), experiment)
+    stages = Stages.of(experiment)
+    stacked = experiment.federation.stacked > 1 or stages.of_gradients is not None
+    if stacked and experiment.model.train_head:
+        ParameterOverrides(shapes, classifier_parameters(shapes)).linear_layers()
 
 
 def _shapes(experiment: Experiment) -> nn.Module:

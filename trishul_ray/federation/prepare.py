@@ -20,6 +20,7 @@ from trishul_ray.experiment.rows import partition_rows
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.models.python_model import PassedModel, passed_model
+from trishul_ray.stages import Stages
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.build import build_task
 from trishul_ray.tasks.verbalizer import Verbalizer
@@ -59,6 +60,8 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
     rows, sources = _chosen_rows(experiment, progress)
     shards = partition_rows(rows, experiment)
     dataset, task, tokens = _encode_rows(rows, experiment, backbone, progress)
+    for stage in Stages.of(experiment):
+        stage.check_rows(task, shards.sizes)
     passed = passed_model(experiment.model)
     if passed is not None:
         _check_passed(backbone, task, dataset)

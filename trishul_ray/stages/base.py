@@ -6,7 +6,7 @@ Legend: W entries of the shared part, U units of aggregation.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from trishul_ray.stages.messages import (
     Change,
     ClientRound,
     Cohort,
+    LocalStep,
     MeanChange,
     Memory,
     Partial,
@@ -27,6 +28,11 @@ from trishul_ray.stages.messages import (
     Sent,
 )
 from trishul_ray.storage.durable import Json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trishul_ray.tasks.base import Task
 
 _Config = TypeVar("_Config", bound=Section)
 _S = TypeVar("_S", bound="type[Stage]")
@@ -92,6 +98,8 @@ class Stage:
             loss sends zeros instead of ending the run, and the quorum is not checked.
         reads_changes: Whether :meth:`aggregate` needs the change of each client. If so, the server
             stores all uploads of a round.
+        computes_gradients: Whether :meth:`gradient` replaces the mean gradient of a mini-batch in
+            every local step. At most one stage of a run may have it.
         summed: Metrics of :class:`Change` that the round's record sums over clients; it averages
             all others.
         numbers: Names in the round's record that MLflow shows in the section's group, in addition
@@ -124,6 +132,7 @@ class Stage:
     moves_beyond_mean: ClassVar[bool] = False
     hides_clients: ClassVar[bool] = False
     reads_changes: ClassVar[bool] = False
+    computes_gradients: ClassVar[bool] = False
     summed: ClassVar[frozenset[str]] = frozenset()
     numbers: ClassVar[frozenset[str]] = frozenset()
     registries: ClassVar[Mapping[str, Registry[Any]]] = {}
@@ -205,6 +214,19 @@ class Stage:
         """
         return ()
 
+    def check_rows(self, task: Task, sizes: np.ndarray) -> None:
+        """Reject a task or shards that the stage does not support (default: accept all).
+
+        It is called on the driver before a run begins, when the rows are known.
+
+        Args:
+            task: The task.
+            sizes: int64 [N], training rows of the clients.
+
+        Raises:
+            InputError: Names the fields, their values, and the allowed values.
+        """
+
     @property
     def needs(self) -> frozenset[str]:
         """Fields of :class:`RunPlan` that a worker must measure: ``flops``, ``shard_sizes``."""
@@ -259,6 +281,15 @@ class Stage:
             The numbers; clients receive them as :attr:`Sender.instructions`.
         """
         return {}
+
+    def gradient(self, step: LocalStep) -> Tensor:
+        """Fill ``step.grad`` and return the loss of the step, a scalar on the device.
+
+        It is called on the worker, only with :attr:`computes_gradients`. It chooses the rows of the
+        step, and calls ``step.examples`` for losses and gradients per example. The method's
+        correction of the gradient and the optimizer follow. Draw random numbers from ``step.rng``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define gradient()")
 
     def send(self, change: Change, sender: Sender) -> Change:
         """Transform a client's change on its worker.

@@ -1,6 +1,6 @@
 """Messages between clients, stages and the server: changes, broadcasts, cohorts, sums and means.
 
-Legend: W entries of the shared part, U units of aggregation, N clients.
+Legend: W entries of the shared part, U units of aggregation, N clients, P trainables of a client.
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from trishul_ray.adapters.layout import Unit
 from trishul_ray.methods.base.messages import State
 from trishul_ray.runtime.random_streams import numpy_rng
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: State in messages and files.
 ArrayState: TypeAlias = State[np.ndarray]
@@ -69,6 +72,42 @@ class Sender:
     def rng(self, purpose: str) -> np.random.Generator:
         """Create the random stream of this client and round for a purpose."""
         return numpy_rng(self.seed, purpose, self.round, self.client)
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """A local step of a client, on its worker, whose gradient a stage computes.
+
+    Attributes:
+        seed: The seed of the run.
+        round: The round, from 1.
+        client: The client.
+        step: The step, from 1.
+        rows: int64 [n], the training rows of the client.
+        batch_size: Examples per step: ``federation.batch_size``, or less with ``local_epochs``.
+        grad: float32 [P], which the stage fills with the gradient that the optimizer reads.
+        trained: float32 [P], 1 for entries that the client trains, or None if it trains all.
+        instructions: Numbers that stages sent with the broadcast, by name.
+        metrics: Numbers for the round's record, by name, which the steps of a client share.
+        examples: Compute the losses [k] of k training rows, and the gradient of each, [k, P] in
+            float32. Entries that the client does not train have gradient 0.
+    """
+
+    seed: int
+    round: int
+    client: int
+    step: int
+    rows: np.ndarray
+    batch_size: int
+    grad: Tensor
+    trained: Tensor | None
+    instructions: Mapping[str, float]
+    metrics: dict[str, float]
+    examples: Callable[[np.ndarray], tuple[Tensor, Tensor]]
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        """Return the random stream of this step for a purpose."""
+        return numpy_rng(self.seed, purpose, self.round, self.client, self.step)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,11 @@ class Stages:
         return any(stage.hides_clients for stage in self)
 
     @property
+    def of_gradients(self) -> Stage | None:
+        """The stage that computes the gradients of local steps, or None."""
+        return next((stage for stage in self if stage.computes_gradients), None)
+
+    @property
     def needs(self) -> frozenset[str]:
         """Fields of :class:`RunPlan` that a worker must measure."""
         return frozenset().union(*(stage.needs for stage in self))

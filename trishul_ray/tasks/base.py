@@ -262,6 +262,11 @@ class Task(ABC):
         """
         return self.answers(self.predict(model, batch), classes)
 
+    @property
+    def means_rows(self) -> bool:
+        """Whether the loss of a batch is the mean of the losses of its rows."""
+        return True
+
     def count_labels(self, split: Split) -> np.ndarray | None:
         """Count the tokens of each encoded row that the loss includes.
 

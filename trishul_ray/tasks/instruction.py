@@ -154,6 +154,11 @@ class Instruction(Task):
         flags = np.array(cut, dtype=np.uint8)
         return {"input_ids": ids, "length": length, "spans": ranges, "cut": flags}
 
+    @property
+    def means_rows(self) -> bool:
+        """Whether the loss is the mean over rows of their means."""
+        return self.by_row
+
     def count_labels(self, split: Split) -> np.ndarray:
         """Return the number of labels of each encoded row, int64 [N]."""
         spans = split.column("spans").astype(np.int64)

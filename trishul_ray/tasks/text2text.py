@@ -129,6 +129,11 @@ class Text2Text(Task):
         ids, length = tokens.padded_columns(len(split), limit, rows, progress)
         return {"input_ids": ids, "length": length}
 
+    @property
+    def means_rows(self) -> bool:
+        """Return False: the loss is the mean over all target tokens of a batch."""
+        return False
+
     def count_labels(self, split: Split) -> np.ndarray:
         """Return the number of target tokens of each encoded row, int64 [N]."""
         return split.column("target_length").astype(np.int64)

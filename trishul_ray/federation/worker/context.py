@@ -239,7 +239,7 @@ def build_model_context(
         site = build_site(loaded.module, experiment, loaded.norms)
         model = _attach(loaded.module, experiment, method, site, device)
         initial = model.initial().to(device)
-    if experiment.federation.stacked > 1:
+    if experiment.federation.stacked > 1 or Stages.of(experiment).of_gradients is not None:
         model.check_stackable()
     return ModelContext(
         settings=experiment,

@@ -38,7 +38,7 @@ from trishul_ray.methods.base.optimizer import make_optimizer
 from trishul_ray.plugins.loading import named
 from trishul_ray.runtime.memory import memory_of, peak_memory
 from trishul_ray.runtime.random_streams import numpy_rng
-from trishul_ray.stages import ArrayState, Change, Sender
+from trishul_ray.stages import ArrayState, Change, LocalStep, Sender, Stage
 
 #: Advice for errors of too little memory.
 _LESS = (
@@ -83,7 +83,7 @@ def train_clients(
         losses, seconds = steps.run()
         sent = [_upload(context, *own) for own in zip(steps.clients, losses.T, strict=True)]
     return [
-        _result(context, client.run, upload, state, float(own.mean()), seconds / len(jobs))
+        _result(context, client, upload, state, float(own.mean()), seconds / len(jobs))
         for client, own, (upload, state) in zip(steps.clients, losses.T, sent, strict=True)
     ]
 
@@ -135,13 +135,13 @@ def _check_shapes(context: WorkerContext, upload: State) -> None:
 
 def _result(
     context: WorkerContext,
-    run: LocalRun,
+    trained: "LocalClient",
     upload: State,
     state: Tensors,
     loss: float,
     seconds: float,
 ) -> tuple[Upload, TrainReport]:
-    client = run.client
+    run, client = trained.run, trained.run.client
     assert client is not None
     report = TrainReport(
         client=client,
@@ -152,6 +152,7 @@ def _result(
         unsent=run.unsent,
         metrics=run.metrics,
         spectra=run.spectra,
+        stages=trained.metrics,
         memory=peak_memory(context.device),
     )
     active = None if run.active is None else run.active.numpy()
@@ -190,7 +191,7 @@ def send_change(
         state={**report.state, **corrected},
         uploaded_bytes=change.uploaded_bytes,
         kept=change.kept,
-        stages=change.metrics,
+        stages=report.stages | change.metrics,
     )
     return replace(upload, arrays=arrays), report
 
@@ -202,6 +203,7 @@ class LocalClient:
         run: Its run, modified by the steps.
         order: [S, b], the rows of its mini-batches.
         trained: The parameters of its model.
+        metrics: Numbers of the stage that computes gradients, by name.
     """
 
     def __init__(
@@ -217,6 +219,8 @@ class LocalClient:
         shard = context.shards.shard(job.client)
         steps, size = fed.steps_of(len(shard))
         self.run = run = new_run(context, broadcast, job.round, job.client, steps, vector, grad)
+        self._job, self._shard, self._size = job, shard, size
+        self.metrics: dict[str, float] = {}
         run.client_state = {k: to_tensor(v).to(context.device) for k, v in job.state.items()}
         run.gradient = self._gradient
         rng = numpy_rng(settings.seed, "batches", job.round, job.client)
@@ -247,8 +251,30 @@ class LocalClient:
         if self._untrained is not None and self._mask is not None:
             self.run.vector.mul_(self._mask).add_(self._untrained)
 
+    def step(self, number: int) -> LocalStep:
+        """Return a step for the stage that computes its gradient."""
+        job = self._job
+        return LocalStep(
+            self._context.settings.seed, job.round, job.client, number, self._shard, self._size,
+            self.run.grad, self._mask, job.instructions, self.metrics, self._examples,
+        )  # fmt: skip
+
+    def _examples(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return losses [k] and gradients [k, P] of k rows: one stacked client per row."""
+        context, count = self._context, len(rows)
+        vectors = self.trained.vector.expand(count, -1)
+        grads = torch.empty(vectors.shape, device=context.device)
+        with bound(context, replace(self.trained, vector=vectors), grads):
+            losses = _forward_backward(context, grads, context.train_batch(rows), count)
+        return losses, grads if self._mask is None else grads.mul_(self._mask)
+
     def _gradient(self, step: int) -> Tensor:
         context, grad = self._context, self.run.grad
+        if (stage := context.stages.of_gradients) is not None:
+            raise FailsAgainError(
+                f"{named(type(context.method))} reads run.gradient(), and the section {stage.name} "
+                "computes the gradients of local steps: use another method"
+            )
         with _ready(context, self.trained, grad):
             batch = context.train_batch(self.order[step - 1])
             return _compute_gradient(context, self.trained, grad, batch, 1)[0]
@@ -277,6 +303,7 @@ class LocalSteps:
         self.context, self.last = context, first.run.steps
         self._runs = [client.run for client in self.clients]
         self._optimizer = make_optimizer(settings.optimizer, [run.vector for run in self._runs])
+        self._stage: Stage | None = context.stages.of_gradients
         self._trained, self._grads = first.trained, first.run.grad
         if len(jobs) > 1:
             self._trained, self._grads = replace(first.trained, vector=vectors), grads
@@ -288,9 +315,15 @@ class LocalSteps:
         with self.bound():
             began = time.perf_counter()
             for step in range(1, self.last + 1):
-                losses[step - 1] = self.compute(step, self.batch(step))
+                losses[step - 1] = self._step(step)
             losses = losses.cpu()
             return losses, time.perf_counter() - began
+
+    def _step(self, step: int) -> Tensor:
+        if self._stage is None:
+            return self.compute(step, self.batch(step))
+        losses = [self._stage.gradient(client.step(step)) for client in self.clients]
+        return self.finish(step, torch.stack(losses))
 
     @contextmanager
     def bound(self) -> Iterator[None]:
@@ -312,6 +345,10 @@ class LocalSteps:
         """Run a step on prepared batches and return the losses [k], on the device."""
         count = len(self.clients)
         losses = _compute_gradient(self.context, self._trained, self._grads, batch, count)
+        return self.finish(step, losses)
+
+    def finish(self, step: int, losses: Tensor) -> Tensor:
+        """Correct the gradients of a step, move the clients' vectors, and return the losses."""
         for client, loss in zip(self.clients, losses, strict=True):
             client.correct(step, loss)
         self._optimizer.param_groups[0]["lr"] = self._runs[0].rates[step - 1]
