@@ -51,6 +51,7 @@ SHAPES = {
     "a survey": "method=fedsb",
     "two clients in one forward": "method=scaffold federation.stacked=2",
     "encoded and private": f"method=trishul {LIMITED} {PRIVATE}",
+    "gradients of examples": f"method=trishul {LIMITED} privacy.unit=example privacy.noise=1",
     "a private survey": f"method=fedsb {PRIVATE}",
     "on a clock": f"method=scaffold {CLOCK}",
     "private heads": "method=trishul-private method.private_heads=2 evaluation.per_client=true",

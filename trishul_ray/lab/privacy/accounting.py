@@ -1,7 +1,8 @@
 """Privacy accounting: (epsilon, delta) of a run for each client, from the configuration only.
 
 A round adds noise of standard deviation z S to a sum to which each client contributes at most norm
-S. Two kinds of sampling give different guarantees:
+S. Privacy of examples does the same in each local step, with ``poisson``. Two kinds of sampling
+give different guarantees:
 
 * ``poisson``: each client joins with probability q, independently. One client is added or removed.
   Composed by privacy-loss distributions (PLD), which are exact up to their grid, whose error is on
@@ -59,6 +60,20 @@ def _loss(noise: float, rate: float) -> Any:
     )
 
 
+@lru_cache(maxsize=4096)
+def spent(noise: float, rate: float, steps: int, delta: float) -> float:
+    """Return ε of a number of steps of Poisson sampling; infinite without noise.
+
+    Raises:
+        InputError: The library is missing.
+    """
+    if steps == 0:
+        return 0.0
+    if noise == 0:
+        return math.inf
+    return float(_loss(noise, rate).self_compose(steps).get_epsilon_for_delta(delta))
+
+
 @lru_cache(maxsize=64)
 def _divergences(noise: float, clients: int, cohort: int) -> Any:
     """Return the Rényi divergences of one round of cohorts of a fixed size, by order."""
@@ -112,11 +127,10 @@ class Guarantee:
             InputError: The library is missing.
         """
         releases = self.surveys + (self.rounds if rounds is None else rounds)
+        if self.sampling == "poisson":
+            return spent(self.noise, self.cohort / self.clients, releases, self.delta)
         if self.noise == 0:
             return math.inf
-        if self.sampling == "poisson":
-            loss = _loss(self.noise, self.cohort / self.clients)
-            return float(loss.self_compose(releases).get_epsilon_for_delta(self.delta))
         divergences = releases * _divergences(self.noise, self.clients, self.cohort)
         return float(_library().rdp.compute_epsilon(ORDERS, divergences, self.delta)[0])
 

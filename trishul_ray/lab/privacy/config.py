@@ -10,40 +10,61 @@ from trishul_ray.config.section import Section, not_in_id
 #: How the clients of a round are sampled, which decides the guarantee of its noise.
 Sampling = Literal["poisson", "fixed"]
 
+#: The instruction with the norm to clip to.
+CLIP_NORM = "privacy_clip_norm"
+#: In the record of a round: the share of clipped changes or examples, and ε so far.
+CLIPPED, EPSILON = "privacy_clipped", "privacy_epsilon"
+#: Notice of every summary of a private run.
+SIMULATION = "simulation: noise is reproducible from the seed"
+
 #: The smallest noise multiplier that the accountants can compute with.
 SMALLEST_NOISE = 0.01
 
 
 class PrivacyConfig(Section):
-    """Differential privacy of each client; off without ``epsilon`` and ``noise``."""
+    """Differential privacy of clients or examples; off without ``epsilon`` and ``noise``."""
 
+    unit: Literal["client", "example"] = Field(
+        "client",
+        description="client: clipped changes of clients, noise on their mean; example: DP-SGD in "
+        "the local steps of each client",
+    )
     epsilon: float | None = Field(
         None,
         gt=0,
         le=100,
-        description="ε of the whole run, from which the noise follows; the id has ε, not the noise",
+        description="ε of the whole run, from which the noise follows; the id has ε, not the "
+        "noise. unit=example: of the client with the largest ε",
     )
     noise: float | None = Field(
         None,
         ge=0,
         description="noise multiplier z instead of epsilon: standard deviation of the noise on the "
-        "sum of a round over the clip norm",
+        "sum of a round, or of a local step, over the clip norm",
     )
     budget: float | None = not_in_id(
         None, "with noise: the largest ε; reduces federation.rounds to the rounds within it", gt=0
     )
     delta: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = Field(
-        "auto", description="δ; auto: min(1e-5, N^-1.1) for N clients"
+        "auto",
+        description="δ; auto: min(1e-5, N^-1.1) for N clients, or N rows of the largest client",
     )
     clip: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto",
         description="clip norm S of a client's change; auto: optimizer.lr "
-        "sqrt(federation.local_steps P) for P sent numbers, which reads no data",
+        "sqrt(federation.local_steps P) for P sent numbers, which reads no data. unit=example: of "
+        "the gradient of an example; auto: 1",
     )
     sampling: Sampling = Field(
         "poisson",
         description="poisson: each client joins independently, federation.clients_per_round on "
         "average; fixed: exactly that many, accounted for replacing one client",
+    )
+    chunk: int = Field(
+        64,
+        ge=1,
+        description="unit=example: the most rows of a forward pass, whose gradients take 4 P bytes "
+        "per row",
     )
 
     @model_validator(mode="after")
@@ -51,6 +72,8 @@ class PrivacyConfig(Section):
         if self.epsilon is None and self.noise is None:
             fields = type(self).model_fields
             self.reject_unused(fields, "without privacy.epsilon or privacy.noise")
+        unused = ("chunk",) if self.unit == "client" else ("sampling", "budget")
+        self.reject_unused(unused, f"with privacy.unit={self.unit!r}")
         if self.epsilon is not None and self.noise is not None:
             raise ValueError(
                 f"privacy.epsilon={self.epsilon:g} and privacy.noise={self.noise:g} exclude each "
@@ -68,6 +91,6 @@ class PrivacyConfig(Section):
             )
         return self
 
-    def delta_for(self, clients: int) -> float:
-        """Return δ for a number of clients."""
-        return min(1e-5, math.pow(clients, -1.1)) if self.delta == "auto" else self.delta
+    def delta_for(self, members: int) -> float:
+        """Return δ for a number of clients, or of examples of a client."""
+        return min(1e-5, math.pow(members, -1.1)) if self.delta == "auto" else self.delta

@@ -22,10 +22,13 @@ from typing import ClassVar
 
 import numpy as np
 
+from trishul_ray.config.section import Section
 from trishul_ray.data.sampling import uniform_cohort
 from trishul_ray.errors import InputError
 from trishul_ray.lab.privacy.accounting import Guarantee, with_noise_for
-from trishul_ray.lab.privacy.config import PrivacyConfig
+from trishul_ray.lab.privacy.config import CLIP_NORM, CLIPPED, EPSILON, SIMULATION, PrivacyConfig
+from trishul_ray.lab.privacy.example import OUTSIDE as OUTSIDE_EXAMPLES
+from trishul_ray.lab.privacy.example import ExamplePrivacy
 from trishul_ray.methods.base import Method
 from trishul_ray.methods.base.messages import State
 from trishul_ray.runtime.random_streams import numpy_rng
@@ -42,10 +45,8 @@ from trishul_ray.stages import (
 )
 from trishul_ray.storage.durable import Json
 
-#: The instruction with the norm to clip to.
-CLIP_NORM = "privacy_clip_norm"
-#: What a client reports: whether its change was clipped, and the norm before.
-CLIPPED, NORM = "privacy_clipped", "privacy_norm"
+#: In the record of a round: the mean norm of changes before clipping.
+NORM = "privacy_norm"
 #: Clip norm of answers to a survey: far below the norm of any gradient, so that only directions
 #: count, and no data are needed to choose it.
 SURVEY_NORM = 1e-6
@@ -55,8 +56,6 @@ OUTSIDE = (
     "spectra and other diagnostics of clients, norms, coding errors and the number of clipped "
     "uploads, rejected uploads, cohorts, traffic, simulated seconds"
 )
-#: Note of every summary of a private run.
-SIMULATION = "simulation: noise is reproducible from the seed"
 
 
 @register_stage("privacy")
@@ -70,6 +69,12 @@ class Privacy(Stage):
     Config, wire, moves_beyond_mean, hides_clients = PrivacyConfig, 4, True, True
     example: ClassVar = {"noise": 1.0, "sampling": "fixed"}
     config: PrivacyConfig
+
+    @classmethod
+    def parts(cls, config: Section, settings: StageSettings) -> Sequence[Stage]:
+        """Return the stage of the unit of privacy."""
+        unit = settings.section(PrivacyConfig).unit
+        return [(cls if unit == "client" else ExamplePrivacy)(config, settings)]
 
     def check(self, method: Method) -> None:
         """Reject what the accounting does not cover."""
@@ -221,13 +226,13 @@ class Privacy(Stage):
         }
         metrics = {CLIP_NORM: self.norm}
         if (epsilon := found.epsilon(number)) < math.inf:
-            metrics["privacy_epsilon"] = epsilon
+            metrics[EPSILON] = epsilon
         state = State(shared, {name: array.astype(np.float32) for name, array in extra.items()})
         return MeanChange(state, sent, found.cohort, metrics)
 
     def report(self, last: Mapping[str, float]) -> Json:
         """Return the guarantee of the run, and the content of its files that it does not cover."""
-        found, epsilon = self.guarantee, last.get("privacy_epsilon")
+        found, epsilon = self.guarantee, last.get(EPSILON)
         value = "ε = ∞ (privacy.noise=0)"
         if epsilon is not None:
             value = f"ε = {epsilon:.3g}, δ = {found.delta:.2g}"
@@ -246,16 +251,24 @@ class Privacy(Stage):
 
     @classmethod
     def remark(cls, reports: Sequence[Json]) -> str:
-        """Return the cohorts of the runs with a guarantee, and what it does not cover."""
-        private = [each for each in reports if each["epsilon"]]
+        """Return the units of the runs with a guarantee, and the content that it does not cover."""
+        examples = [each for each in reports if each["epsilon"] and "cohort" not in each]
+        private = [each for each in reports if each["epsilon"] and "cohort" in each]
+        told = ""
+        if examples:
+            told = (
+                f"Privacy of examples ({len(examples)} runs): ε of the client with the largest ε, "
+                "to add or remove one of its examples. It is a simulation: noise is reproducible "
+                f"from the seed. Outside the guarantee: {OUTSIDE_EXAMPLES}."
+            )
         if not private:
-            return ""
+            return told
         sizes = sorted({(each["clients"], each["cohort"]) for each in private})
         return (
             f"Privacy of clients ({len(private)} runs) is accounted for cohorts of "
             f"{', '.join(f'{m:,} of {n:,}' for n, m in sizes)}. It is a simulation: noise is "
-            f"reproducible from the seed. Outside the guarantee: {OUTSIDE}."
-        )
+            f"reproducible from the seed. Outside the guarantee: {OUTSIDE}. {told}"
+        ).rstrip()
 
 
 def clip(
