@@ -9,6 +9,7 @@ import yaml
 import trishul_ray.lab
 from trishul_ray.experiment.json_schema import experiment_schema
 from trishul_ray.experiment.loading import load_experiment
+from trishul_ray.lab.privacy.config import PrivacyConfig
 
 PRESETS = sorted((Path(trishul_ray.lab.__file__).parent / "presets").glob("*.yaml"))
 
@@ -19,6 +20,15 @@ def test_preset_loads_and_fits_the_schema(preset):
     fields.pop("extends", None)
     jsonschema.validate(fields, experiment_schema())
     assert load_experiment(None, [f"preset={preset.stem}"]).name == preset.stem
+
+
+def test_private_preset_of_fedsvd():
+    made = load_experiment(None, ["preset=fedsvd-glue-private", "dataset=glue/mnli"])
+    privacy = made.section(PrivacyConfig)
+    assert (privacy.unit, privacy.epsilon, privacy.delta, privacy.clip) == ("example", 6, 1e-5, 2)
+    public = load_experiment(None, ["preset=fedsvd-glue", "dataset=glue/mnli"])
+    assert (made.federation, made.optimizer) == (public.federation, public.optimizer)
+    assert made.adapter == public.adapter.model_copy(update={"dropout": 0.0})
 
 
 def test_sections_of_stages_fit_the_schema():
