@@ -173,8 +173,8 @@ def test_a_stopped_run_is_continued(tiny, tmp_path, cache, capsys):
     ("fields", "message"),
     [
         ({"mehtod": "fedit"}, "unknown field 'mehtod'"),
-        ({"alpha": 0.1}, "'alpha' may be partition.alpha or adapter.alpha"),
-        ({"method": "fedit", "lam": 0.1}, "unknown field 'lam': it is a field of method=trishul"),
+        ({"alpha": 0.1}, "'alpha' is ambiguous: it may be partition.alpha or adapter.alpha"),
+        ({"method": "fedit", "lam": 0.1}, "unknown field 'lam': only method=trishul has it"),
         ({"progress": "loud"}, "progress='loud': must be 'off', 'plain', 'rich'"),
         ({"model": 3}, "model of type int: it must be a name, a section, or an nn.Module"),
         ({"dataset": "digit"}, "unknown dataset 'digit'; .* did you mean 'digits'"),
@@ -242,7 +242,7 @@ def test_rows_are_a_dataset_named_by_content(tiny, tmp_path):
     assert set(texts.predict(["word 1", "word 2"])) <= set("abcdefghij")
     assert texts.predict(dataset) == texts.predict({"text": dataset["text"]})
     for given, message in [
-        ([{"words": "a"}], "have the columns text; these have words"),
+        ([{"words": "a"}], "requires the columns text; these rows have words"),
         ("word 1", "pass a list of rows"),
         ([], "the list of rows is empty"),
     ]:
@@ -364,7 +364,7 @@ def test_predict_takes_a_batch(tiny):
     for rows in (batch, batch[..., None], torch.from_numpy(batch), tuple(images)):
         assert result.predict(rows) == want
     for rows, message in [
-        (batch[0], "pass a list of rows, even of one"),
+        (batch[0], "pass a list of rows, even for a single row"),
         (batch / 255, r"an image is an array float64 \(8, 8\); it must be uint8"),
         (batch[:, None], r"an image is an array uint8 \(1, 8, 8\); it must be uint8"),
         ([None], "row 0: image is null"),
@@ -400,7 +400,7 @@ def test_runs_are_listed_and_loaded_by_prefix(tiny, tmp_path):
             trishul_ray.load(prefix, runs=store)
     twin = results[0].id[:6] + "0" * 6
     (tmp_path / "runs" / twin).mkdir()
-    with pytest.raises(trishul_ray.InputError, match=f"several ids begin so: .*{results[0].id}"):
+    with pytest.raises(trishul_ray.InputError, match=f"is ambiguous: it matches .*{results[0].id}"):
         trishul_ray.load(results[0].id[:6], runs=store)
 
 

@@ -174,8 +174,8 @@ def test_stack_size_changes_the_id(small):
     ("overrides", "message"),
     [
         (["method=fullft"], "federation.stacked=2 needs a method with adapters ("),
-        (["model.dropout=true"], "use dropout; set federation.stacked=1 or model.dropout=false"),
-        (["adapter.dropout=0.1"], "use dropout; set federation.stacked=1 or adapter.dropout=0"),
+        (["model.dropout=true"], "with dropout; set federation.stacked=1 or model.dropout=false"),
+        (["adapter.dropout=0.1"], "with dropout; set federation.stacked=1 or adapter.dropout=0"),
         (["federation.stacked=0"], "federation.stacked"),
     ],
 )

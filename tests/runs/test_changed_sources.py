@@ -67,7 +67,7 @@ def test_changed_data_of_a_finished_run_are_named(trishul, place):
     change_notes(place)
     code, stderr = trishul("run", *WORDS)
     assert code == 2 and stderr.splitlines()[-1] == (
-        f"error: the data of run {first['id']} have changed since it finished: restore them, or "
+        f"error: the data of run {first['id']} have changed since it finished; restore them, or "
         "start over with --fresh"
     )
     assert result_of(place) == first
@@ -123,7 +123,7 @@ def test_changed_files_of_ones_own_are_another_run(trishul, place):
 def test_files_changed_after_loading_are_named(place):
     experiment = load_experiment(None, [*WORDS, *OWN])
     change_notes(place)
-    with pytest.raises(InputError, match=r"^data.path='hub/me/notes/train.csv' has changed: this"):
+    with pytest.raises(InputError, match=r"^data.path='hub/me/notes/train.csv' has changed: exp"):
         prepare_run(experiment)
 
 

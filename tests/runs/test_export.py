@@ -96,7 +96,7 @@ def test_exports_of_every_method_score_alike_elsewhere(run, tmp_path):
         export = result.summary["export"]
         folder = result.adapter_path or result.model_path
         if method["name"] == "fullft":
-            assert export["form"] == "model" and "fullft trains every weight" in export["note"]
+            assert export["form"] == "model" and "fullft trains all weights" in export["note"]
             assert result.adapter_path is None
         else:
             assert export["form"] == "adapter" and result.model_path is None
@@ -120,8 +120,8 @@ def test_quantized_backbone_is_exported_dequantized(kind, run, tmp_path):
     note = trishul_ray.runs.export.export_run(
         result.id, tmp_path / "merged", merged=True, runs=str(tmp_path / "runs")
     ).note
-    assert f"those of {kind}, dequantized" in note
-    assert f"{kind}; those in backbone/ are the same" in result.summary["export"]["note"]
+    assert f"dequantized from {kind}" in note
+    assert f"{kind}; backbone/ contains the same" in result.summary["export"]["note"]
     for folder in (adapter, tmp_path / "merged"):
         assert f"\n- quantized: {kind}\n" in (folder / "README.md").read_text()
     classes = list(result.classes)
@@ -135,9 +135,9 @@ def test_personalized_model_scores_as_in_its_evaluation(method, run, tmp_path):
     note = result.summary["export"]["note"]
     card = (Path(result.adapter_path) / "README.md").read_text()
     for text in (note, card):
-        assert "global, without the " in text and "export" in text and "--client N" in text
+        assert "the global model, in" in text and "export" in text and "--client N" in text
     if method == "local":  # It has no global parameters.
-        assert re.search(r"without the ([\d,]+) of \1 ", note)
+        assert re.search(r"in which the ([\d,]+) of \1 ", note)
     rows, runs = trishul_ray_rows(result), str(tmp_path / "runs")
     pixels = np.array([row["pixels"] for row in rows], np.uint8).reshape(-1, 8, 8)
     labels = np.array([row["label"] for row in rows])
@@ -163,21 +163,21 @@ def test_personalized_model_scores_as_in_its_evaluation(method, run, tmp_path):
         assert list(by_itself.config.id2label.values()) == list(result.classes)
         torch.testing.assert_close(by_itself(inputs).logits, own, atol=1e-5, rtol=1e-5)
         assert not torch.allclose(own, shared, atol=1e-3)
-    for wrong, said in ((7, "none of the run's 3 clients; allowed: "), ("a", "client=a is none")):
+    for wrong, said in ((7, "not one of the run's 3 clients; allowed: "), ("a", "client=a is not")):
         with pytest.raises(InputError, match=said):
             result.model(client=wrong)
 
 
 def test_missing_personalized_model_is_rejected(run, tmp_path):
     result = run(method="fedit", evaluation={"limit": 10}, rounds=1)
-    with pytest.raises(InputError, match="client=0: method=fedit leaves no part of the model with"):
+    with pytest.raises(InputError, match="client=0: method=fedit has no personalized models"):
         result.model(client=0)
     assert "global" not in result.summary["export"]["note"]
     shape = {"clients": 3, "clients_per_round": 1, "local_steps": 1}
     scores = {"limit": 10, "per_client": True, "every": 0}
     result = run(method="local", evaluation=scores, rounds=1, federation=shape)
     asked, *others = sorted(result.participation, key=result.participation.get, reverse=True)
-    with pytest.raises(InputError, match=f"has not taken part so far.*allowed: {asked}$"):
+    with pytest.raises(InputError, match=f"has not taken part yet.*allowed: {asked}$"):
         export_run(
             result.id, tmp_path / "o", merged=True, runs=str(tmp_path / "runs"), client=others[0]
         )

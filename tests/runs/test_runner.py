@@ -59,7 +59,7 @@ def test_batches_beyond_a_shard_are_reported(tiny, field, warned):
     shown = io.StringIO()
     progress = RunProgress(2, Console(file=shown, width=1000))
     numbers_alone(tiny(field, "batch_size=1000"), progress)
-    text = "each batch has a row up to 4 times, and a round has 6 epochs"
+    text = "a batch contains a row up to 4 times and a round is 6 epochs"
     assert shown.getvalue().count(text) == warned
 
 
@@ -277,7 +277,7 @@ def test_result_serves_fewer_but_not_more_scores(tiny):
     console = Console(file=io.StringIO(), width=200)
     second = numbers_alone(all_, RunProgress(3, console))
     assert not second.repeated and second.summary.scored_rounds == [0, 1, 2, 3]
-    said = "no score of round 1 and 1 more, which evaluation.every=1 requires: the run starts over"
+    said = "no score of round 1 and 1 more, which evaluation.every=1 requires: restarting the run"
     assert said in console.file.getvalue()
     assert second.summary.state_sha256 == first.summary.state_sha256
     assert second.summary.attempt != first.summary.attempt  # another run in MLflow
@@ -381,7 +381,7 @@ def test_a_damaged_configuration_is_named_and_restored(tiny):
     whole = home.read("config.yaml")
     for content in (b"", b"{a", b"[]", b"\xff"):
         home.write("config.yaml", content)
-        with pytest.raises(CorruptFileError, match=r"config\.yaml is damaged: repeat the run"):
+        with pytest.raises(CorruptFileError, match=r"config\.yaml is corrupt; repeat the run"):
             open_run(experiment.id, experiment.storage.runs)
         assert drain(run_steps(experiment, quiet(), extras=False))[1].repeated
         assert home.read("config.yaml") == whole
@@ -407,7 +407,7 @@ def test_a_failing_export_costs_no_result(tiny, monkeypatch):
     for _ in range(2):  # The second call only exports the model.
         with pytest.raises(ArtifactsError, match="No space left") as e:
             run_experiment(experiment, quiet())
-        assert f"scores are kept in {home.place('result.json')}" in str(e.value)
+        assert f"scores are in {home.place('result.json')}" in str(e.value)
         result = RunSummary.read(home)
         assert result.files == sorted(TABLES) and result.damaged_files(home) == {}
         assert not home.exists("adapter")

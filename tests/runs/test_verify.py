@@ -82,12 +82,12 @@ def test_the_first_difference_of_the_stack_is_named(copied, called):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"states": []}, "has no digests of its rounds: repeat it"),
+        ({"states": []}, "has no digests of its rounds; repeat it"),
         (
             {"versions": lambda v: v | {"numerics": "0"}},
-            f"has numerics 0, this version has {NUMERICS}: install trishul-ray",
+            f"has numerics 0, this version has {NUMERICS}; install trishul-ray",
         ),
-        ({"sources": lambda s: s | {"rows": "sha256:0"}}, "was trained on other data: restore"),
+        ({"sources": lambda s: s | {"rows": "sha256:0"}}, "was trained on other data; restore"),
     ],
 )
 def test_runs_that_cannot_be_repeated_are_rejected(copied, called, change, message):

@@ -202,7 +202,7 @@ MISTAKES = [
     ("a: [1\nb: 2\n", "s.yaml", "not YAML"),
     ("- 1\n", "s.yaml", "input should be a valid dictionary"),
     ("base: {}\nbsae: {}\n", "bsae", "unknown key; did you mean 'base'?"),
-    ("base: {seed: 1}\nbase: {seed: 2}\n", "s.yaml", "'base' appears twice (first in line 1)"),
+    ("base: {seed: 1}\nbase: {seed: 2}\n", "s.yaml", "'base' appears twice (first on line 1)"),
     ("name: a/b\n", "name", "'a/b' must consist of letters"),
     ("profile: big\n", "profile", "should be 'paper', 'small', 'smoke' or 'custom', got 'big'"),
     ("extends: nowhere.yaml\n", "extends", "nowhere.yaml does not exist; set its path"),

@@ -42,8 +42,8 @@ def check_cohort(fed: FederationConfig, evaluation: EvaluationConfig) -> None:
         )
     if fed.local_epochs is not None and fed.stacked > 1:
         raise ValueError(
-            f"federation.stacked={fed.stacked}: stacked clients make the same number of steps; "
-            "set federation.local_steps instead of federation.local_epochs"
+            f"federation.stacked={fed.stacked} requires the same number of steps per client; set "
+            "federation.local_steps instead of federation.local_epochs"
         )
     if evaluation.diagnostics_cohort == "all" and fed.clients > MOST_COMPARED:
         raise ValueError(
@@ -65,8 +65,8 @@ def check_method(
         )
     if model.quantize != "none" and trains_all:
         raise ValueError(
-            f"model.quantize={model.quantize!r} stores frozen weights, and method="
-            f"{method.name!r} trains them: use none, or a method with adapters"
+            f"model.quantize={model.quantize!r} is not supported with method={method.name!r}, "
+            "which trains the backbone's weights; set it to none, or use a method with adapters"
         )
     if fed.stacked > 1 and trains_all:
         supported = [name for name, cls in classes.items() if not cls.train_all]
@@ -86,13 +86,13 @@ def check_dropout(
         return
     if fed.stacked > 1:
         raise ValueError(
-            f"federation.stacked={fed.stacked}: stacked clients cannot use dropout; set "
+            f"federation.stacked={fed.stacked} is not supported with dropout; set "
             f"federation.stacked=1 or {off}"
         )
     if resources.cuda_graphs:
         raise ValueError(
-            "resources.cuda_graphs=true: a CUDA graph would repeat the random masks of dropout; "
-            f"set it to false or {off}"
+            "resources.cuda_graphs=true is not supported with dropout, whose random masks a graph "
+            f"would repeat; set it to false or {off}"
         )
 
 
@@ -134,5 +134,5 @@ def check_actors(fed: FederationConfig, resources: ResourcesConfig) -> None:
     """Reject settings that define the number of actors twice."""
     if resources.actors != "auto" and fed.clients_per_actor != "auto":
         raise ValueError(
-            "resources.actors and federation.clients_per_actor exclude each other; set only one"
+            "resources.actors and federation.clients_per_actor are mutually exclusive; set only one"
         )

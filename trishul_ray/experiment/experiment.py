@@ -86,23 +86,23 @@ def _model_of(sections: tuple[tuple[str, type[Section]], ...]) -> type[BaseModel
 class Experiment(Section):
     """A federated experiment. Every field that can change a result is part of :attr:`id`."""
 
-    name: str = not_in_id("run", "a label", max_length=100)
+    name: str = not_in_id("run", "label of the run", max_length=100)
     preset: str | None = not_in_id(
-        None, "a protocol with a name, such as `dolly`, in place of the dataset's own"
+        None, "name of a protocol, such as `dolly`, that replaces the dataset's protocol"
     )
     plugins: tuple[Plugin, ...] = not_in_id(
-        (), "Python files with custom methods, tasks or datasets; the run records the files that "
-        "it uses, with their content, which is in the id"
+        (), "Python files with custom methods, tasks or datasets; the id contains a hash of the "
+        "files that the run uses"
     )  # fmt: skip
     seed: int = Field(
-        0, ge=0, lt=2**63, description="the seed of every random stream, except those of `draw`"
+        0, ge=0, lt=2**63, description="seed of every random stream that `draw` does not seed"
     )
     draw: int | None = Field(
-        None, ge=0, lt=2**63, description="the seed of the partition, the cohorts and the clients' "
-        "properties; none: `seed`"
+        None, ge=0, lt=2**63, description="seed of the partition, the cohorts and the clients' "
+        "properties; default: `seed`"
     )  # fmt: skip
     budget: Literal["lower", "higher"] | Annotated[int, Field(ge=1)] = Field(
-        "lower", description="trainable parameters as a LoRA rank per matrix; lower 32, higher 64"
+        "lower", description="trainable parameters as a LoRA rank per matrix: lower 32, higher 64"
     )
     data: DataConfig = DataConfig()
     task: TaskConfig = TaskConfig()
@@ -115,7 +115,7 @@ class Experiment(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     federation: FederationConfig = FederationConfig()
     stages: dict[str, SerializeAsAny[Section]] = not_in_id(
-        {}, "the sections of stages that are set; they are written next to the other sections"
+        {}, "sections of stages that are set; files list them next to the other sections"
     )
     evaluation: EvaluationConfig = EvaluationConfig()
     resources: ResourcesConfig = ResourcesConfig()
@@ -134,7 +134,7 @@ class Experiment(Section):
         if fields.get("plugins"):
             fields = fields | {"plugins": tuple(map(find_stored, fields["plugins"]))}
         if "stages" in fields:
-            raise ValueError("stages: name a section itself, such as server.lr=0.1")
+            raise ValueError("stages: set the section of a stage itself, such as server.lr=0.1")
         unknown = fields.keys() - cls.model_fields.keys()
         if not unknown or not (given := unknown & {*stage_names()}):
             return fields

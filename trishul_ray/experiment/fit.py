@@ -77,8 +77,8 @@ def check_fits(experiment: Experiment) -> None:
         share = f"gpus_per_actor={resources.gpus_per_actor}"
         setting = "device=cuda" if resources.device == "cuda" else share
         raise InputError(
-            f"resources.{setting}: torch finds no GPU on this machine; leave it at auto, which "
-            "takes one where there is one, or join a cluster that has one (RAY_ADDRESS)"
+            f"resources.{setting}: torch finds no GPU on this machine; set it to auto, which uses "
+            "a GPU if available, or connect to a cluster with GPUs (RAY_ADDRESS)"
         )
     check_adapters(experiment)
 

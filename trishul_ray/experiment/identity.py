@@ -87,9 +87,8 @@ def check_content(experiment: "Experiment") -> None:
     for section, field, path, stored, now in _contents(experiment):
         if stored is not None and now is not None and stored != now:
             raise InputError(
-                f"{section}.{field}={path!r} has changed: this experiment is on content "
-                f"{stored[:19]}, and it now has {now[:19]}; restore it, or start again: it is "
-                "another experiment"
+                f"{section}.{field}={path!r} has changed: expected content {stored[:19]}, found "
+                f"{now[:19]}; restore it, or run the new content as another experiment"
             )
 
 

@@ -123,12 +123,12 @@ class TunedRate(Section):
     model: str
     optimizer: str
     rate: float
-    metric: str = Field(description="metric that was compared, after the last round")
+    metric: str = Field(description="compared metric, after the last round")
     score: float = Field(description="mean over the seeds")
     edge: Literal["lowest", "highest"] | None = Field(
-        description="whether it is at an end of the grid, beyond which a better one may be"
+        description="end of the grid at which the rate is, if any: a better rate may be outside"
     )
-    grid: dict[float, float | None] = Field(description="score by rate; None: a run failed")
+    grid: dict[float, float | None] = Field(description="score per rate; None if a run failed")
     runs: tuple[str, ...] = Field(description="ids of the runs with this rate")
 
 

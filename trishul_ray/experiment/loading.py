@@ -144,8 +144,8 @@ def full_name(key: str, known: Sequence[str]) -> str:
         raise InputError(describe_unknown_field(key, known))
     section, _, field = meant[0].partition(".")
     raise InputError(
-        f"{key!r} may be {' or '.join(meant)}: name its section, e.g. {meant[0]}=... (from Python "
-        f"{section}={{{field!r}: ...}})"
+        f"{key!r} is ambiguous: it may be {' or '.join(meant)}; add the section, e.g. "
+        f"{meant[0]}=... (in Python {section}={{{field!r}: ...}})"
     )
 
 
@@ -361,7 +361,7 @@ def _describe_error(item: Any, fields: RawFields) -> str:
     if item["type"] == "model_type":
         inside = list(model.model_fields)
         named = f"{dotted}.{'name' if 'name' in inside else inside[0]}"
-        return f"{dotted}={value}: {dotted} is a section; set a field of it, such as {named}=..."
+        return f"{dotted}={value}: {dotted} is a section; set one of its fields, e.g. {named}=..."
     return f"{dotted}={value}: {item['msg'][0].lower()}{item['msg'][1:]}{advice}"
 
 
@@ -374,8 +374,8 @@ def describe_unknown_field(dotted: str, known: Sequence[str]) -> str:
     owners = [m for cls, m in having.items() if not having.keys() & {*cls.__mro__[1:]}]
     if section in ("", "method") and of_method not in known and owners:
         return (
-            f"unknown field {dotted!r}: it is a field of method={' or '.join(owners)}, not of the "
-            "method of this run (a label of a sweep can set both)"
+            f"unknown field {dotted!r}: only method={' or '.join(owners)} has it; select this "
+            "method (a label of a sweep can set both)"
         )
     # Suggest no field that loading sets.
     names = [*SHORT_FIELDS, *(name for name in known if name.rpartition(".")[2] not in _NOTED)]

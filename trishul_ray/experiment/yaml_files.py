@@ -20,7 +20,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and first.setdefault(key.value, key) is not key:
                 lines = key.start_mark.line + 1, first[key.value].start_mark.line + 1
                 raise yaml.YAMLError(
-                    f"line {lines[0]}: {key.value!r} appears twice (first in line {lines[1]}); "
+                    f"line {lines[0]}: {key.value!r} appears twice (first on line {lines[1]}); "
                     "remove one"
                 )
         return node

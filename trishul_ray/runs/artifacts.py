@@ -65,6 +65,6 @@ def _add_model(experiment: Experiment, summary: RunSummary, home: Store) -> RunS
     except Exception as error:  # a plug-in, a disk or a bug may fail, and the scores must survive
         raise ArtifactsError(
             f"the model of run {experiment.id} could not be exported: {fault_of(error)}. The run "
-            f"has finished: its scores are kept in {home.place('result.json')}, and repeating the "
-            "run only exports the model"
+            f"has finished and its scores are in {home.place('result.json')}; repeat the run to "
+            "export only the model"
         ) from error

@@ -92,11 +92,11 @@ def evaluate_run(
     dataset, task, sources = prepare_dataset(experiment, progress)
     if not isinstance(task, Instruction):
         raise InputError(
-            f"run {experiment.id} has the task {type(task).__name__}, which every round scores as "
-            "a whole: only answers of task.kind=instruction are left to generate"
+            f"run {experiment.id} has the task {type(task).__name__}, which rounds score "
+            "completely; only task.kind=instruction supports generated responses"
         )
     if changed := changed_sources(summary.sources, sources):
-        raise RunError(f"run {experiment.id} was trained on other {changed}: restore the original")
+        raise RunError(f"run {experiment.id} was trained on other {changed}; restore the original")
     encoded = dataset.split(split)
     chosen = draw_rows(encoded, rows)
     about: Json = {  # identifies this evaluation, so that no other one is reused
@@ -135,7 +135,7 @@ def evaluate_run(
     if untuned or "untuned" in known:
         models["untuned"] = Trained(context.initial)
     for name, model in models.items():
-        report = partial(progress, f"answering with the {name} model")
+        report = partial(progress, f"generating with the {name} model")
         with computing(context, model):
             answering = (context, task, encoded, chosen, batch_size, new_tokens, report)
             texts, columns = _answer(*answering)

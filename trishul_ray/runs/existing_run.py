@@ -40,7 +40,7 @@ def read_finished(
     except FileNotFoundError:
         pass
     except CorruptFileError as error:
-        progress.note(f"{error}; it is written again")
+        progress.note(f"{error}; rewriting it")
     else:
         return summary, unscored(experiment, summary.scored_rounds)
     try:
@@ -60,7 +60,7 @@ def check_sources(experiment: Experiment, summary: RunSummary, progress: RunProg
         progress.note(f"not compared with this finished run: {unknown}")
     if changed := changed_sources(summary.sources, now):
         raise InputError(
-            f"the {changed} of run {experiment.id} have changed since it finished: restore them, "
+            f"the {changed} of run {experiment.id} have changed since it finished; restore them, "
             "or start over with --fresh"
         )
 
@@ -88,7 +88,7 @@ def restore_files(
     try:
         checkpoint = folder.checkpoints.newest()
         if checkpoint is None or checkpoint.round != experiment.federation.rounds:
-            raise RunError("its last checkpoint is missing or corrupt; --fresh runs it again")
+            raise RunError("its last checkpoint is missing or corrupt; use --fresh to run it again")
         if model:
             backbone = backbone_of(experiment.model, experiment.storage.places)
             ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=False)
@@ -96,10 +96,10 @@ def restore_files(
     except (InputError, RunError, FileNotFoundError) as error:
         if adds and isinstance(error, ArtifactsError):
             raise
-        progress.note(f"{faults} and cannot be restored: {names} ({error})")
+        progress.note(f"cannot restore {names} ({faults}): {error}")
     else:
         if damaged:
-            progress.note(f"{faults}, restored from the last checkpoint: {names}")
+            progress.note(f"restored {names} ({faults}) from the last checkpoint")
     return summary
 
 

@@ -111,7 +111,7 @@ def load_trained(experiment: Experiment, client: int | str | None = None) -> Tra
         broadcast = broadcast_of(method, checkpoint.state)
         context = build_model_context(experiment, checkpoint.info)
         if changed := changed_sources(checkpoint.sources, context.sources):
-            raise RunError(f"the {changed} of run {experiment.id} have changed since it was made")
+            raise RunError(f"the {changed} of run {experiment.id} have changed since the run")
         adapt_to(context, broadcast.survey)
         trained = global_model(context, broadcast, checkpoint.round, kept)
         return TrainedRun(context, trained, checkpoint.round, name)
@@ -123,8 +123,8 @@ def _kept_by(
     """Return the name of a client and the state of its personalized model."""
     if not build_method(experiment.method).personal:
         raise InputError(
-            f"client={client}: method={experiment.method.name} leaves no part of the model with "
-            "its clients, who all have the global one; leave client out"
+            f"client={client}: method={experiment.method.name} has no personalized models; omit "
+            "client to use the global model"
         )
     assert checkpoint.info is not None
     clients, name = experiment.federation.clients, str(client)
@@ -133,9 +133,9 @@ def _kept_by(
     kept = {names[number]: state for number, state in checkpoint.client_states.items()}
     if name in kept:
         return name, kept[name]
-    why = f"is none of the run's {clients:,} clients"
+    why = f"is not one of the run's {clients:,} clients"
     if name in names:
-        why = "has not taken part so far, so that its model is the global one"
+        why = "has not taken part yet, so it has no personalized model"
     known = join_limited(sorted(kept, key=names.index), 10)
     raise InputError(f"client={client} {why}; allowed: {known or 'none yet'}")
 
@@ -146,13 +146,13 @@ def _whose_model(run: TrainedRun) -> str:
     if not context.method.personal:
         return ""
     if run.client:
-        return f"of client {run.client} alone, with what only it keeps"
+        return f"the personalized model of client {run.client}"
     layout = context.model.layout
     sent = sum(layout.entry(name).numel for name in context.method.wire(layout))
     return (
-        f"global, without the {layout.size - sent:,} of {layout.size:,} trained parameters that "
-        "each client keeps: they are as before the first round; "
-        f"`trishul export {context.settings.id} DIR --client N` writes the model of a client"
+        f"the global model, in which the {layout.size - sent:,} of {layout.size:,} trained "
+        "parameters that stay with each client have their initial values; "
+        f"`trishul export {context.settings.id} DIR --client N` writes a personalized model"
     )
 
 
@@ -188,7 +188,7 @@ def export_run(
     _, experiment = open_run(run, runs)
     trained = load_trained(experiment, client)
     if rank is not None and (merged or not fits_adapter(trained.context)):
-        raise InputError("--rank is the rank of an adapter, and the whole model is written")
+        raise InputError("--rank applies only to adapters, and this export writes the whole model")
     return write_model(trained, directory, merged=merged, notes={}, rank=rank)
 
 
@@ -212,21 +212,21 @@ def write_model(
     write_files = partial(_write_files, context, notes=notes)
     with deterministic(settings), quiet_transformers():
         if merged or not fits_adapter(context):
-            remarks = ["the whole model", "with the update in its weights"]
+            remarks = ["the whole model", "with the update merged into its weights"]
             if not merged:
-                remarks.append(f"since {settings.method.name} trains every weight")
+                remarks.append(f"since {settings.method.name} trains all weights")
             if quantize != "none":
-                remarks.append(f"which are those of {quantize}, dequantized, as in training")
+                remarks.append(f"dequantized from {quantize} as in training")
             notes["weights"] = ", ".join(remarks)
             export_merged(context.model, run.trained, directory, beside=write_files)
             return Export("model", run.round, "; ".join(filter(None, [notes["weights"], owner])))
         backbone = _name_backbone(context, place or str(directory.absolute()))
         if quantize != "none":
             notes["weights"] = f"trained with backbone weights in {quantize}; " + (
-                f"those in {COPY}/ are the same, dequantized"
+                f"{COPY}/ contains the same weights, dequantized"
                 if backbone.copied
-                else f"those of {backbone.name} are not quantized, and with them the model "
-                "differs: `trishul export --merged` writes the trained one"
+                else f"{backbone.name} is not quantized, so predictions with it differ; "
+                "`trishul export --merged` writes the trained weights"
             )
         adapter = export_peft(
             context.model, run.trained, directory, backbone.name, revision=backbone.revision,
@@ -240,7 +240,7 @@ def write_model(
         remarks.append(f"relative error of an update at most {adapter.error:.1%}")
     if adapter.folded:
         error = f"(relative error {adapter.error:.1g})"
-        remarks.append(f"which also holds the changes of the frozen weights {error}")
+        remarks.append(f"including the changes of the frozen weights {error}")
     return Export(
         "adapter", run.round, "; ".join(filter(None, [", ".join(remarks), owner])), ranks,
         adapter.error,

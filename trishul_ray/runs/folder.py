@@ -124,7 +124,8 @@ def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
         ids = run_ids(store)
         found = [id for id in ids if name and id.startswith(name)]
         if len(found) > 1:
-            raise InputError(f"run {run!r}: several ids begin so: {join_limited(found, 3)}")
+            known = join_limited(found, 3)
+            raise InputError(f"run {run!r} is ambiguous: it matches {known}; use a longer prefix")
         if not found or not store.child(found[0]).exists("config.yaml"):
             raise InputError(
                 f"run {run!r} does not exist: no config.yaml in {store.place(name)}, and "
@@ -139,12 +140,12 @@ def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
         fields["storage"]["runs"] = folder or runs
     except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
         place = home.place("config.yaml")
-        raise CorruptFileError(f"{place} is damaged: repeat the run, which restores it") from error
+        raise CorruptFileError(f"{place} is corrupt; repeat the run to restore it") from error
     experiment = build_experiment(fields, note=False)
     if experiment.id != name:
         raise InputError(
-            f"run {run!r}: its config.yaml now describes {experiment.id}, not {name}: repeat the "
-            "run, which restores it"
+            f"run {run!r}: its config.yaml now describes {experiment.id}, not {name}; repeat the "
+            "run to restore it"
         )
     return home, experiment
 
@@ -155,4 +156,4 @@ def open_finished(run: str, runs: str) -> tuple[Store, Experiment, RunSummary]:
     try:
         return home, experiment, RunSummary.read(home)
     except FileNotFoundError:
-        raise InputError(f"run {experiment.id} has not finished: repeat it to continue") from None
+        raise InputError(f"run {experiment.id} has not finished; repeat it to resume") from None

@@ -48,7 +48,7 @@ def run_harness(
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         install = how_to_install("eval", "lm-eval>=0.4.13,<0.5")
-        raise InputError(f"--tasks: lm-evaluation-harness is missing: {install}") from error
+        raise InputError(f"--tasks: lm-evaluation-harness is not installed; {install}") from error
     home, experiment = open_run(run, runs)
     manager = TaskManager(include_path=None if folder is None else str(folder))
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
@@ -56,7 +56,7 @@ def run_harness(
     trained = load_trained(experiment)
     task = trained.context.task
     if task.model_kind != "causal-lm" or task.tokens is None:
-        raise InputError(f"run {experiment.id}: the harness scores decoders, not this backbone")
+        raise InputError(f"run {experiment.id}: the harness supports only decoders as backbones")
     tokenizer: Any = copy.deepcopy(task.tokens.tokenizer)
     chat = isinstance(task, Instruction) and isinstance(task.prompt, ChatPrompt)
     if isinstance(task, Instruction) and chat:

@@ -54,8 +54,8 @@ def predict_probabilities(run: TrainedRun, rows: Any, *, batch_size: int = 64) -
     task = run.context.task
     if not isinstance(task, Classification):
         raise InputError(
-            f"probabilities: task {type(task).__name__} writes a text, and has no "
-            "probabilities of classes"
+            f"probabilities: task {type(task).__name__} generates text and has no class "
+            "probabilities"
         )
 
     def logits_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -122,7 +122,7 @@ def input_columns(info: DatasetInfo, names: Mapping[str, str], rows: Any) -> dic
         optional.add("messages")
     if {*fields} - optional - found.keys():
         raise InputError(
-            f"predict: rows of dataset {info.name} have the columns {', '.join(fields)}; these "
+            f"predict: dataset {info.name} requires the columns {', '.join(fields)}; these rows "
             f"have {', '.join(table.column_names)}"
         )
     if info.kind == "image":
@@ -151,7 +151,7 @@ def _table_of(rows: Any, fields: Sequence[str]) -> pa.Table:
     if isinstance(rows, np.ndarray) and (rows.ndim == 4 or (rows.ndim == 3 and rows.shape[2] != 3)):
         rows = list(rows)  # a batch of images
     if isinstance(rows, str | bytes | Path) or is_image(rows):
-        raise InputError("predict: pass a list of rows, even of one")
+        raise InputError("predict: pass a list of rows, even for a single row")
     has_columns = isinstance(rows, Mapping) or hasattr(rows, "columns") or hasattr(rows, "features")
     if not has_columns:
         rows = list(rows)
@@ -171,7 +171,7 @@ def _named_image(value: Any, where: str) -> NamedImage:
     if isinstance(content, str):
         return Path(content).expanduser(), content
     if not isinstance(content, bytes):
-        raise InputError(f"{where}: a {type(content).__name__} is not an image")
+        raise InputError(f"{where}: {type(content).__name__} is not an image")
     return content, where
 
 

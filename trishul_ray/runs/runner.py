@@ -122,7 +122,7 @@ def run_steps(
             with folder.accessible():
                 summary, missing = read_finished(experiment, folder.home, progress)
             if missing:
-                progress.note(f"{missing}: the run starts over, and its numbers are the same")
+                progress.note(f"{missing}: restarting the run, whose results will be the same")
                 fresh = True
             elif summary is not None:
                 return _reuse(experiment, folder, summary, progress, extras, tags)
@@ -163,8 +163,8 @@ def _prepare(experiment: Experiment, workers: Workers | None, progress: RunProgr
     progress.note(f"{warning}learning rate {options.lr:g}: {options.lr_source}")
     if build_method(experiment.method).personal and not experiment.evaluation.per_client:
         progress.note(
-            f"warning: method={name} leaves a part of the model with each client: the metrics are "
-            "of the global model; evaluation.per_client=true also scores the clients' own models"
+            f"warning: method={name} is personalized, but the metrics score only the global model; "
+            "set evaluation.per_client=true to also score the personalized models"
         )
     (check_fits if workers is None else workers.check_fits)(experiment)
     notices = [notice for stage in Stages.of(experiment) for notice in stage.prepare()]
@@ -219,7 +219,7 @@ class _Run:
                 held=held,
             )
             if summary.final["loss"] > summary.untouched["loss"]:
-                progress.note("warning: training raised the loss; a lower optimizer.lr may help")
+                progress.note("warning: training increased the loss; try a lower optimizer.lr")
             return self.write(state, summary, tracker)
 
     @contextmanager
@@ -278,10 +278,10 @@ def _repeats(fed: FederationConfig, sizes: np.ndarray) -> Iterator[str]:
     if small and fed.local_epochs is None:
         epochs = fed.local_steps * fed.batch_size / least
         yield (
-            f"warning: federation.batch_size={fed.batch_size} exceeds the rows of {small} of "
-            f"{len(sizes)} clients: in the smallest, of {least} rows, each batch has a row up to "
-            f"{-(-fed.batch_size // least)} times, and a round has {epochs:,.0f} epochs "
-            "(federation.local_epochs sets epochs)"
+            f"warning: federation.batch_size={fed.batch_size} exceeds the number of rows of "
+            f"{small} of {len(sizes)} clients: on the smallest client ({least} rows), a batch "
+            f"contains a row up to {-(-fed.batch_size // least)} times and a round is "
+            f"{epochs:,.0f} epochs; set federation.local_epochs to train for whole epochs"
         )
 
 
@@ -347,8 +347,8 @@ def central_twin(experiment: Experiment) -> Experiment:
     """
     if build_method(experiment.method).personal:
         raise InputError(
-            f"--central: method={experiment.method.name!r} leaves a part of the model with each "
-            "client; compare with --central of fedit"
+            f"--central is not supported with method={experiment.method.name!r}, which is "
+            "personalized; compare with --central of fedit"
         )
     federation = experiment.federation.model_copy(
         update={

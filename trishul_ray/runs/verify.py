@@ -82,11 +82,11 @@ def verify_run(
     home, experiment, summary = open_finished(run, runs)
     if (numerics := summary.versions.get("numerics")) != str(NUMERICS):
         raise InputError(
-            f"run {experiment.id} has numerics {numerics}, this version has {NUMERICS}: install "
+            f"run {experiment.id} has numerics {numerics}, this version has {NUMERICS}; install "
             f"trishul-ray {summary.versions.get('trishul_ray')}"
         )
     if not summary.states:
-        raise InputError(f"run {experiment.id} has no digests of its rounds: repeat it")
+        raise InputError(f"run {experiment.id} has no digests of its rounds; repeat it")
     last = experiment.federation.rounds if rounds is None else rounds
     if not 1 <= last <= experiment.federation.rounds:
         raise InputError(f"--rounds {last}: must be 1 to {experiment.federation.rounds}, or all")
@@ -97,7 +97,7 @@ def verify_run(
         try:
             if changed := changed_sources(summary.sources, driver.spec.sources):
                 raise InputError(
-                    f"run {experiment.id} was trained on other {changed}: restore the original"
+                    f"run {experiment.id} was trained on other {changed}; restore the original"
                 )
             # A step also scores the model after the previous round.
             while driver.checkpoint.round < last:
