@@ -73,7 +73,7 @@ def test_a_run_is_the_commands_and_says_nothing(tiny, called, tmp_path, cache, c
     words = ["method=fedit", "seed=1", *WORDS, *places]
     assert result.id == load_experiment(None, words).id and not result.repeated
     code, _, error = called("run", *words)
-    assert code == 0 and "this run had finished before" in error
+    assert code == 0 and "this run has already finished" in error
     assert tiny(method="fedit", seed=1).repeated  # digits is the default.
     stored = json.loads((tmp_path / "runs" / result.id / "result.json").read_text())
     del stored["checksum"]

@@ -67,7 +67,7 @@ def test_rows_of_each_client_are_shown(listed):
     assert [row["client"] for row in rows[-3:]] == ["29", "10 others", "all"]
     assert sum(row["rows"] for row in rows[:-1]) == rows[-1]["rows"] == 1000
     code, _, error = listed("methods", "digits")
-    assert code == 2 and "only datasets are shown by name" in error
+    assert code == 2 and "only `trishul list datasets` accepts a name" in error
 
 
 def test_partition_of_own_questions_needs_no_backbone(listed, tmp_path):

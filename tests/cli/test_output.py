@@ -117,7 +117,7 @@ def test_missing_model_is_shown_unchecked(called, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code, out, error = called("run", "model=nobody/nothing", "adapter.targets=[q]", "--show")
     assert code == 0 and out.startswith("# id: ")
-    assert error.startswith("not checked: whether the adapters fit the model: model.name='nobody/")
+    assert error.startswith("could not check that the adapters fit the model: model.name='nobody/")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ SECRET = "wJalrXUtnFEMI"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--", "ui"], "'ui' does not run as a job; submit run,"),
+        (["--", "ui"], "'ui' cannot run as a job; submit run,"),
         (["--runs", "runs", "--", "run"], "--runs 'runs' must be a URI or the full path"),
         (["--working-dir", "nowhere", "--", "run"], "--working-dir nowhere does not exist"),
         (["--cluster", "none.yaml", "--", "run"], "--cluster none.yaml does not exist"),

@@ -17,16 +17,16 @@ def without_ray(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["table", "federation.rounds=2"], "give tables (or all) and sweep files, or --axis"),
+        (["table", "federation.rounds=2"], "name tables (or all) or sweep files, or use --axis"),
         (["table", "visoin", "--profile", "smoke"], "no sweep 'visoin'; did you mean 'vision'?"),
         (["table", "all", "--profile", "big"], "profile 'big' has no sweeps"),
         (["table", "vision", "--profile", "smoke", "federation.round=2"], "'federation.rounds'"),
         (["table", "vision", "--retries", "-1"], "'--retries'"),
-        (["report"], "give tables (or all) and sweep files"),
+        (["report"], "name tables (or all) or sweep files"),
         (["report", "visoin", "--profile", "smoke"], "no sweep 'visoin'; did you mean 'vision'?"),
         (["report", "missing.yaml"], "missing.yaml"),
-        (["sweep"], "give tables (or all) and sweep files, or --axis"),
-        (["sweep", "a.yaml", "--axis", "seed=0"], "sweep files, or --axis field=value,value"),
+        (["sweep"], "name tables (or all) or sweep files, or use --axis"),
+        (["sweep", "a.yaml", "--axis", "seed=0"], "sweep files, or use --axis field=value,value"),
         (["sweep", "vision", "--plan", "--device", "x"], "--device 'x' is unknown"),
         (["sweep", "vision", "--rates", "r.yaml"], "--rates requires an axis"),
         (["sweep", "missing.yaml"], "missing.yaml"),
@@ -155,4 +155,4 @@ def test_adaptive_search_needs_runs_for_a_report(called, tmp_path):
     (tmp_path / "mine.yaml").write_text(f"axes: {{seed: [0]}}\n{search}")
     code, out, error = called("report", tmp_path / "mine.yaml", *TINY)
     assert (code, out) == (2, "")
-    assert "mine: the samples of a search by optuna depend on its results" in error
+    assert "mine: the samples of an Optuna search depend on its results" in error

@@ -62,7 +62,7 @@ def test_changed_data_of_a_finished_run_are_named(trishul, place):
     first = result_of(place)
     assert set(first["sources"]) == {"rows", "tokens", "backbone"}
     code, stderr = trishul("run", *WORDS)
-    assert code == 0 and "this run had finished before" in stderr
+    assert code == 0 and "this run has already finished" in stderr
 
     change_notes(place)
     code, stderr = trishul("run", *WORDS)
@@ -93,7 +93,7 @@ def test_same_rows_in_a_new_file_change_nothing(trishul, place):
     first = result_of(place)
     change_notes(place, "left")
     code, stderr = trishul("run", *WORDS)
-    assert code == 0 and "this run had finished before" in stderr
+    assert code == 0 and "this run has already finished" in stderr
     code, stderr = trishul("run", *WORDS, "--fresh")
     assert code == 0 and result_of(place)["sources"] == first["sources"]
 

@@ -118,7 +118,7 @@ def _usage(error: Any) -> str:
 
         name = option.lstrip("-").replace("-", "_")
         if is_field(name):
-            return f"{message}; a field is written {name}=VALUE"
+            return f"{message}; write a field as {name}=VALUE"
     return message
 
 

@@ -35,7 +35,7 @@ def list_(
         list[str] | None,
         typer.Argument(
             metavar="[DATASET] [KEY=VALUE ...]",
-            help="A dataset and fields: show the rows of each client.",
+            help="Dataset and overrides: show the rows of each client.",
             show_default=False,
         ),
     ] = None,
@@ -59,7 +59,7 @@ def list_(
     from trishul_ray.plugins.loading import faults
 
     if words and kind != "datasets":
-        raise InputError(f"{words[0]!r}: only datasets are shown by name")
+        raise InputError(f"{words[0]!r}: only `trishul list datasets` accepts a name")
     if words:
         experiment = _load(words)
         title, rows = _partition(experiment) if row is None else _tokens(experiment, row)
@@ -198,7 +198,7 @@ def _tokens(experiment: "Experiment", row: int) -> tuple[str, list[Row]]:
     if task.tokens is None or "input_ids" not in split.columns:
         raise InputError(f"--row: dataset {split.info.name} contains no texts")
     if row >= len(split):
-        raise InputError(f"--row {row}: there are {len(split):,} training rows, counted from 0")
+        raise InputError(f"--row {row} exceeds the last training row, {len(split) - 1}")
     ids = split.column("input_ids")[row][: split.column("length")[row]].tolist()
     decode = task.tokens.tokenizer.decode
     rows = [{"position": n, "id": id, "token": repr(decode([id]))} for n, id in enumerate(ids)]

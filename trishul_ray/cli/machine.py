@@ -22,7 +22,7 @@ def check(plugin: Plugins = None) -> None:
     from trishul_ray.contract.plugin_checks import check_plugin
 
     if not plugin:
-        raise InputError("name the file to check: trishul check --plugin mine.py")
+        raise InputError("no plug-in to check; run trishul check --plugin mine.py")
     failed = 0
     for file in plugin:
         for found in check_plugin(load_plugin(file)):
@@ -34,15 +34,14 @@ def check(plugin: Plugins = None) -> None:
 
 def doctor(
     start_ray: Annotated[
-        bool, typer.Option("--ray", help="Also start and stop a local Ray, as a run would.")
+        bool, typer.Option("--ray", help="Also start and stop Ray as a run would.")
     ] = False,
     clean: Annotated[
         bool,
         typer.Option(
             "--clean",
-            help="Only remove outdated preparations of user data, Ray folders of finished runs, "
-            "temporary files of killed processes, and data and weights that no run has used for a "
-            "month.",
+            help="Only remove outdated prepared user data, Ray folders of finished runs, temporary "
+            "files of killed processes, and data and weights that no run has used for a month.",
         ),
     ] = False,
     runs: Runs = "runs",
@@ -83,7 +82,7 @@ def ui(
     file = sqlite_file(store)
     if file is not None and not file.exists():
         raise InputError(f"{file} does not exist: no run was logged there; use --runs or --uri")
-    print_field("MLflow", f"http://127.0.0.1:{port}/{view_of(store)}  (Ctrl-C ends it)")
+    print_field("MLflow", f"http://127.0.0.1:{port}/{view_of(store)}  (stop with Ctrl-C)")
     sys.stdout.flush()
     # Pass the stores in the environment, since they may contain a password and other users cannot
     # read it. PYTHONSAFEPATH ignores modules in this folder.

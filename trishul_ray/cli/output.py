@@ -50,7 +50,7 @@ Plugins = Annotated[
         show_default=False,
     ),
 ]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Run id, or its folder.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Id or folder of the run.")]
 Runs = Annotated[
     str, typer.Option(help="Folder or URI where runs are stored.", envvar="TRISHUL_RUNS")
 ]

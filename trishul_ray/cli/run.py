@@ -49,19 +49,19 @@ def run(
     central: Annotated[
         bool,
         typer.Option(
-            "--central", help="Also train the same adapter centrally and show both side by side."
+            "--central", help="Also train the same adapter on the pooled data, for comparison."
         ),
     ] = False,
     show: Annotated[
         bool,
-        typer.Option("--show", help="Print the resolved configuration and its id; run nothing."),
+        typer.Option("--show", help="Only print the resolved configuration and its id."),
     ] = False,
     fields: Annotated[
         bool,
         typer.Option(
             "--fields",
-            help="List the fields of the named sections, or of all: values, what they allow and "
-            "mean.",
+            help="List the fields of the named sections, or of all: current value, allowed values "
+            "and meaning.",
         ),
     ] = False,
     schema: Annotated[
@@ -106,7 +106,7 @@ def run(
         from trishul_ray.experiment.fit import check_layers  # imports torch
 
         if why := check_layers(experiment):
-            print_line(f"not checked: whether the adapters fit the model: {why}", err)
+            print_line(f"could not check that the adapters fit the model: {why}", err)
         print_line(f"# id: {experiment.id}\n{experiment.to_yaml().decode().rstrip()}")
         return
     _run_and_show(experiment, fresh=fresh, central=central)
@@ -179,7 +179,7 @@ def load_arguments(arguments: list[str] | None) -> "Experiment":
 
     words = list(arguments or [])
     if words and is_field(words[0]) and not Path(words[0]).exists():
-        raise InputError(f"{words[0]}: write a field and its value as one word, {words[0]}=VALUE")
+        raise InputError(f"{words[0]} has no value; write a field as one word, {words[0]}=VALUE")
     path = Path(words.pop(0)) if words and "=" not in words[0] else None
     return load_experiment(path, words)
 
@@ -199,7 +199,7 @@ def _run_one(label: str, experiment: "Experiment", fresh: bool) -> "FinishedRun"
 
         result = run_experiment(experiment, progress, fresh=fresh, workers=workers)
     if result.repeated:
-        print_line("this run had finished before; showing its result (--fresh runs it again)", err)
+        print_line("this run has already finished; use --fresh to run it again", err)
     return result
 
 

@@ -35,8 +35,8 @@ Address = Annotated[
     str | None,
     typer.Option(help="URL of the cluster's dashboard.", envvar="RAY_API_SERVER_ADDRESS"),
 ]
-ClusterFile = Annotated[Path | None, typer.Option(help="File of `ray up`, reached over SSH.")]
-Runs = Annotated[str | None, typer.Option(help="URI of the runs; default: that of the cluster.")]
+ClusterFile = Annotated[Path | None, typer.Option(help="Cluster file of `ray up`.")]
+Runs = Annotated[str | None, typer.Option(help="URI of the runs; default: set by cluster.")]
 LOCAL, TUNNEL_SECONDS = "http://127.0.0.1:8265", 60.0
 
 
@@ -45,7 +45,7 @@ def submit(
     address: Address = None,
     cluster: ClusterFile = None,
     runs: Runs = None,
-    working_dir: Annotated[Path, typer.Option(help="Folder that is shipped.")] = Path("."),
+    working_dir: Annotated[Path, typer.Option(help="Folder to upload.")] = Path("."),
     detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the job.")] = False,
 ) -> None:
     """Run a command on a cluster as a Ray job, and show its output.
@@ -58,10 +58,11 @@ def submit(
     common names of secrets (`.env`, `.aws`, keys, tokens) are not uploaded.
     """
     if words[0] not in COMMANDS:
-        raise InputError(f"{words[0]!r} does not run as a job; submit {', '.join(COMMANDS)}")
+        raise InputError(f"{words[0]!r} cannot run as a job; submit {', '.join(COMMANDS)}")
     for word in [*words, runs or ""]:
         if redact(word) != word:
-            raise InputError(f"{redact(word)}: the cluster shows its jobs; remove the credentials")
+            shown = redact(word)
+            raise InputError(f"{shown}: the cluster displays its jobs; remove the credentials")
     if runs is not None and "://" not in runs and not Path(runs).is_absolute():
         raise InputError(f"--runs {runs!r} must be a URI or the full path of a shared folder")
     for option, path in (("working-dir", working_dir), ("cluster", cluster)):
@@ -85,7 +86,7 @@ def _submit(
         report = f"{place.rstrip('/')}/reports/{id}{mark}{options}"
         environment |= {"TRISHUL_RUNS": runs, "TRISHUL_REPORT": report}
     else:  # the shell of the job expands the variable on its node
-        unset = "this cluster has no TRISHUL_RUNS: submit with --runs URI or --runs /FOLDER"
+        unset = "not set on this cluster; submit with --runs URI or --runs /FOLDER"
         entrypoint = f'TRISHUL_REPORT="${{TRISHUL_RUNS:?{unset}}}/reports/{id}" {entrypoint}'
 
     async def print_logs() -> None:
@@ -114,10 +115,12 @@ def _submit(
     except (AuthenticationError, RuntimeError, ValueError, OSError) as error:
         raise RunError(f"the cluster at {redact(address)}: {redact(one_line(error))}") from error
     except KeyboardInterrupt:
-        print_line(f"the job continues: ray job logs --follow {id}", err)
+        print_line(f"the job is still running; follow it with: ray job logs --follow {id}", err)
         raise typer.Exit(130) from None
     if status != JobStatus.SUCCEEDED:
-        raise RunError(f"{id}: {status.lower()}; finished runs are kept: submit it again")
+        raise RunError(
+            f"{id}: {status.lower()}; submit it again to resume (finished runs are kept)"
+        )
 
 
 def _token() -> dict[str, str] | None:
@@ -145,7 +148,7 @@ def _tunnel(file: Path) -> Iterator[str]:
         with socket.socket() as probe:
             while probe.connect_ex(("127.0.0.1", int(port))):
                 if tunnel.poll() is not None or time.monotonic() > deadline:
-                    raise RunError(f"`ray dashboard {file}` opens no tunnel to the cluster")
+                    raise RunError(f"`ray dashboard {file}` did not open a tunnel to the cluster")
                 time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 FILES = (".yaml", ".yml")
 KEPT = "Finished cells and rounds are kept"
 Profile = Annotated[
-    str, typer.Option(help="paper (its protocol), small (real data, small models) or smoke.")
+    str, typer.Option(help="paper (full protocol), small (real data, small models) or smoke.")
 ]
 RunsOption = Annotated[
-    str | None, typer.Option(help="Folder or URI where runs are stored; short for storage.runs.")
+    str | None, typer.Option(help="Folder or URI where runs are stored; same as storage.runs.")
 ]
 NamesOrFiles = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[NAME...|all|SWEEP.yaml] [KEY=VALUE ...]",
-        help="Tables of the paper or sweep files, then key=value overrides of every run.",
+        help="Tables of the paper or sweep files, then key=value overrides for every run.",
         show_default=False,
     ),
 ]
@@ -55,14 +55,14 @@ def sweep(
     profile: Profile = "paper",
     axis: Annotated[
         list[str] | None,
-        typer.Option(metavar="FIELD=VALUES", help="Values of a field, as 0,0.01,0.1 or 0..4."),
+        typer.Option(metavar="FIELD=VALUES", help="Values of a field, such as 0,0.01,0.1 or 0..4."),
     ] = None,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Run nothing: show finished runs, and the hours left.")
+        bool, typer.Option("--plan", help="Only show the finished runs and the remaining hours.")
     ] = False,
     device: Annotated[
         str | None,
-        typer.Option(help="GPU for --plan, such as h100, a100, l4; or cpu, this machine."),
+        typer.Option(help="Device for --plan, such as h100, a100, l4 or cpu (this machine)."),
     ] = None,
     rates: Annotated[
         Path | None,
@@ -71,14 +71,14 @@ def sweep(
         ),
     ] = None,
     retries: Annotated[
-        int, typer.Option(min=0, help="Retries of a failed run, from its last round.")
+        int, typer.Option(min=0, help="Retries of a failed run, resuming from its last round.")
     ] = 2,
     stall_minutes: Annotated[
         float,
         typer.Option(min=0.05, help="Minutes without a finished round before a run is retried."),
     ] = 30.0,
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Concurrent runs; default: what the cluster holds.")
+        int | None, typer.Option(min=1, help="Concurrent runs; default: as many as fit.")
     ] = None,
     report: Annotated[str | None, _report_option("--report")] = None,
     plugin: Plugins = None,
@@ -128,7 +128,7 @@ def _tune_rates(sweeps: "Sequence[Sweep]", options: "TuneOptions", file: Path) -
     from trishul_ray.sweeps.rates import check_rates, choose_rates, rates_table, write_rates
 
     if len(sweeps) != 1:
-        raise InputError("--rates: name one sweep with an axis optimizer.lr, such as rates")
+        raise InputError("--rates requires one sweep with an axis optimizer.lr, such as rates")
     check_rates(sweeps[0])
     check_writable(file.absolute().parent, "--rates")
     result = _reproduce(sweeps, options)
@@ -136,7 +136,7 @@ def _tune_rates(sweeps: "Sequence[Sweep]", options: "TuneOptions", file: Path) -
     write_rates(chosen, sweeps[0].profile, file)
     print_table(rates_table(chosen))
     if result.failures:
-        print_line(f"{len(result.failures)} runs failed, and their rates are not selected", err)
+        print_line(f"{len(result.failures)} runs failed; their rates were not considered", err)
     print_field("rates", file)
 
 
@@ -159,8 +159,8 @@ def report(
     searched = [sweep.name for sweep in sweeps if sweep.search]
     if searched:
         raise InputError(
-            f"{', '.join(searched)}: the samples of a search by optuna depend on its results; "
-            "`trishul sweep` writes the report"
+            f"{', '.join(searched)}: the samples of an Optuna search depend on its results; use "
+            "`trishul sweep` to write the report"
         )
     outcomes = read_outcomes(sweeps)
     place = _write_report(outcomes, output or _report_folder(arguments, profile))
@@ -192,7 +192,7 @@ def load_sweeps(
     names, overrides = split_arguments(arguments)
     overrides += [f"storage.runs={runs}"] if runs is not None else []
     if bool(names) == bool(axes):
-        raise InputError("give tables (or all) and sweep files, or --axis field=value,value")
+        raise InputError("name tables (or all) or sweep files, or use --axis field=value,value")
     if axes:
         return [sweep_from_axes(axes, overrides)]
     files = [name for name in names if name.endswith(FILES)]
@@ -270,7 +270,7 @@ def _write_report(
     from trishul_ray.storage.store import Store
 
     with show_progress() as progress:
-        progress.phase("writing the page")
+        progress.phase("writing the report")
         if "://" not in place:
             return str(write_report(outcomes, Path(place), tables))
         store = Store.open(place, field="--report")
@@ -286,5 +286,5 @@ def _describe_failures(result: "Reproduced") -> str:
     more = f", and {len(result.failures) - 5} more" if len(result.failures) > 5 else ""
     return (
         f"{len(result.failures)} of {total} cells have no result: {'; '.join(shown)}{more}. "
-        f"{KEPT}; to try them again: {typed()}"
+        f"{KEPT}; to retry them: {typed()}"
     )

@@ -27,19 +27,19 @@ def export(
     run_id: Run,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create.")],
     merged: Annotated[
-        bool, typer.Option("--merged", help="Write the whole model with the update merged in.")
+        bool, typer.Option("--merged", help="Write the whole model, with the update merged in.")
     ] = False,
     client: Annotated[
         str | None,
         typer.Option(
             metavar="N",
-            help="Write the personalized model of this client, by number or name; for methods "
-            "that keep a part of the model with each client.",
+            help="Write the personalized model of this client (number or name); only for "
+            "personalized methods.",
         ),
     ] = None,
     rank: Annotated[
         int | None,
-        typer.Option(min=1, help="Truncate updates of a higher rank; the error is printed."),
+        typer.Option(min=1, help="Truncate updates to this rank, and print the error."),
     ] = None,
     runs: Runs = "runs",
     plugin: Plugins = None,
@@ -59,7 +59,7 @@ def export(
 def verify(
     run_id: Run,
     rounds: Annotated[
-        str, typer.Option(metavar="N|all", help="How many rounds to repeat, from the first.")
+        str, typer.Option(metavar="N|all", help="Number of rounds to repeat, from the first.")
     ] = "2",
     runs: Runs = "runs",
     plugin: Plugins = None,
@@ -73,7 +73,7 @@ def verify(
     from trishul_ray.runs.verify import verify_run
 
     if not (rounds == "all" or rounds.isdecimal()):
-        raise InputError(f"--rounds {rounds!r}: must be a number of rounds, or all")
+        raise InputError(f"--rounds {rounds!r} must be a number of rounds, or all")
     number = None if rounds == "all" else int(rounds)
     with show_progress() as progress:
         found = verify_run(run_id, number, runs=runs, progress=progress.task_progress("verifying"))
@@ -93,30 +93,30 @@ def verify(
 def evaluate(
     run_id: Run,
     rows: Annotated[
-        int, typer.Option(min=1, help="Largest number of rows, spread evenly over groups.")
+        int, typer.Option(min=1, help="Maximum number of rows, spread evenly over groups.")
     ] = 500,
     batch: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 16,
     untuned: Annotated[
-        bool, typer.Option("--untuned", help="Also evaluate the backbone before training.")
+        bool, typer.Option("--untuned", help="Also evaluate the untuned model.")
     ] = False,
     validation: Annotated[
         bool, typer.Option("--validation", help="Evaluate validation rows instead of test rows.")
     ] = False,
     new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Most tokens of a response. Default: task.target_length."),
+        typer.Option(min=1, help="Maximum tokens per response; default: task.target_length."),
     ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,NAME",
-            help="Tasks of lm-evaluation-harness to run instead (extra `eval`), into harness.json.",
+            help="Run tasks of lm-evaluation-harness instead (extra `eval`); write harness.json.",
         ),
     ] = None,
-    shots: Annotated[int, typer.Option(min=0, help="--tasks: examples in each prompt.")] = 0,
+    shots: Annotated[int, typer.Option(min=0, help="With --tasks: examples per prompt.")] = 0,
     task_files: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="--tasks: a folder with files of custom tasks."),
+        typer.Option(metavar="DIR", help="With --tasks: folder with files of custom tasks."),
     ] = None,
     runs: Runs = "runs",
     plugin: Plugins = None,
