@@ -77,8 +77,8 @@ def test_the_central_twin_has_full_capacity():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["federation.compute=custom"], "set with compute=custom, and only then"),
-        (["federation.compute_shares=[1, 0, 0, 0]"], "set with compute=custom, and only then"),
+        (["federation.compute=custom"], "set shares if and only if compute=custom"),
+        (["federation.compute_shares=[1, 0, 0, 0]"], "set shares if and only if compute=custom"),
         ([CUSTOM[0], "federation.compute_shares=[1, 1, 0, 0]"], "that sum to 1"),
         ([CUSTOM[0], "federation.compute_shares=[1.5, -0.5, 0, 0]"], "0 or more"),
         ([CUSTOM[0], "federation.compute_shares=[1, 0]"], "federation.compute_shares"),

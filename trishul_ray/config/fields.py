@@ -42,32 +42,31 @@ class DataConfig(Section):
     )
     content: str | None = not_in_id(
         None,
-        "stored when loaded: the content hash of data.path, and the path; in the id, the hash "
-        "replaces the path",
+        "set by loading: content hash of data.path, and the path; the hash replaces the path in "
+        "the id",
     )
     columns: dict[str, Annotated[str, Field(min_length=1)]] = Field(
         default_factory=dict,
-        description="user data: names of its columns, e.g. {text: body, label: topic}",
+        description="user data: column names, e.g. {text: body, label: topic}",
     )
     test_share: float = Field(
-        0.2, gt=0, lt=1, description="user data without test rows: share set aside as test rows"
+        0.2, gt=0, lt=1, description="user data without test rows: fraction used as test rows"
     )
     skip_broken: bool = Field(
         False,
-        description="user data: skip images that cannot be read, and rows without label, text or "
-        "image, instead of rejecting all data",
+        description="user data: skip unreadable images, and rows without a label, text or image, "
+        "instead of rejecting the data",
     )
     validation_share: float = Field(
         0.0,
-        description="share of the training rows held out for choosing rates, rounds and other "
-        "fields; the same rows for every seed, method and partition",
+        description="fraction of the training rows held out for tuning; the same rows for every "
+        "seed, method and partition",
         ge=0,
         lt=1,
     )
     test_groups: tuple[str, ...] = Field(
         (),
-        description="groups, such as categories or tasks, without training rows: all their rows "
-        "are test rows",
+        description="groups, such as categories or tasks, of which all rows are test rows",
     )
     drop_repeated: bool = Field(
         False,
@@ -95,20 +94,20 @@ class PartitionConfig(Section):
 
     kind: Literal["iid", "dirichlet", "natural"] = Field(
         "dirichlet",
-        description="iid: equal random parts; dirichlet: label skew; natural: by the dataset's "
+        description="iid: equal random parts; dirichlet: label skew; natural: the dataset's "
         "client column",
     )
     by: Literal["auto", "label", "group"] = Field(
         "auto",
         description="labels that a Dirichlet partition skews: classes or sub-datasets; auto: "
-        "classes if there are any",
+        "classes if the dataset has any",
     )
     alpha: float = Field(0.3, gt=0, description="Dirichlet concentration; smaller is more skewed")
     variant: Literal["per-client", "per-label"] = Field(
         "per-client",
-        description="per-client: each client draws its own class proportions and all have equal "
-        "sizes (the paper's wording), but skips classes without rows left; per-label: one draw per "
-        "class splits it over the clients, sizes vary",
+        description="per-client: each client samples class proportions, skipping exhausted "
+        "classes, and all clients have equal sizes (as in the paper); per-label: sampled "
+        "proportions split each class across the clients, and sizes vary",
     )
     min_size: int = Field(1, ge=1, description="smallest number of rows per client")
 
@@ -125,42 +124,42 @@ class TaskConfig(Section):
         "auto",
         description="classification: a classification head; text2text: generate the answer; "
         "verbalizer: score the word of each class after a prompt; instruction: tune a decoder on "
-        "answers; auto: by the backbone's family (encoder, encoder-decoder, decoder)",
+        "answers; auto: from the backbone's family (encoder, encoder-decoder, decoder)",
     )
     max_length: int = Field(
         default_factory=_by_kind(256, 512),
         ge=8,
         le=8192,
-        description="input tokens; longer inputs are cut. instruction: with the answer, by "
-        "default 512",
+        description="maximum number of input tokens; longer inputs are truncated. instruction: "
+        "includes the answer, default 512",
     )
     target_length: int = Field(
         default_factory=_by_kind(32, 256),
         ge=2,
         le=1024,
-        description="text2text: target tokens, in training and generation; instruction: tokens of "
-        "an answer, by default 256",
+        description="text2text: maximum number of target tokens, in training and generation; "
+        "instruction: maximum number of tokens of an answer, default 256",
     )
     template: str | None = Field(
         None,
         description="prompt with the dataset's fields in braces, e.g. '{sentence}\\nSentiment:'; "
-        "default: by dataset; unused with a classification head. instruction: chat, "
+        "default: from the dataset; unused with a classification head. instruction: chat, "
         "alpaca, plain, turns, or a .yaml or .jinja file",
     )
     turns: Literal["all", "last"] = Field(
-        "all", description="instruction: the answers of a conversation that are trained on"
+        "all", description="instruction: answers of a conversation to train on"
     )
     loss: Literal["tokens", "rows"] = Field(
         "tokens",
-        description="instruction: the mean over all tokens of answers, or over rows of their means",
+        description="instruction: mean over all answer tokens, or mean over rows of each row's mean",
     )
     answer_pattern: str | None = not_in_id(
         None,
-        "instruction: a regular expression; `trishul eval` compares its last match in an answer, "
-        "without commas, with the last match in the reference",
+        "instruction: regular expression; `trishul eval` compares its last match in a response "
+        "with its last match in the reference, without commas",
     )
     verbalizers: tuple[str, ...] | None = Field(
-        None, description="a word or phrase for each class, in order; default: by dataset"
+        None, description="word or phrase per class, in order; default: from the dataset"
     )
 
     @field_validator("answer_pattern")
@@ -198,11 +197,11 @@ class ModelConfig(Section):
     )
     content: str | None = not_in_id(
         None,
-        "stored when loaded: the content hash of a local folder, and its name; in the id, the hash "
-        "replaces the name",
+        "set by loading: content hash of a local folder, and its name; the hash replaces the name "
+        "in the id",
     )
     init: Literal["pretrained", "random"] = Field(
-        "pretrained", description="random: draw the weights from the seed"
+        "pretrained", description="random: initialize the weights from the seed"
     )
     train_head: bool = Field(
         True, description="train and average the classification head in addition to the adapter"
@@ -214,9 +213,9 @@ class ModelConfig(Section):
     )
     quantize: Quantization = Field(
         "none",
-        description="how the linear weights of the backbone's blocks are stored, by bitsandbytes "
-        "(extra `quant`): nf4 (4.1 bits) or int8; they are dequantized to model.precision to "
-        "compute",
+        description="storage of the linear weights of the backbone's blocks, with bitsandbytes "
+        "(extra `quant`): nf4 (4.1 bits per weight) or int8; computations dequantize them to "
+        "model.precision",
     )
     dropout: bool = Field(False, description="keep the backbone's dropout in training")
     gradient_checkpointing: bool = Field(
@@ -251,7 +250,7 @@ class AdapterConfig(Section):
     )
     matching: Literal["matched", "published"] = Field(
         "matched",
-        description="matched: the budget's parameters on each matrix; published: the paper's "
+        description="matched: ranks that match the budget on each matrix; published: the paper's "
         "ranks, which match the budget on a 768x768 matrix",
     )
     alpha: float | None = Field(
@@ -264,18 +263,20 @@ class AdapterConfig(Section):
         0.0,
         ge=0,
         lt=1,
-        description="LoRA's dropout: share of the entries of a layer's input that B A does not see "
-        "in a training step",
+        description="LoRA's dropout: probability that B A ignores an entry of a layer's input in "
+        "a training step",
     )
-    init: BasisInit | None = Field(None, description="draw of the frozen bases; default: by method")
+    init: BasisInit | None = Field(
+        None, description="initialization of the frozen bases; default: from the method"
+    )
     sigma: float | None = Field(
         None, gt=0, description="entry scale of rv_random_normal; default 1/sqrt(width)"
     )
     overflow: Literal["auto", "independent", "cap"] = Field(
         "auto",
-        description="if heads x rank exceeds the width: auto lets only heads added by an "
-        "allocation use independent bases; independent lets all; cap limits the allocation so that "
-        "none has to (as does auto where the allocation is measured)",
+        description="if heads x rank exceeds the width. auto: only heads added by an allocation "
+        "use independent bases; independent: all heads may; cap: the allocation is limited so that "
+        "no head has to (auto does the same if the allocation is measured)",
     )
     path: Literal["auto", "merged", "factored"] = Field(
         "auto",
@@ -304,14 +305,14 @@ class OptimizerConfig(Section):
 
     name: Literal["adam", "sgd"] = Field("adam", description="local optimizer")
     lr: float = Field(
-        5e-4, gt=0, description="learning rate η; default by dataset, method, budget, partition"
+        5e-4, gt=0, description="learning rate η; default: from dataset, method, budget, partition"
     )
     lr_source: RateSource | str = not_in_id(
         RateSource.GENERAL, "source of the learning rate", union_mode="left_to_right"
     )
     rates: PathText | None = not_in_id(
         None,
-        "file of `trishul sweep rates --rates FILE`: its rate for the run, if any, replaces lr",
+        "file of `trishul sweep rates --rates FILE`; if it has a rate for the run, it replaces lr",
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first moment decay")
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam's second moment decay")
@@ -324,7 +325,7 @@ class OptimizerConfig(Section):
         "run", description="span of the schedule: all local steps of the run, or of each round"
     )
     warmup: float = Field(
-        0.0, ge=0, lt=1, description="share of the schedule's steps with linear warmup"
+        0.0, ge=0, lt=1, description="fraction of the schedule's steps with linear warmup"
     )
     clip_norm: float | None = Field(
         None, gt=0, description="maximum gradient norm; larger gradients are scaled down"
@@ -372,13 +373,13 @@ class FederationConfig(Section):
     batch_size: int = Field(32, ge=1, description="examples per step")
     weighting: Literal["uniform", "size", "tokens"] = Field(
         "uniform",
-        description="aggregation weights: equal, by number of rows, or by number of label tokens "
-        "in them, with which the average of task.loss=tokens is that over all clients' tokens",
+        description="aggregation weights: equal, number of rows, or number of label tokens, with "
+        "which task.loss=tokens averages over the tokens of all clients",
     )
     compute: Literal["full", "uniform", "bell", "skewed-right", "custom"] = Field(
         "full",
-        description="share of the budget that clients can train: all, or 1/4 to 1, of each as many "
-        "as the profile says; `draw` seeds which",
+        description="fraction of the budget that clients can train: all of it, or 1/4 to 1 in the "
+        "proportions of the profile; `draw` seeds the assignment",
     )
     compute_shares: tuple[float, float, float, float] | None = Field(
         None,
@@ -389,20 +390,20 @@ class FederationConfig(Section):
         "auto", "clients per actor; auto: one actor per free slice"
     )
     quorum: float = Field(
-        0.5, gt=0, le=1, description="minimum share of the cohort with valid uploads"
+        0.5, gt=0, le=1, description="minimum fraction of the cohort with valid uploads"
     )
     stacked: int = Field(
         1,
-        description="how many clients of a cohort train together on an actor: the frozen backbone "
-        "computes for all of them at once. The last bits differ, and memory for activations is "
-        "multiplied",
+        description="number of clients that train together on an actor: the frozen backbone "
+        "computes for all of them at once. The last bits of results differ, and activations need "
+        "a multiple of the memory",
         ge=1,
         le=1024,
     )
     held_out: float = Field(
         0.0,
-        description="share of the clients, rounded up, that `draw` excludes from training: the "
-        "difference of their scores is the participation gap (needs evaluation.per_client)",
+        description="fraction of the clients, rounded up, that `draw` excludes from training: the "
+        "difference in scores is the participation gap (requires evaluation.per_client)",
         ge=0,
         le=0.5,
     )
@@ -431,7 +432,7 @@ class FederationConfig(Section):
         if (self.compute == "custom") != (self.compute_shares is not None):
             raise ValueError(
                 f"federation.compute={self.compute!r} and federation.compute_shares="
-                f"{self.compute_shares}: shares must be set with compute=custom, and only then"
+                f"{self.compute_shares}: set shares if and only if compute=custom"
             )
         return self
 
@@ -441,7 +442,7 @@ class EvaluationConfig(Section):
 
     every: int = not_in_id(
         1,
-        "rounds between scores on the test rows; 0: none between the untouched model and the last "
+        "rounds between scores on the test rows; 0: score only the untuned model and the last "
         "round, which are always scored",
         ge=0,
     )
@@ -449,27 +450,26 @@ class EvaluationConfig(Section):
     limit: int | None = Field(
         None,
         ge=1,
-        description="evaluate on a random subset of the test rows: the same for every seed, method "
-        "and backbone",
+        description="number of test rows to evaluate on: a random subset that is the same for "
+        "every seed, method and backbone",
     )
     diagnostics_every: int = Field(
         1,
         ge=0,
-        description="rounds between spectral diagnostics; always of the first and the last; "
-        "0: never",
+        description="rounds between spectral diagnostics, which include the first and the last "
+        "round; 0: never",
     )
     diagnostics_cohort: Literal["round", "all"] = Field(
         "round",
-        description="updates that diagnostics compare: of each round's clients; all: in the last "
-        "round every other client (of at most 100) also trains, only for this comparison",
+        description="updates that diagnostics compare. round: updates of the round's clients; all: "
+        "in the last round, all other clients (at most 100) also train, only for this comparison",
     )
     top_k: int = Field(8, ge=1, description="directions in the principal-angle similarity")
     per_client: bool = Field(
         False,
-        description="also score every client: on its own test rows where they have a client "
-        "column, and otherwise on all test rows, weighted by the client's class mix; if its "
-        "method leaves a part of the model with the client, with that part, too (an evaluation "
-        "for each client)",
+        description="also score every client: on its test rows if they have a client column, "
+        "otherwise on all test rows, weighted by the client's class proportions. With a "
+        "personalized method, also score the personalized models (one evaluation per client)",
     )
 
     def diagnoses(self, round_number: int, rounds: int) -> bool:
@@ -497,24 +497,24 @@ class ResourcesConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = not_in_id("auto", "where clients train")
     actors: Annotated[int, Field(ge=1)] | Literal["auto"] = not_in_id(
-        "auto", "number of client actors; auto: by federation.clients_per_actor"
+        "auto", "number of client actors; auto: from federation.clients_per_actor"
     )
     cpus_per_actor: Annotated[float, Field(gt=0)] | Literal["auto"] = not_in_id(
-        "auto", "CPUs of one actor's slice; auto: one per thread, fewer if they do not fit"
+        "auto", "CPUs per actor; auto: one per thread, fewer if they do not fit"
     )
     gpus_per_actor: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = not_in_id(
         "auto",
-        "fraction of a GPU of one actor, which also limits its device memory; a fraction needs a "
-        "GPU, auto is 1 if clients train on a GPU",
+        "GPUs per actor: a fraction also limits its device memory, and any number requires a GPU; "
+        "auto: 1 if clients train on a GPU",
     )
     cuda_graphs: bool = not_in_id(
-        False, "replay local steps as CUDA graphs: one launch for hundreds; the same bytes"
+        False, "replay local steps as CUDA graphs: one launch for hundreds, with identical results"
     )
     max_restarts: int = not_in_id(
-        3, "times that a dead actor is replaced in one round before the run fails", ge=0
+        3, "number of times per round that a dead actor is replaced before the run fails", ge=0
     )
     mixed_stack: bool = not_in_id(
-        False, "let different versions of torch or devices compute one run; bytes may then differ"
+        False, "allow different versions of torch, or devices, in one run; its last bits may differ"
     )
 
     @property
@@ -529,7 +529,7 @@ class TrackingConfig(Section):
     mlflow: bool = not_in_id(True, "log to MLflow")
     uri: str | None = not_in_id(None, "MLflow tracking URI; default sqlite:///<runs>/mlflow.db")
     experiment: str = not_in_id("trishul", "MLflow experiment name", min_length=1)
-    parent_run: str | None = not_in_id(None, "MLflow run id of the sweep of this run")
+    parent_run: str | None = not_in_id(None, "MLflow run id of the sweep that contains this run")
 
 
 class StorageConfig(Section):
@@ -537,7 +537,7 @@ class StorageConfig(Section):
 
     runs: PathText = Field(
         default_factory=lambda: os.environ.get("TRISHUL_RUNS") or "runs",
-        description="folder or filesystem URI of the runs' <id>/; default $TRISHUL_RUNS",
+        description="folder or filesystem URI of all runs (<id>/); default $TRISHUL_RUNS",
         json_schema_extra={"identity": False},
     )
     cache: PathText | None = not_in_id(None, "prepared data and backbones; default $TRISHUL_CACHE")
@@ -546,7 +546,7 @@ class StorageConfig(Section):
     )
     keep_checkpoints: int = not_in_id(2, "number of newest checkpoints to keep", ge=1)
     retry_seconds: float = not_in_id(
-        60.0, "seconds to retry a failing storage before the run stops", ge=0
+        60.0, "seconds to retry failing storage before the run stops", ge=0
     )
 
     @property
