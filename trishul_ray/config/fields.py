@@ -151,7 +151,7 @@ class TaskConfig(Section):
     )
     loss: Literal["tokens", "rows"] = Field(
         "tokens",
-        description="instruction: mean over all answer tokens, or mean over rows of each row's mean",
+        description="instruction: mean over all answer tokens, or mean of the means per row",
     )
     answer_pattern: str | None = not_in_id(
         None,
@@ -378,7 +378,7 @@ class FederationConfig(Section):
     )
     compute: Literal["full", "uniform", "bell", "skewed-right", "custom"] = Field(
         "full",
-        description="fraction of the budget that clients can train: all of it, or 1/4 to 1 in the "
+        description="fraction of the budget that clients can train: full, or 1/4 to 1 in the "
         "proportions of the profile; `draw` seeds the assignment",
     )
     compute_shares: tuple[float, float, float, float] | None = Field(

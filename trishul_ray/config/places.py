@@ -21,7 +21,7 @@ class Places:
 
     @classmethod
     def at(cls, cache: str | Path | None = None, hub: str | Path | None = None) -> "Places":
-        """Return these places; defaults: ``TRISHUL_CACHE`` or ~/.cache/trishul, ``TRISHUL_HUB``."""
+        """Resolve the paths, by default $TRISHUL_CACHE or ~/.cache/trishul, and $TRISHUL_HUB."""
         cache = cache or os.environ.get("TRISHUL_CACHE") or "~/.cache/trishul"
         hub = hub or os.environ.get("TRISHUL_HUB")
         return cls(Path(cache).expanduser(), Path(hub).expanduser() if hub else None)
