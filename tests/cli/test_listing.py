@@ -84,7 +84,7 @@ def test_partition_of_own_questions_needs_no_backbone(listed, tmp_path):
     code, out, _ = listed(*words, "partition.kind=natural")
     assert code == 0 and "4 clients, natural" in out
     code, _, error = listed(*words[:3], "partition.kind=natural")
-    assert code == 2 and "the training rows have 4 natural clients; 4 or fewer" in error
+    assert code == 2 and "exceeds the 4 natural clients of the training rows" in error
 
 
 def test_tokens_of_a_row_are_shown(listed):

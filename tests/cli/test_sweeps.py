@@ -73,7 +73,7 @@ def test_rejected_user_data_name_the_cell(called, monkeypatch, tmp_path):
     words = ["dataset=table", "data.path=x.csv", "model=bert-tiny"]
     code, _, error = called("sweep", "--axis", "seed=0,1", *words)
     assert code == 2 and "cell 'sweep: seed=0': " in error
-    assert "all rows are of class 'yes'" in error and not (tmp_path / "runs").exists()
+    assert "all rows have class 'yes'" in error and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("command", ["report", "sweep"])

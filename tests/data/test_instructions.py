@@ -282,9 +282,9 @@ def test_unseen_groups_and_repeated_rows(small):
 
     with pytest.raises(InputError, match=r"test_groups=cpoy: 'cpoy' is not a group of.*copy"):
         prepared(test_groups=("cpoy",))
-    with pytest.raises(InputError, match=r"no training rows of .* are left"):
+    with pytest.raises(InputError, match=r"no training rows of .* remain"):
         prepared(test_groups=groups)
-    with pytest.raises(InputError, match="drop_repeated is for instructions"):
+    with pytest.raises(InputError, match="drop_repeated requires instructions"):
         prepare_run(small("data.drop_repeated=true"))
 
 

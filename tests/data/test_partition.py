@@ -187,11 +187,11 @@ def test_fewer_clients_hold_whole_natural_clients_evenly(data, members):
 def test_natural_limits_are_named():
     members = np.array([0, 0, 0, 1])
     with pytest.raises(
-        InputError, match=r"clients=3: the training rows have 2 natural clients; 2 or fewer"
+        InputError, match=r"clients=3 exceeds the 2 natural clients of the training rows"
     ):
         partition(members, NATURAL, 3, seed=0)
     strict = PartitionConfig(kind="natural", min_size=2)
-    with pytest.raises(InputError, match=r"min_size=2: client 1 holds 1 rows; reduce fed"):
+    with pytest.raises(InputError, match=r"min_size=2: client 1 has 1 rows; reduce fed"):
         partition(members, strict, 2, seed=0)
     assert partition(members, strict, 1, seed=0).sizes.tolist() == [4]
 
@@ -237,7 +237,7 @@ def test_unlabeled_rows_need_an_iid_partition(tmp_path):
         InputError, match=r"by='auto' needs a label or group column; .* toy have question; "
     ):
         partition_column(split, PartitionConfig())
-    with pytest.raises(InputError, match=r"kind='natural' needs a client column"):
+    with pytest.raises(InputError, match=r"kind='natural' requires a client column"):
         partition_column(split, NATURAL)
 
 

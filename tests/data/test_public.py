@@ -92,7 +92,7 @@ PLACES = {"20newsgroups": "SetFit/20_newsgroups/data", "mrqa": "mrqa-workshop/mr
         ("20newsgroups", NEWS | {"label": ["sci.med", "Med"]}, "'Med', not a class"),
         ("20newsgroups", NEWS | {"text": ["a", None]}, "row 1: text is"),
         ("20newsgroups", NEWS | {"text": [1, 2]}, "is int64, not text"),
-        ("20newsgroups", {"txt": ["a"]}, "no column 'text'; it has txt"),
+        ("20newsgroups", {"txt": ["a"]}, "no column 'text'; existing columns: txt"),
         ("mrqa", QA | {"answers": [["a"], [], ["b"]]}, "row 1: answers is"),
         ("mrqa", QA | {"answers": [1, 2, 3]}, "not a list of texts"),
         ("mrqa", {"subset": ["x"]}, "no column 'question'"),
@@ -204,8 +204,8 @@ def test_changed_definition_prepares_the_dataset_again():
     [
         ({"repo": HubRepo("owner/name")}, r"owner/name is on the hub: set repo\.revision"),
         ({"repo": HubRepo("owner/name", revision="main")}, r"a commit \(40 hex digits\)"),
-        ({"sizes": {"train": 5}}, "sizes has no test; for one split set test_share"),
-        ({"test_share": 0.2}, "test_share is for one split"),
+        ({"sizes": {"train": 5}}, "sizes has no test; for a single split, set test_share"),
+        ({"test_share": 0.2}, "test_share requires a single split"),
     ],
 )
 def test_wrong_definition_is_rejected(fields, message):
@@ -218,7 +218,7 @@ def test_mirror_only_dataset_needs_no_revision(tmp_path):
     write_mirror(tmp_path / "hub", source, {"train": 4, "test": 2})
     info, columns = source.read(tmp_path / "hub", lambda *_: None)
     assert len(columns["train"]["sms"]) == 4 and str(info.origin) == "mirror:mine"
-    with pytest.raises(InputError, match=r"not found: set TRISHUL_HUB"):
+    with pytest.raises(InputError, match=r"not found; set TRISHUL_HUB"):
         source.read(None, lambda *_: None)
 
 
@@ -290,5 +290,5 @@ def test_reordered_class_names_are_rejected(tmp_path, moved):
             )
         repo = HubRepo(kind, file_patterns=("{split}.parquet",))
         source = PublicDataset("mine", "", repo, rows, {"train": 1, "test": 1})
-        with pytest.raises(CorruptFileError, match=r"different class names|labels by yes, no"):
+        with pytest.raises(CorruptFileError, match=r"different class names|classes as yes, no"):
             source.read(tmp_path, lambda *_: None)

@@ -146,20 +146,22 @@ def test_class_folders_in_two_unicode_forms_are_one(tmp_path):
 
 def test_wrong_folders_are_named(tmp_path):
     root = tmp_path / "photos"
-    rejected(r"data.path is not set: it must be a folder that holds", "images", None, tmp_path)
+    rejected(r"data.path is not set; it must be a folder with", "images", None, tmp_path)
     rejected(r"data.path='.*photos' does not exist", "images", root, tmp_path)
     root.mkdir()
-    rejected(r"photos' holds .*; it must hold <class>/\*.jpg, or", "images", root, tmp_path)
+    rejected(r"photos' contains .*; it must contain <class>/\*.jpg, or", "images", root, tmp_path)
     paint(root / "a/1.png", COLORS["red"])
-    rejected(r"the 1 row of .*photos cannot be split|all rows are of", "images", root, tmp_path)
+    rejected(r"the 1 row of .*photos cannot be split|all rows have", "images", root, tmp_path)
     paint(root / "a/2.png", COLORS["red"])
-    rejected(r"all rows are of class 'a'; two classes are needed", "images", root, tmp_path)
+    rejected(r"all rows have class 'a'; provide at least two", "images", root, tmp_path)
     (root / "b").mkdir()
-    rejected(r"class folder .*/b holds no image", "images", root, tmp_path)
+    rejected(r"class folder .*/b contains no image", "images", root, tmp_path)
     rejected(r"a folder of images has no columns", "images", root, tmp_path, columns={"label": "x"})
     for split in ("train", "holdout"):
         paint_classes(tmp_path / "sets" / split)
-    rejected(r"sets/train holds folders instead of images", "images", tmp_path / "sets", tmp_path)
+    rejected(
+        r"sets/train contains folders instead of images", "images", tmp_path / "sets", tmp_path
+    )
 
 
 def gray_values(bits=8):
@@ -198,7 +200,7 @@ def test_transparent_images_are_shown_on_white(tmp_path, mode):
     data = prepare_user("images", tmp_path / "p", tmp_path)
     left = data.train.column("pixels")[:, 0, 0, 0]
     assert left.tolist() == [255 * label for label in data.train.labels]
-    assert data.info.origin.notes == ("4 of 4 transparent images shown on white",)
+    assert data.info.origin.notes == ("4 of 4 transparent images composited on white",)
     seen = resize_images([(encode_image(image), "b")], (3, 8, 8))
     assert seen[0, 0, 0].tolist() == [255] * 4 + [0] * 4
 
@@ -207,14 +209,14 @@ def test_pixels_of_unknown_range_are_rejected(tmp_path):
     floats = gray_values().astype(np.float32) / 255
     root = save_classes(tmp_path / "floats", floats[:1], "tif")
     save_classes(root, gray_values()[1:], "png")
-    rejected(r"floats/a/0.tif: pixels of 32 bits, whose range is unknown", "images", root, tmp_path)
+    rejected(r"floats/a/0.tif: 32-bit pixels have an unknown range", "images", root, tmp_path)
     assert len(prepare_user("images", root, tmp_path, skip_broken=True).info.skipped) == 1
 
 
 def test_images_of_12_bits_are_rejected(tmp_path):
     few = (gray_values(16) // 16)[2:4]  # next to images that use all 16 bits
     root = save_classes(tmp_path / "mixed", [*gray_values(16)[:2], *few], "png")
-    rejected(r"2 images .*a/3.png, .*c/2.png; the first: .*a/3.png: an image of 16 bits with",
+    rejected(r"2 images .*a/3.png, .*c/2.png; the first: .*a/3.png: a 16-bit image with",
              "images", root, tmp_path)  # fmt: skip
     image = root / "c/2.png", "the image"
     with pytest.raises(CorruptFileError, match=r"^the image: .*nearly black; scale it"):

@@ -143,13 +143,13 @@ TEXT = {"text": ["a", "b"], "label": [0, 1]}
 @pytest.mark.parametrize(
     ("name", "columns", "mapping", "message"),
     [
-        ("x.jsonl", TEXT, {"txt": "text"}, r"data.columns.txt: unknown; known are text"),
+        ("x.jsonl", TEXT, {"txt": "text"}, r"data.columns.txt is unknown; known: text"),
         ("x.jsonl", TEXT, {"text": "texts"}, r"are text, label; did you mean 'text'\?"),
-        ("x.csv", {"text": ["a"], "y": [1]}, {}, r"the data's columns are text, y; set the"),
+        ("x.csv", {"text": ["a"], "y": [1]}, {}, r"the data's columns are text, y; map them"),
         ("x.parquet", TEXT | {"text": [1, 2]}, {}, r"'text' is int64, not text"),
         ("x.jsonl", TEXT | {"text": ["a", 2]}, {}, r"not a readable jsonl file \(column 'text'"),
-        ("x.csv", TEXT | {"label": [3, 3]}, {}, r"all rows are of class '3'"),
-        ("x.parquet", TEXT | {"label": [[1, 2], [1]]}, {}, r"several labels per row or a label"),
+        ("x.csv", TEXT | {"label": [3, 3]}, {}, r"all rows have class '3'"),
+        ("x.parquet", TEXT | {"label": [[1, 2], [1]]}, {}, r"several labels per row, or labels"),
         ("x.jsonl", {"question": ["q"], "context": ["c"], "answers": [[]]}, {}, r"not a list"),
     ],
 )  # fmt: skip
@@ -164,13 +164,13 @@ def test_wrong_columns_are_named(tmp_path, name, columns, mapping, message):
         ("x.csv", b"text,label\na,0\nb\n", r"x.csv: not a readable csv file \(.*Row #3: Expected"),
         ("x.csv", b"", r"x.csv: not a readable csv file"),
         ("x.csv", b"text,label\n", r"x.csv: the train split has no rows"),
-        ("x.csv", b"text,label,text\na,0,b\n", r"several columns are called 'text'"),
+        ("x.csv", b"text,label,text\na,0,b\n", r"several columns are named 'text'"),
         ("x.csv", b"text,label\n\xff\xfe,0\n", r"x.csv: not a readable csv file \(.*UTF8"),
         ("x.jsonl", b'{"text": "a", "label": 1}\n{"text"\n', r"jsonl file \(line 2: "),
         ("x.jsonl", b'["a", 1]\n', r"a row is list, not an object"),
         ("x.json", b'[{"text":\n', r"x.json: not a readable json file"),
         ("x.parquet", b"PAR1 and no more", r"x.parquet: not a readable parquet file"),
-        ("x.csv", b"text;label\na,b;0\n", "separated by semicolons"),
+        ("x.csv", b"text;label\na,b;0\n", "semicolons separate"),
         ("x.csv", b"BZh91AY&SY", "compressed with bzip2"),
         ("x.jsonl", "{}".encode("utf-16"), "UTF-16"),
         ("x.csv", b"version https://git-lfs.github.com/spec/v1\noid 4\n", "git lfs pull"),
@@ -188,9 +188,9 @@ def test_wrong_folders_and_fields_are_named(tmp_path):
     rejected(r"data' has no train\.\* file", "table", folder, tmp_path)
     encoded(folder / "train.csv", ROWS)
     encoded(folder / "train.jsonl", ROWS)
-    rejected(r"holds train.csv, train.jsonl; all must have the same", "table", folder, tmp_path)
-    rejected(r"data.path is for user data .*, not dataset digits", "digits", "x", tmp_path)
-    rejected(r"data.columns is for user data", "digits", None, tmp_path, columns={"text": "x"})
+    rejected(r"contains train.csv, train.jsonl; all must have the same", "table", folder, tmp_path)
+    rejected(r"data.path requires user data .*, not dataset digits", "digits", "x", tmp_path)
+    rejected(r"data.columns requires user data", "digits", None, tmp_path, columns={"text": "x"})
 
 
 def label_table(rows, names=None, kind=None):
@@ -321,7 +321,7 @@ def test_scores_need_a_task_that_reads_numbers(tmp_path, monkeypatch):
     rows = [{"text": f"t{n}", "label": n / 7} for n in range(60)]
     data = prepare_user("table", encoded(tmp_path / "x.csv", rows), tmp_path)
     backbone = backbone_of(ModelConfig(name="bert-tiny", init="random"), Places(tmp_path, None))
-    with pytest.raises(InputError, match=r"^file:.*x\.csv: 60 different labels in 60 rows, 60 of"):
+    with pytest.raises(InputError, match=r"^file:.*x\.csv: 60 distinct labels in 60 rows, 60 of"):
         build_task(TaskConfig(), data.info, backbone)
     monkeypatch.setattr(SequenceClassification, "any_labels", True)
     assert build_task(TaskConfig(), data.info, backbone).num_classes == 60

@@ -53,7 +53,7 @@ COMMAND_LINES = [
     (["run", "--frsh"], "No such option: --frsh"),
     (["rum"], "No such command 'rum'"),
     (["run", "dataset=mnist"], "unknown dataset 'mnist'"),
-    (["run", "dataset=rows.csv"], "read a file by dataset=table data.path=FILE"),
+    (["run", "dataset=rows.csv"], "to read a file, set dataset=table data.path=FILE"),
     (["run", "resources.backend=inline", "gpus_per_actor=0.5"], "gpus_per_actor=0.5: torch"),
     (["sweep", "--axis", "lr=log(1e-4,1e-2)"], "define a search in a sweep file"),
     (["run", "budget=60"], "heads x rank"),

@@ -305,7 +305,7 @@ def test_wrong_choices_and_references_are_rejected(tmp_path):
     file = tmp_path / "rows.jsonl"
     config = DataConfig(name="table", path=str(file))
     for wrong, said in (
-        ({"choice": 2}, r"row 1: choices=.* right one 2; allowed: a list"),
+        ({"choice": 2}, r"row 1: choices=.* right choice 2; allowed: a list"),
         ({"references": [" "]}, r"row 1: references=.*; allowed: a list of texts"),
     ):
         file.write_text("\n".join(map(json.dumps, [row | {"references": ["z"]}, row | wrong])))

@@ -44,10 +44,10 @@ def choose_rows(dataset: PreparedDataset, config: "DataConfig", *, cache: Path) 
         )
     if groups and (lacking := {"group", *dataset.test.columns} - {*train.columns}):
         raise InputError(
-            f"{field}: the training rows of dataset {info.name} have no {min(lacking)}"
+            f"{field}: the training rows of dataset {info.name} have no column {min(lacking)}"
         )
     if config.drop_repeated and info.kind != "instruction":
-        raise InputError(f"data.drop_repeated is for instructions, not dataset {info.name}")
+        raise InputError(f"data.drop_repeated requires instructions, not dataset {info.name}")
 
     def divide() -> Contents:
         columns = {name: dataset.split(name).read() for name in dataset.split_names}
@@ -62,7 +62,7 @@ def choose_rows(dataset: PreparedDataset, config: "DataConfig", *, cache: Path) 
             notes.append(f"{repeated.sum():,} training rows skipped that are also test rows")
             kept &= ~repeated
         if not kept.any():
-            raise InputError(f"{field}: no training rows of dataset {info.name} are left")
+            raise InputError(f"{field}: no training rows of dataset {info.name} remain")
         columns["train"] = take_rows(columns["train"], np.flatnonzero(kept))
         return replace(info, origin=replace(info.origin, notes=tuple(notes))), columns
 
@@ -108,8 +108,8 @@ def hold_out(dataset: PreparedDataset, share: float, *, cache: Path) -> Prepared
         held = draw_held_out(_number_inputs(train), strata, share, train.fingerprint)
         if not held.any():
             raise InputError(
-                f"data.validation_share={share}: {len(train)} training rows are too few to hold "
-                "out any; set a larger share"
+                f"data.validation_share={share} of {len(train)} training rows selects no row; set "
+                "a larger share"
             )
         columns = {name: dataset.split(name).read() for name in dataset.split_names}
         for name, rows in (("validation", held), ("train", ~held)):

@@ -63,7 +63,7 @@ def get_column(table: pa.Table, column: str, where: str) -> pa.ChunkedArray:
     if column not in table.column_names:
         names = ", ".join(table.column_names)
         hint = did_you_mean(column, table.column_names)
-        raise CorruptFileError(f"{where}: no column {column!r}; it has {names}{hint}")
+        raise CorruptFileError(f"{where}: no column {column!r}; existing columns: {names}{hint}")
     values = table.column(column)
     if values.null_count:
         row = pc.index(pc.is_null(values), True).as_py()
@@ -189,6 +189,6 @@ def common_class_names(tables: Iterable[pa.Table], column: str) -> tuple[str, ..
     if len(found) > 1:
         lists = " and ".join(f"({join_limited(names, 10)})" for names in list(found)[:2])
         raise CorruptFileError(
-            f"column {column!r}: files have different class names, {lists}; write labels as words"
+            f"column {column!r}: files have different class names, {lists}; store labels as text"
         )
     return next(iter(found), None)

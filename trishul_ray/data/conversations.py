@@ -123,8 +123,8 @@ def plain_choices(
         number = int(number) if isinstance(number, str) and number.isdecimal() else number  # CSV
         if found is None or (found and not (len(found) > 1 and number in range(len(found)))):
             raise CorruptFileError(
-                f"{row}: {column}={str(value)[:40]!r} with the right one {number!r}; allowed: a "
-                "list of two texts or more, and the number of one of them, from 0"
+                f"{row}: {column}={str(value)[:40]!r} with the right choice {number!r}; allowed: a "
+                "list of at least two texts, and the index of one of them, from 0"
             )
         texts.append(json.dumps(found, ensure_ascii=False))
         numbers.append(int(number) if found else -1)
@@ -141,8 +141,8 @@ def plain_references(values: Sequence[Any], where: Sequence[str], column: str) -
     if None in rows:
         number = rows.index(None)
         raise CorruptFileError(
-            f"{where[number]}: {column}={str(values[number])[:40]!r}; allowed: a list of texts, "
-            "none of them blank, or nothing"
+            f"{where[number]}: {column}={str(values[number])[:40]!r}; allowed: a list of nonblank "
+            "texts, or no value"
         )
     texts = [json.dumps(found, ensure_ascii=False) for found in rows]
     return pa.array(texts, pa.large_string())
@@ -190,7 +190,7 @@ def read_conversation(row: Mapping[str, Any], where: str) -> Conversation:
     if not turns or len(turns) % 2 or turns != ["user", "assistant"] * (len(turns) // 2):
         raise CorruptFileError(
             f"{where} has the roles {', '.join(m['role'] for m in messages)}; allowed: user and "
-            "assistant alternately, after an optional system message, the last one assistant"
+            "assistant alternately, ending with assistant, after an optional system message"
         )
     return messages
 

@@ -224,8 +224,8 @@ class Split:
     def _batch(self) -> pa.RecordBatch:
         if not self.path.is_file():
             raise InputError(
-                f"prepared data {self.path} is not on this machine: storage.cache must be a "
-                "folder that every node of the cluster can read"
+                f"prepared data {self.path} is not on this machine; set storage.cache to a folder "
+                "that every node of the cluster can read"
             )
         return pa.ipc.open_file(pa.memory_map(str(self.path))).get_batch(0)
 

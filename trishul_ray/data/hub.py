@@ -84,7 +84,7 @@ class HubRepo:
                 return {split: found for split, found in files.items() if found}
             if len(missing) < len(splits):
                 name = pattern.format(split=missing[0])
-                raise InputError(f"mirror {folder} lacks {name} of {self.repo}")
+                raise InputError(f"mirror {folder} is missing {name} of {self.repo}")
         return None
 
     def key(self, hub: Path | None, splits: Sequence[str], others: Sequence[str] = ()) -> str:
@@ -138,7 +138,7 @@ class HubRepo:
             }
         if not (self.on_hub or Path(self.repo).is_dir()):
             raise InputError(
-                f"dataset {self.repo} not found: set TRISHUL_HUB or storage.hub to a folder with "
+                f"dataset {self.repo} not found; set TRISHUL_HUB or storage.hub to a folder with "
                 f"{self._example}"
             )
         name = f"{self.repo}/{self.config}" if self.config else self.repo

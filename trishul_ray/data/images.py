@@ -182,8 +182,8 @@ def _resize(
                     values: np.ndarray = np.asarray(upright).astype(np.uint32)
                     if 0 < (top := int(values.max())) < DARK:
                         raise CorruptFileError(
-                            f"{where}: an image of 16 bits with values of at most {top:,} would "
-                            "become nearly black; scale it to 8 or to all 16 bits (from 12 bits: "
+                            f"{where}: a 16-bit image with values of at most {top:,} would become "
+                            "nearly black; scale it to 8 or to the full 16 bits (from 12 bits: "
                             "value * 16)"
                         )
                     upright = Image.fromarray(((values + 128) // 257).astype(np.uint8))
@@ -208,7 +208,7 @@ def _resize(
     progress(1.0)
     counts = {
         f"of {row} images scaled from 16 to 8 bits": deep,
-        f"of {row} transparent images shown on white": transparent,
+        f"of {row} transparent images composited on white": transparent,
         f"of {row} images resized and cropped to {width}x{height}": resized,
         "broken images skipped": len(broken),
     }
@@ -233,9 +233,7 @@ def _is_deep(image: Image.Image) -> bool:
 def check_mode(image: Image.Image, where: str) -> None:
     """Raise a CorruptFileError for an image whose values have no known range."""
     if image.mode in ("I", "F"):
-        raise CorruptFileError(
-            f"{where}: pixels of 32 bits, whose range is unknown; write 8 or 16 bits"
-        )
+        raise CorruptFileError(f"{where}: 32-bit pixels have an unknown range; store 8 or 16 bits")
 
 
 def _broken_images(broken: Mapping[str, str], advice: str) -> CorruptFileError:

@@ -125,16 +125,16 @@ def partition_column(split: "Split", config: "PartitionConfig") -> np.ndarray:
     if config.kind == "natural":
         if "client" not in split.columns:
             raise InputError(
-                f"partition.kind='natural' needs a client column, which dataset {name} does not "
-                "have; user data can have one (data.columns.client)"
+                f"partition.kind='natural' requires a client column, which dataset {name} does not "
+                "have; set data.columns.client for user data"
             )
         return split.column("client")
     column = skewed_by(split.info, config)
     if column is None or column not in split.columns:
         raise InputError(
-            f"partition.kind='dirichlet' with partition.by={config.by!r} needs a "
-            f"{column or 'label or group'} column; the training rows of dataset {name} have "
-            f"{', '.join(split.columns)}; partition.kind=iid needs none"
+            f"partition.kind='dirichlet' with partition.by={config.by!r} requires a "
+            f"{column or 'label or group'} column, but the training rows of dataset {name} have "
+            f"{', '.join(split.columns)}; use partition.kind=iid"
         )
     return split.column(column)
 
@@ -172,7 +172,7 @@ def partition(labels: np.ndarray, config: "PartitionConfig", clients: int, seed:
     rows = len(labels)
     if clients * config.min_size > rows:
         raise InputError(
-            f"federation.clients={clients} with partition.min_size={config.min_size} needs "
+            f"federation.clients={clients} with partition.min_size={config.min_size} requires "
             f"{clients * config.min_size} training rows, but there are {rows}"
         )
     rng = numpy_rng(seed, "partition")
@@ -241,8 +241,8 @@ def _assign_natural_clients(natural_clients: np.ndarray, clients: int, min_size:
     _, inverse, sizes = np.unique(natural_clients, return_inverse=True, return_counts=True)
     if clients > len(sizes):
         raise InputError(
-            f"federation.clients={clients}: the training rows have {len(sizes)} natural clients; "
-            f"{len(sizes)} or fewer are allowed"
+            f"federation.clients={clients} exceeds the {len(sizes)} natural clients of the "
+            "training rows"
         )
     client_of = np.arange(len(sizes), dtype=np.int64)
     if clients < len(sizes):
@@ -255,7 +255,7 @@ def _assign_natural_clients(natural_clients: np.ndarray, clients: int, min_size:
     if totals.min() < min_size:
         short = int(totals.argmin())
         raise InputError(
-            f"partition.min_size={min_size}: client {short} holds {int(totals[short])} rows; "
+            f"partition.min_size={min_size}: client {short} has {int(totals[short])} rows; "
             "reduce federation.clients to combine more natural clients into one"
         )
     owners: np.ndarray = client_of[inverse.reshape(-1)]
@@ -267,7 +267,7 @@ def _dirichlet(alpha: float, size: int, rng: np.random.Generator) -> np.ndarray:
     drawn = rng.dirichlet(np.full(size, alpha))
     total = float(drawn.sum())
     if not np.isfinite(total) or total <= 0:
-        raise InputError(f"partition.alpha={alpha} is out of the range that float64 can draw with")
+        raise InputError(f"partition.alpha={alpha} is outside the range that float64 can sample")
     proportions: np.ndarray = drawn / total
     return proportions
 

@@ -104,6 +104,6 @@ def find_source(data: "DataConfig | str") -> Source:
     if not isinstance(data, str) and (data.path is not None or data.columns or data.skip_broken):
         field = "path" if data.path is not None else "columns" if data.columns else "skip_broken"
         raise InputError(
-            f"data.{field} is for user data (dataset {', '.join(USER_DATA)}), not dataset {name}"
+            f"data.{field} requires user data (dataset {', '.join(USER_DATA)}), not dataset {name}"
         )
     return sources[name]

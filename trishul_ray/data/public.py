@@ -188,8 +188,8 @@ class TextRows(RowFormat):
         names = common_class_names(tables, self.label) or self.classes
         if names != self.classes and set(names) == set(self.classes):
             raise CorruptFileError(
-                f"column {self.label!r}: the files number their labels by {join_limited(names, 10)}"
-                f", but the dataset by {join_limited(self.classes, 10)}"
+                f"column {self.label!r}: the files order their classes as {join_limited(names, 10)}"
+                f", but the dataset as {join_limited(self.classes, 10)}"
             )
         return {"classes": self.classes, "fields": self.fields}, splits
 
@@ -365,9 +365,9 @@ class PublicDataset:
         if self.repo.on_hub and not pinned:
             fault = f"{self.repo.repo} is on the hub: set repo.revision to a commit (40 hex digits)"
         elif self._drawn_by and len(self.sizes) != 1:
-            fault = f"{self._drawn_by} is for one split; sizes has several"
+            fault = f"{self._drawn_by} requires a single split, but sizes has several"
         elif not self._drawn_by and missing:
-            fault = f"sizes has no {', '.join(missing)}; for one split set test_share"
+            fault = f"sizes has no {', '.join(missing)}; for a single split, set test_share"
         if fault:
             raise ValueError(f"dataset {self.name}: {fault}")
 
@@ -449,7 +449,7 @@ DATASETS = Registry[PublicDataset](
     "data.name",
     "dataset",
     "trishul_ray.data.datasets",
-    advice={r".*\.(csv|tsv|jsonl?|parquet)": "read a file by dataset=table data.path=FILE"},
+    advice={r".*\.(csv|tsv|jsonl?|parquet)": "to read a file, set dataset=table data.path=FILE"},
 )
 
 

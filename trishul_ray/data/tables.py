@@ -74,7 +74,7 @@ def check_unique(names: Sequence[str], where: str) -> None:
     """Raise an InputError if several columns have the same name."""
     repeated = sorted({name for name in names if name.strip() and names.count(name) > 1})
     if repeated:
-        raise InputError(f"{where}: several columns are called {repeated[0]!r}; rename all but one")
+        raise InputError(f"{where}: several columns are named {repeated[0]!r}; rename all but one")
 
 
 def column_names(file: Path) -> list[str]:
@@ -93,11 +93,11 @@ def _foreign_format(file: Path) -> str:
         head = opened.readline(10_000)
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
-            return f"it is compressed with {name}: decompress it"
+            return f"compressed with {name}; decompress it"
     if b"\0" in head:
-        return "it is UTF-16 or not a text: convert it with iconv -f UTF-16 -t UTF-8"
+        return "UTF-16 or not a text file; convert it with iconv -f UTF-16 -t UTF-8"
     if file.suffix.lower() == ".csv" and b";" in head and b"," not in head:
-        return "the columns are separated by semicolons: write commas"
+        return "semicolons separate the columns; use commas"
     return ""
 
 

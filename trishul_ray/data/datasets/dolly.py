@@ -32,7 +32,7 @@ _ROWS = InstructionRows(
 DOLLY = register_dataset(
     PublicDataset(
         name="dolly",
-        description="instructions of eight categories, 14,931 train / 80 test",
+        description="instructions in eight categories, 14,931 train / 80 test",
         repo=HubRepo(
             "databricks/databricks-dolly-15k",
             revision="bdd27f4d94b9c1f951818a7da7fd7aeea5dbff1a",
@@ -48,7 +48,7 @@ SHARDS = register_dataset(
     replace(
         DOLLY,
         name="dolly-shards",
-        description="Dolly on ten clients of two shards by category, 14,931 / 80",
+        description="Dolly, ten clients with two category shards each, 14,931 / 80",
         rows=replace(_ROWS, shards=10),
     )
 )

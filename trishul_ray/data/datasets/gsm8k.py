@@ -12,7 +12,7 @@ from trishul_ray.data.public import InstructionRows, PublicDataset, register_dat
 GSM8K = register_dataset(
     PublicDataset(
         name="gsm8k",
-        description="word problems with their steps, 7,473 / 1,319",
+        description="math word problems with solutions, 7,473 / 1,319",
         repo=HubRepo(
             "openai/gsm8k",
             config="main",

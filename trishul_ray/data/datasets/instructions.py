@@ -20,7 +20,7 @@ _TEST_SHARE = 0.02
 ALPACA_GPT4 = register_dataset(
     PublicDataset(
         name="alpaca-gpt4",
-        description="the instructions of Alpaca, answered by GPT-4, 52,002 in all",
+        description="instructions of Alpaca, answered by GPT-4, 52,002 in total",
         repo=HubRepo("vicgalle/alpaca-gpt4", revision="48bb1405118c738817748474e889f72c0dd77ffb"),
         rows=_ROWS,
         sizes={"train": 52_002},
@@ -34,7 +34,7 @@ _FLASHCARDS = "medical_meadow_medical_flashcards/{split}-*.parquet"
 MEDICAL = register_dataset(
     PublicDataset(
         name="medical",
-        description="medical flashcards of MedAlpaca, 33,955 in all",
+        description="medical flashcards of MedAlpaca, 33,955 in total",
         repo=HubRepo(
             "lavita/medical-qa-datasets",
             revision="35c9fb395872b25b15de96f676939702880cf659",
@@ -51,7 +51,7 @@ MEDICAL = register_dataset(
 FINANCE = register_dataset(
     PublicDataset(
         name="finance",
-        description="sentiment of financial news (FinGPT), 76,772 in all",
+        description="sentiment of financial news (FinGPT), 76,772 in total",
         repo=HubRepo(
             "FinGPT/fingpt-sentiment-train", revision="a2701f2155c1371ba38b92a2c41e8b0c0fca7614"
         ),
@@ -68,7 +68,7 @@ FINANCE = register_dataset(
 CODE = register_dataset(
     PublicDataset(
         name="code",
-        description="code by instruction (CodeAlpaca), 20,022 rows, unconfirmed",
+        description="code from instructions (CodeAlpaca), 20,022 rows, unconfirmed",
         repo=HubRepo(
             "flwrlabs/code-alpaca-20k",
             revision="993cf40c2e806a2641f388fb4026f30c4c73dc97",

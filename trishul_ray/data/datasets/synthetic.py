@@ -71,7 +71,7 @@ class SyntheticDataset:
     def description(self) -> str:
         """One line for ``trishul list datasets``."""
         train, test = SIZES.values()
-        return f"synthetic stand-in for {self.stands_for}, {train} / {test}"
+        return f"synthetic version of {self.stands_for}, {train} / {test}"
 
     def key(self, hub: Path | None) -> str:
         """Return a constant. Increment its number when a rule changes: rows are generated again."""

@@ -75,10 +75,10 @@ def find_columns(
         if name not in COLUMN_NAMES:
             hint = did_you_mean(name, COLUMN_NAMES)
             known = ", ".join(COLUMN_NAMES)
-            raise InputError(f"data.columns.{name}: unknown; known are {known}{hint}")
+            raise InputError(f"data.columns.{name} is unknown; known: {known}{hint}")
         if column not in existing:
             raise InputError(
-                f"data.columns.{name}={column!r} is not in the data; its columns are {names}"
+                f"data.columns.{name}={column!r} is not in the data, which has {names}"
                 + did_you_mean(column, existing)
             )
     columns = {name: configured.get(name, name) for name in COLUMN_NAMES}
@@ -91,7 +91,7 @@ def find_columns(
                 return kind, {name: c for name, c in found.items() if name in read}
     options = "; or ".join(" and ".join(required) for _, required, _ in _COLUMNS)
     raise InputError(
-        f"data.columns: the data's columns are {names}; set the columns of {options} "
+        f"data.columns: the data's columns are {names}; map them to {options} "
         "(e.g. data.columns={text: body, label: topic}), or add a task (docs/adding-a-task.md)"
     )
 
@@ -216,8 +216,8 @@ def _spell(
             return pa.chunked_array([pa.array(words, pa.large_string())]), 0
     elif not (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
         raise CorruptFileError(
-            f"{where} is {kind}, not one text or number per row; several labels per row or a label "
-            "per token need a custom task (docs/adding-a-task.md)"
+            f"{where} is {kind}, not one text or number per row; several labels per row, or labels "
+            "per token, require a custom task (docs/adding-a-task.md)"
         )
     return values.cast(pa.int64()), 0
 
@@ -247,7 +247,7 @@ def doubt_labels(classes: Sequence[str], labels: np.ndarray) -> str:
     if len(classes) <= _FEW_CLASSES or 2 * single <= len(labels):
         return ""
     return (
-        f"{len(classes):,} different labels in {len(labels):,} rows, {single:,} of them only in "
-        "one row: a class needs several rows; choose another column as data.columns.label, or "
+        f"{len(classes):,} distinct labels in {len(labels):,} rows, {single:,} of them in a single "
+        "row, but a class needs several rows; choose another column as data.columns.label, or "
         "add a task for numbers or texts (docs/adding-a-task.md)"
     )

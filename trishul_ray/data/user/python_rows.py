@@ -71,8 +71,8 @@ def to_splits(rows: Any) -> dict[str, pa.Table]:
         return {"train": to_table(rows)}
     if "train" not in rows or set(rows) - _SPLITS:
         raise InputError(
-            f"the rows have the splits {', '.join(rows)}; pass train and, if you have them, "
-            "validation and test"
+            f"the rows have the splits {', '.join(rows)}; pass train and, optionally, validation "
+            "and test"
         )
     return {split: to_table(table) for split, table in rows.items()}
 
@@ -96,7 +96,7 @@ def _to_table(rows: Any) -> pa.Table:
     if isinstance(rows, pa.Table):
         return rows
     if "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].IterableDataset):
-        raise ValueError("a streaming dataset has no rows: load it without streaming=True")
+        raise ValueError("a streaming dataset is not supported; load it without streaming=True")
     if "datasets" in sys.modules and hasattr(rows, "with_format") and hasattr(rows, "features"):
         return table_of(rows)
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a pandas table
@@ -107,7 +107,7 @@ def _to_table(rows: Any) -> pa.Table:
     if not isinstance(rows, Mapping):
         raise ValueError(
             f"they are of type {type(rows).__name__}, or empty; pass a Hugging Face Dataset, a "
-            "table of pandas or Arrow, a list of dictionaries, or a dictionary of columns"
+            "pandas or Arrow table, a list of dictionaries, or a dictionary of columns"
         )
     for name, values in rows.items():
         if isinstance(values, str | bytes) or not isinstance(values, Iterable):

@@ -153,7 +153,7 @@ def _check_splits(kind: Kind, splits: Splits, fields: dict[str, Any], where: str
             raise InputError(f"{where}: the {split} split has no rows")
     classes, train, notes = fields.get("classes", ()), splits["train"], []
     if kind in LABELED and len(classes) < 2:
-        raise InputError(f"{where}: all rows are of class {classes[0]!r}; two classes are needed")
+        raise InputError(f"{where}: all rows have class {classes[0]!r}; provide at least two")
     for what, column in (("classes", "label"), ("clients", "client")):
         names = fields.get(what, ())
         if len(lost := np.setdiff1d(np.arange(len(names)), train.get(column, ()))):

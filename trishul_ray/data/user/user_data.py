@@ -58,7 +58,7 @@ class UserData(ABC):
 
     def _required_path(self, expected: str) -> str:
         if self.path is None:
-            raise InputError(f"data.path is not set: it must be {expected}")
+            raise InputError(f"data.path is not set; it must be {expected}")
         return self.path
 
     def _existing_path(self, expected: str) -> Path:
@@ -154,7 +154,7 @@ class ImageFolder(UserData):
 
     def _find_files(self) -> dict[str, list[tuple[Path, str]]]:
         """Find pairs of image and class, keyed by split."""
-        root = self._existing_path("a folder that holds one folder of images per class")
+        root = self._existing_path("a folder with one folder of images per class")
         if self.columns:
             raise InputError("data.columns: a folder of images has no columns; use dataset table")
         folders = {folder.name: folder for folder in _subfolders(root)}
@@ -166,8 +166,8 @@ class ImageFolder(UserData):
         for name in sorted(splits):
             if not any(file.suffix.lower() in _IMAGES for file in folders[name].iterdir()):
                 raise InputError(
-                    f"{folders[name]} holds folders instead of images; data.path must hold only "
-                    "class folders, or only train and test"
+                    f"{folders[name]} contains folders instead of images; data.path must contain "
+                    "only class folders, or only train and test"
                 )
         return {"train": _class_files(root)}
 
@@ -181,12 +181,12 @@ def _class_files(root: Path) -> list[tuple[Path, str]]:
             if file.suffix.lower() in _IMAGES and not _is_hidden(file.relative_to(folder))
         ]  # fmt: skip
         if not files:
-            raise InputError(f"class folder {folder} holds no image ({', '.join(_IMAGES)})")
+            raise InputError(f"class folder {folder} contains no image ({', '.join(_IMAGES)})")
         files.sort(key=lambda file: (len(file.parts), file))
         pairs += [(file, folder.name) for file in files]
     if not pairs:
         raise InputError(
-            f"data.path={str(root)!r} holds no class folders with images; it must hold "
+            f"data.path={str(root)!r} contains no class folders with images; it must contain "
             "<class>/*.jpg, or train/<class>/*.jpg and test/<class>/*.jpg"
         )
     return pairs
@@ -246,7 +246,7 @@ class TableFiles(UserData):
             if len({file.suffix.lower() for file in files}) > 1:
                 names = ", ".join(file.name for file in files)
                 raise InputError(
-                    f"data.path={self.path!r} holds {names}; all must have the same suffix"
+                    f"data.path={self.path!r} contains {names}; all must have the same suffix"
                 )
             if files:
                 found[split] = files
@@ -315,7 +315,7 @@ class HubData(UserData):
         if len(folders := sorted({file.parent.name for file in files["train"]})) > 1:
             names = ", ".join(f"{repo}/{folder}" for folder in folders)
             raise InputError(
-                f"data.path={self.path!r} has several configurations: use one of {names}"
+                f"data.path={self.path!r} has several configurations; use one of {names}"
             )
         return found
 
