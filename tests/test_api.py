@@ -107,7 +107,7 @@ def test_scores_of_rows_compare_two_runs(tiny):
     assert found.rows == 32
     difference = first.final["accuracy"] - other.final["accuracy"]
     assert found.difference == pytest.approx(difference)
-    with pytest.raises(trishul_ray.InputError, match="scored other test rows"):
+    with pytest.raises(trishul_ray.InputError, match="scored different test rows"):
         first.compare(tiny("digits", evaluation={"limit": 16}))
     # One more round: the scores of rows belong to the last round.
     more = tiny("digits", rounds=3)
@@ -181,7 +181,7 @@ def test_a_stopped_run_is_continued(tiny, tmp_path, cache, capsys):
         ({"dataset": [1, 2]}, "they are of type list, or empty; pass a Hugging Face Dataset"),
         ({"method": object()}, "method: object: must be a method's name, or a section"),
         ({"config": 3}, "config of type int: it must be a YAML file, or a dictionary"),
-        ({"tokenizer": "bert"}, "tokenizer: it is for a model that is an nn.Module"),
+        ({"tokenizer": "bert"}, "tokenizer: only a model that is an nn.Module"),
         ({"on_round": 3}, "on_round of type int: it must be a function"),
         ({"dataset": {"test": [{"text": "a"}]}}, "have the splits test; pass train"),
     ],
@@ -342,7 +342,7 @@ def test_second_run_in_a_process_is_rejected(tiny):
 
     assert tiny(rounds=1, on_round=second).final["round"] == 1
     assert len(errors) == 2 and errors[0].startswith(
-        "this process is running an experiment already"
+        "this process is already running an experiment"
     )
     assert tiny(rounds=1, seed=1).final["round"] == 1
 
@@ -425,7 +425,7 @@ def test_a_sweep_is_a_table_of_its_cells(tiny, tmp_path, cache):
     assert inline.id == table["id"][1] and inline.repeated
     with pytest.raises(trishul_ray.InputError, match="unknown field 'mehtod'"):
         trishul_ray.sweep(axes={"mehtod": ["fedit"]})
-    with pytest.raises(trishul_ray.InputError, match="give either a file, or its content, or axes"):
+    with pytest.raises(trishul_ray.InputError, match="pass either a file, or its content, or axes"):
         trishul_ray.sweep(rounds=3)
     with pytest.raises(trishul_ray.InputError, match="'seed' is of type int: it must be a list"):
         trishul_ray.sweep(axes={"seed": 3})

@@ -143,7 +143,7 @@ def _arguments(
     if model is not None and not isinstance(model, str | Mapping):
         arguments["model"] = _pass_module(model, tokenizer)
     elif tokenizer is not None:
-        raise InputError("tokenizer: it is for a model that is an nn.Module; others have one")
+        raise InputError("tokenizer: only a model that is an nn.Module needs one; omit it")
     elif model is not None:
         arguments["model"] = model
     return arguments
@@ -244,7 +244,7 @@ def load(
     except FileNotFoundError:
         raise InputError(
             f"run {experiment.id} has not finished: no result.json in {home.uri}; run it again to "
-            "continue it"
+            "resume it"
         ) from None
     for name, fault in summary.damaged_files(home).items():
         if fault == "corrupt":
@@ -280,8 +280,8 @@ def _alone() -> Iterator[None]:
     """Reject a second experiment or sweep while this process is running one."""
     if not _running.acquire(blocking=False):
         raise InputError(
-            "this process is running an experiment already: wait for it, use another process, or "
-            "run several at a time with trishul_ray.sweep"
+            "this process is already running an experiment; wait for it, use another process, or "
+            "run several experiments with trishul_ray.sweep"
         )
     try:
         yield
@@ -303,11 +303,11 @@ def _read_sweep(
 ) -> Sweep:
     """Load the sweep that the arguments of :func:`sweep` describe."""
     if (file is None) == (axes is None):
-        raise InputError("sweep: give either a file, or its content, or axes={field: values}")
+        raise InputError("sweep: pass either a file, or its content, or axes={field: values}")
     known = list(dict.fromkeys(name for m in method_names() for name in field_names(m)))
     values = dict(fields)
     if hasattr(values.get("model"), "forward"):
-        raise InputError("model: a sweep takes the name of a model, which its trials can load")
+        raise InputError("model: a sweep requires the name of a model, which its trials load")
     if "dataset" in values:
         values |= _dataset_fields(values.pop("dataset"), fields)
     # Overrides are YAML, which includes JSON.
@@ -317,7 +317,7 @@ def _read_sweep(
     if axes is None:
         return load_sweep(_plain("sweep", file), overrides)
     if not isinstance(axes, Mapping) or not axes:
-        raise InputError(f"axes={axes!r}: give {{field: values}}, of one field or more")
+        raise InputError(f"axes={axes!r}: pass {{field: values}} with at least one field")
     content: dict[str, Any] = {}
     for name, labels in axes.items():
         if isinstance(labels, str) or not isinstance(labels, Iterable):
@@ -339,7 +339,7 @@ def _plain(name: str, value: Any) -> Any:
         if isinstance(value, range | tuple | Mapping):
             return dict(value) if isinstance(value, Mapping) else list(value)
         raise InputError(
-            f"{name} of type {type(value).__name__}: a sweep takes names, numbers and texts"
+            f"{name} of type {type(value).__name__}: a sweep accepts names, numbers and strings"
         )
 
     return json.loads(json.dumps(value, default=convert))

@@ -146,8 +146,8 @@ class Result:
         data = [run.summary.get("sources", {}).get("rows") for run in (self, other)]
         if data[0] != data[1] or not first.index.equals(second.index):
             raise InputError(
-                f"runs {self.id} and {other.id} scored other test rows: compare runs of one "
-                "dataset with the same evaluation.limit"
+                f"runs {self.id} and {other.id} scored different test rows; use the same dataset "
+                "and evaluation.limit"
             )
         return compare_scores(first.to_numpy(), second.to_numpy())
 
