@@ -50,7 +50,7 @@ def show(
 def rm(
     run: Run,
     runs: Runs = "runs",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     plugin: Plugins = None,
 ) -> None:
     """Remove a run: its folder and its MLflow run."""

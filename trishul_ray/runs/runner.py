@@ -65,8 +65,8 @@ class FinishedRun:
 
     summary: RunSummary
     home: Store  # the run's folder
-    repeated: bool  # whether it had finished before, so that nothing was run
-    mlflow_command: str | None  # opens its tracking store
+    repeated: bool  # whether the run had already finished
+    mlflow_command: str | None  # opens the tracking store
 
 
 def run_experiment(
