@@ -368,7 +368,7 @@ def test_predict_takes_a_batch(tiny):
         (batch / 255, r"an image is an array float64 \(8, 8\); it must be uint8"),
         (batch[:, None], r"an image is an array uint8 \(1, 8, 8\); it must be uint8"),
         ([None], "row 0: image is null"),
-        ([batch[0].tolist()], "predict, row 0: a list is not an image"),
+        ([batch[0].tolist()], "predict, row 0: list is not an image"),
     ]:
         with pytest.raises(trishul_ray.InputError, match=message):
             result.predict(rows)

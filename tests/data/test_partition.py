@@ -234,7 +234,7 @@ def test_unlabeled_rows_need_an_iid_partition(tmp_path):
     iid = PartitionConfig(kind="iid")
     assert partition(partition_column(split, iid), iid, 3, seed=0).sizes.tolist() == [4, 3, 3]
     with pytest.raises(
-        InputError, match=r"by='auto' needs a label or group column; .* toy have question; "
+        InputError, match=r"requires a label or group column, but .* toy have question; use"
     ):
         partition_column(split, PartitionConfig())
     with pytest.raises(InputError, match=r"kind='natural' requires a client column"):

@@ -144,7 +144,7 @@ TEXT = {"text": ["a", "b"], "label": [0, 1]}
     ("name", "columns", "mapping", "message"),
     [
         ("x.jsonl", TEXT, {"txt": "text"}, r"data.columns.txt is unknown; known: text"),
-        ("x.jsonl", TEXT, {"text": "texts"}, r"are text, label; did you mean 'text'\?"),
+        ("x.jsonl", TEXT, {"text": "texts"}, r"which has text, label; did you mean 'text'\?"),
         ("x.csv", {"text": ["a"], "y": [1]}, {}, r"the data's columns are text, y; map them"),
         ("x.parquet", TEXT | {"text": [1, 2]}, {}, r"'text' is int64, not text"),
         ("x.jsonl", TEXT | {"text": ["a", 2]}, {}, r"not a readable jsonl file \(column 'text'"),

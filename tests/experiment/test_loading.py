@@ -96,7 +96,7 @@ def test_a_resolved_config_reads_back_as_itself(words, tmp_path):
         (["data.columns=label"], "input should be a valid dictionary; write a mapping: {name"),
         (["method=no"], "unknown method 'no'; known: "),
         (["resources.actors=0"], "resources.actors"),
-        (["resources.actors=2", "federation.clients_per_actor=1"], "exclude each other"),
+        (["resources.actors=2", "federation.clients_per_actor=1"], "are mutually exclusive"),
         (["model.precision=fp16"], "model.precision='fp16'"),
         (["optimizer.momentum=0.9"], "momentum=0.9 has no effect with name='adam'"),
         (["optimizer.name=sgd", "optimizer.beta2=0.9"], "beta2=0.9 has no effect with name='sgd'"),

@@ -306,7 +306,7 @@ def test_wrong_choices_and_references_are_rejected(tmp_path):
     config = DataConfig(name="table", path=str(file))
     for wrong, said in (
         ({"choice": 2}, r"row 1: choices=.* right choice 2; allowed: a list"),
-        ({"references": [" "]}, r"row 1: references=.*; allowed: a list of texts"),
+        ({"references": [" "]}, r"row 1: references=.*; allowed: a list of nonblank"),
     ):
         file.write_text("\n".join(map(json.dumps, [row | {"references": ["z"]}, row | wrong])))
         with pytest.raises(CorruptFileError, match=said):
