@@ -35,7 +35,7 @@ _LIMITS = {
 
 
 class FieldDescription(NamedTuple):
-    """A field of an experiment as texts: its value, what it allows and means."""
+    """The value, allowed values and meaning of a field as texts, and whether it is in the id."""
 
     name: str
     value: str
@@ -73,7 +73,7 @@ def field_list(experiment: "Experiment", sections: Collection[str] = (), width: 
 
 
 def describe_fields(experiment: "Experiment") -> Iterator[FieldDescription]:
-    """Yield the fields of an experiment, section by section, those of stages last."""
+    """Describe the fields of an experiment by section, with fields of stages last."""
     registered = {"method.name": method_names(), "task.kind": task_kinds()}
     fields = [each for each in _fields(experiment) if each.name != "stages"]
     for name, stage in STAGES.all().items():

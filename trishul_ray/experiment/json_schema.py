@@ -1,4 +1,4 @@
-"""A JSON schema of an experiment's YAML, with which editors complete and check names and values."""
+"""The JSON schema of an experiment's YAML, with which editors complete and check fields."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from trishul_ray.tasks.base import task_kinds
 
 
 def experiment_schema() -> Json:
-    """Return the JSON schema of a file that ``trishul run`` reads.
+    """Build the JSON schema of the files that ``trishul run`` reads.
 
-    It has the sections, the fields of every method and stage, and the short names. Any key with a
-    dot is allowed, since a file may contain ``federation.rounds: 10``.
+    It contains the sections, the fields of every method and stage, and the abbreviations. Any key
+    with a dot is allowed, since a file may contain ``federation.rounds: 10``.
     """
     schema = Experiment.model_json_schema()
     definitions: dict[str, Any] = schema["$defs"]
@@ -43,7 +43,7 @@ def experiment_schema() -> Json:
 
 
 def _method_schema(definitions: dict[str, Any]) -> Json:
-    """Return the schema of the field ``method``: a name, or a section with a name."""
+    """Build the schema of the field ``method``, which is a name or a section with a name."""
     sections = []
     for name, cls in method_classes().items():
         section = cls.Config.model_json_schema()
@@ -55,14 +55,14 @@ def _method_schema(definitions: dict[str, Any]) -> Json:
 
 
 def _add(section: Json, name: str, definitions: dict[str, Any]) -> Json:
-    """Add a schema and the schemas that it refers to, and return a reference to it."""
+    """Add a schema and the schemas that it references, and return a reference to it."""
     definitions |= section.pop("$defs", {})
     definitions[name] = section
     return {"$ref": f"#/$defs/{name}"}
 
 
 def _find(field: str, properties: dict[str, Any], definitions: dict[str, Any]) -> Json:
-    """Return the schema of a field by its dotted name."""
+    """Return the schema of a field, given its dotted name."""
     section, _, name = field.partition(".")
     reference = properties[section].get("$ref", "").rpartition("/")[2]
     found: Json = definitions[reference]["properties"][name]
@@ -70,7 +70,7 @@ def _find(field: str, properties: dict[str, Any], definitions: dict[str, Any]) -
 
 
 def _add_last_names(properties: dict[str, Any], definitions: dict[str, Any]) -> None:
-    """Add the fields that YAML may name by the last part of their names."""
+    """Add the fields that YAML may abbreviate to the last part of their names."""
     ends: dict[str, list[str]] = {}
     for name in dict.fromkeys(each for method in method_names() for each in field_names(method)):
         if "." in name:
