@@ -61,7 +61,7 @@ def test_driver_killed_twice_keeps_bytes_and_mlflow_run(trishul, words, tmp_path
     code, out, errors = third.end()
     assert code == 0, errors
     # The second driver was killed in a later round, or between its last round and its figures.
-    assert "continuing after round" in errors or "had finished before" in errors, errors
+    assert "continuing after round" in errors or "has already finished" in errors, errors
     assert RAYS_OWN.search(out + errors) is None, out + errors
     assert third.left_behind() == []
 

@@ -123,7 +123,7 @@ def test_missing_model_is_shown_unchecked(called, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["federation.clients=2000"], "needs 2000 training rows"),
+        (["federation.clients=2000"], "requires 2000 training rows"),
         (["model=nobody/nothing"], "model.name='nobody/nothing' not found"),
         (["resources.actors=50", "resources.cpus_per_actor=50"], "exceed the cluster's"),
         (["tracking.uri=databricks", "tracking.mlflow=true"], "tracking.uri='databricks'"),

@@ -141,7 +141,7 @@ def test_shards_cannot_be_written():
 
 
 def test_too_few_rows_are_rejected():
-    with pytest.raises(InputError, match=r"clients=5 .*min_size=3 needs 15 .* there are 14"):
+    with pytest.raises(InputError, match=r"clients=5 .*min_size=3 requires 15 .* there are 14"):
         partition(labels_of(14, 2), PartitionConfig(min_size=3), 5, 0)
 
 
@@ -246,7 +246,7 @@ def test_a_dirichlet_by_a_missing_column_is_named(tmp_path):
     columns = {"text": pa.array(["a"]), "label": np.array([0])}
     split = split_of(tmp_path, columns, classes=("x", "y"), groups=("matched", "mismatched"))
     with pytest.raises(
-        InputError, match=r"by='group' needs a group column; .* dataset toy have text, label; "
+        InputError, match=r"requires a group column, but .* toy have text, label; use"
     ):
         partition_column(split, PartitionConfig(by="group"))
 

@@ -103,7 +103,7 @@ def test_scalars_of_torch_are_labels():
             "have the splits train, x; pass train and",
         ),
         (datasets.IterableDataset.from_generator(lambda: COLUMNS), "without streaming=True"),
-        ({"image": [Image.new("F", (4, 4))]}, "32 bits"),
+        ({"image": [Image.new("F", (4, 4))]}, "32-bit"),
         ({"image": [Image.new("RGB", (0, 4))]}, "an image cannot be read"),
         ({"image": [np.zeros((4, 4, 2), np.uint8)]}, r"uint8 \(4, 4, 2\); it must be uint8"),
     ],

@@ -187,7 +187,7 @@ def test_finished_run_on_a_read_only_disk(trishul_here, home, mounted):
     subprocess.run(remount, check=True)
     code, out, error = trishul_here("run", *TINY, place)
     assert code == 0, error
-    assert "had finished before" in error and f"{disk}/{home.name}/adapter" in out
+    assert "has already finished" in error and f"{disk}/{home.name}/adapter" in out
     for more in (["--fresh"], ["seed=1"]):
         code, _, error = trishul_here("run", *TINY, place, *more)
         assert code == 2, error

@@ -150,7 +150,7 @@ def test_personalized_model_scores_as_in_its_evaluation(method, run, tmp_path):
         weights = mix[int(client)]
         assert (recall * weights).sum() / weights.sum() == pytest.approx(result.personal[client])
         written = export_run(result.id, tmp_path / client, merged=False, runs=runs, client=client)
-        assert f"of client {client} alone" in written.note
+        assert f"model of client {client}" in written.note
         assert f"- model: of client {client} alone" in (tmp_path / client / "README.md").read_text()
         loaded = loaded_by_peft(tmp_path / client)
         with torch.no_grad():
