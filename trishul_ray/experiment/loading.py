@@ -1,7 +1,7 @@
 """Load an experiment from YAML and ``key=value`` overrides.
 
 There are four layers, and later layers override earlier ones: the defaults, the preset
-(``presets/<dataset>.yaml``, or the one that the field ``preset`` names), the user's YAML, and the
+(``presets/<dataset>.yaml``, or the file of the field ``preset``), the user's YAML, and the
 overrides. ``dataset``, ``model``, ``method`` and ``batch_size`` with a plain value abbreviate
 ``data.name``, ``model.name``, ``method.name`` and ``federation.batch_size``. The last part of a
 field's name is enough if it is unambiguous (``rounds=3``). pydantic converts strings to the type of
@@ -255,7 +255,7 @@ def _is_top(key: str) -> bool:
 
 @cache
 def _presets() -> dict[str, Traversable]:
-    """Return the files of the presets of this package and of its extensions, by name."""
+    """Find the preset files of this package and of its extensions, keyed by name."""
     packages = [each for each in ("trishul_ray", *EXTENSIONS) if find_spec(each) is not None]
     folders = [resources.files(each) / "presets" for each in packages]
     files = [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
@@ -264,7 +264,7 @@ def _presets() -> dict[str, Traversable]:
 
 @cache
 def _preset(name: str) -> RawFields:
-    """Load the preset of a name or dataset over the preset that it extends.
+    """Load a preset over the preset that it extends, given its name or a dataset.
 
     Returns:
         The fields, or an empty dictionary if the file does not exist.
