@@ -96,7 +96,7 @@ def test_scalars_of_torch_are_labels():
         ({"a": [1, 2], "b": [1]}, r"expected length 2 but got length 1"),
         ({"a": "word"}, "column 'a' is a str, not a list of values"),
         ({"label": [None, 1, float("nan"), "b"]}, r"column 'label': .*'b'"),
-        (pd.DataFrame([["a", 0, 1]], columns=["text", "label", "label"]), r"called 'label'"),
+        (pd.DataFrame([["a", 0, 1]], columns=["text", "label", "label"]), r"named 'label'"),
         ({"test": COLUMNS}, "have the splits test; pass train and"),
         (
             datasets.DatasetDict({k: datasets.Dataset.from_dict(COLUMNS) for k in ("train", "x")}),

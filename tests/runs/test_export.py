@@ -151,7 +151,8 @@ def test_personalized_model_scores_as_in_its_evaluation(method, run, tmp_path):
         assert (recall * weights).sum() / weights.sum() == pytest.approx(result.personal[client])
         written = export_run(result.id, tmp_path / client, merged=False, runs=runs, client=client)
         assert f"model of client {client}" in written.note
-        assert f"- model: of client {client} alone" in (tmp_path / client / "README.md").read_text()
+        card = (tmp_path / client / "README.md").read_text()
+        assert f"- model: the personalized model of client {client}" in card
         loaded = loaded_by_peft(tmp_path / client)
         with torch.no_grad():
             inputs = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))

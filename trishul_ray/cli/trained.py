@@ -44,7 +44,7 @@ def export(
     runs: Runs = "runs",
     plugin: Plugins = None,
 ) -> None:
-    """Write a run's PEFT adapter, or the model with the update merged into its weights.
+    """Write a run's PEFT adapter, or the model with the update merged in.
 
     The command needs no data. It reads the newest checkpoint, so it can also export an unfinished
     run. The folder also contains a model card, the class names, and the image processor or the
@@ -64,7 +64,7 @@ def verify(
     runs: Runs = "runs",
     plugin: Plugins = None,
 ) -> None:
-    """Repeat rounds of a finished run, and compare the state after each round.
+    """Repeat rounds of a finished run, and compare the state after each.
 
     The run may be a folder copied from another machine if its data and backbone are available here.
     If a state differs, the exit code is 1, and the first difference in software or hardware is
@@ -121,11 +121,11 @@ def evaluate(
     runs: Runs = "runs",
     plugin: Plugins = None,
 ) -> None:
-    """Generate and score responses of an instruction-tuned model to test rows.
+    """Generate and score responses of an instruction-tuned model.
 
-    Decoding is greedy, with the run's template, precision and limits. The command writes
-    `eval.json` and, with each response, `answers.jsonl` next to `result.json`; repeat it to show
-    the scores. Tables of sweeps show a score with `eval: {score: rouge_l}`.
+    The prompts are test rows. Decoding is greedy, with the run's template, precision and limits.
+    The command writes `eval.json` and, with each response, `answers.jsonl` next to `result.json`;
+    repeat it to show the scores. Tables of sweeps show a score with `eval: {score: rouge_l}`.
     """
     from trishul_ray.runs.evaluate import evaluate_run
     from trishul_ray.runs.harness import run_harness
