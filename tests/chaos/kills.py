@@ -49,7 +49,7 @@ TITLES = {
 }
 VICTIMS = ("driver", *TITLES, "tracking server", "object store")
 #: Configurations with only stages, which are combined with many methods.
-STAGES = ("", "", "codecs", "topk", "clock", "clock, selected", "privacy", "attacked")
+STAGES = ("", "", "codecs", "topk", "clock", "clock, selected", "async", "privacy", "attacked")
 #: Kinds of findings, as in the last table.
 KINDS = ("different", "lost", "left", "silent")
 #: Maximum seconds until a run prints a line, and until it ends.

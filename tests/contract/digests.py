@@ -95,6 +95,9 @@ CONFIGURATIONS = {
     "clock": "devices.kind=lognormal cohort.extra=1.3",
     "clock, selected": "devices.kind=lognormal cohort.deadline=600 cohort.dropout=0.1 "
     "cohort.select=power_of_choice",
+    "async": "devices.kind=lognormal async.kind=fedbuff async.concurrency=4",
+    "async, immediate": "method=fedit devices.kind=lognormal async.kind=fedasync "
+    "federation.clients_per_round=1 async.concurrency=3 server.optimizer=sgd",
     "privacy": "privacy.noise=0.3 uploads.codec=int8",
     "privacy, survey": "method=fedsb privacy.noise=0.3 privacy.sampling=fixed",
     "privacy, private": "method=trishul-private method.private_heads=2 privacy.noise=1 "

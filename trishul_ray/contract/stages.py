@@ -53,7 +53,8 @@ def words_of(name: str) -> list[str]:
 
 def _words(name: str, fields: Mapping[str, Any]) -> list[str]:
     return [
-        f"{name}.{field}={value if isinstance(value, str) else json.dumps(value)}"
+        (field if "." in field else f"{name}.{field}")
+        + f"={value if isinstance(value, str) else json.dumps(value)}"
         for field, value in fields.items()
     ]
 
@@ -62,7 +63,8 @@ def off_at_defaults(name: str) -> None:
     """Check that the defaults keep the id of a plain run, and that the example changes it."""
     require_hooks(STAGES[name], Stage)
     plain, default = load_experiment(None, SMALL).id, STAGES[name].Config()
-    off = _words(name, {field: getattr(default, field) for field in STAGES[name].example})
+    own = [field for field in STAGES[name].example if "." not in field]
+    off = _words(name, {field: getattr(default, field) for field in own})
     require(
         load_experiment(None, [*SMALL, *off]).id == plain, f"{' '.join(off)} changes a run's id"
     )

@@ -15,7 +15,7 @@ from trishul_ray.federation.messages import Outcome, Upload, as_tensor, to_array
 from trishul_ray.federation.reduce import Reducer, finish
 from trishul_ray.methods.base.messages import ClientUpload, Round
 from trishul_ray.plugins.loading import named
-from trishul_ray.stages import ArrayState, MeanChange, Partial, Stages
+from trishul_ray.stages import ArrayState, MeanChange, Partial, Stages, Start
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,25 @@ class UploadReader:
         """Fetch uploads into this process, given their handles."""
         return self.executor.fetch([*handles])
 
-    def values(self, uploads: Sequence[Upload], broadcast: ArrayState) -> list[Upload]:
-        """Return uploads as values, also if clients send the change since ``broadcast``."""
-        if not self.stages.act_on_changes:
-            return [*uploads]
+    def values(
+        self, uploads: Sequence[Upload], broadcast: ArrayState, earlier: Sequence[Start] = ()
+    ) -> list[Upload]:
+        """Return uploads as values: ``broadcast`` plus the change since the broadcast of a client.
+
+        Args:
+            uploads: Uploads of a round, as clients send them.
+            broadcast: The broadcast of the round.
+            earlier: The clients that have read the broadcast of an earlier round.
+        """
+        origin = {client: start.read.shared for start in earlier for client in start.clients}
+        if self.stages.act_on_changes:
+            offsets = {each.client: broadcast.shared for each in uploads}
+        else:
+            offsets = {client: broadcast.shared - shared for client, shared in origin.items()}
         return [
-            replace(u, arrays=replace(u.arrays, shared=broadcast.shared + u.arrays.shared))
+            replace(u, arrays=replace(u.arrays, shared=offsets[u.client] + u.arrays.shared))
+            if u.client in offsets
+            else u
             for u in uploads
         ]
 

@@ -31,7 +31,7 @@ from trishul_ray.methods.base.adapters import lora_pairs, lora_scale
 from trishul_ray.runtime.device import set_threads_of_thread, usable_cores
 from trishul_ray.spectral.diagnostics import client_matrices, diagnose, left_spectrum, stack_spectra
 from trishul_ray.spectral.svt import singular_values
-from trishul_ray.stages import ArrayState
+from trishul_ray.stages import ArrayState, Start
 
 #: Maximum number of threads for a comparison, given enough cores.
 MOST_THREADS = 8
@@ -65,7 +65,8 @@ class Comparison:
     """Comparison of one round's uploads in threads, as a context manager.
 
     It starts as soon as the clients have trained, during the evaluation of the model before the
-    round. Its result is read, or its error raised, before the state changes. Every thread uses
+    round. Its result is read, or its error raised, before the state changes. Clients that have read
+    an earlier broadcast count with their change since that broadcast. Every thread uses
     ``resources.threads`` torch threads, like the server, so that sums are rounded identically.
 
     Attributes:
@@ -81,8 +82,9 @@ class Comparison:
         uploads: UploadReader,
         number: int,
         broadcast: ArrayState,
+        earlier: Sequence[Start] = (),
     ) -> None:
-        self.number, self.broadcast = number, broadcast
+        self.number, self.broadcast, self._earlier = number, broadcast, earlier
         self.is_due = experiment.evaluation.diagnoses(number, experiment.federation.rounds)
         self._experiment, self._spec, self._reader = experiment, spec, uploads
         threads = experiment.resources.threads
@@ -116,7 +118,7 @@ class Comparison:
     def _valid(self, uploads: Sequence[Upload]) -> list[Upload]:
         expected = self._spec.expected
         valid = [each for each in uploads if rejection_reason(each, expected) is None]
-        return self._reader.values(valid, self.broadcast)
+        return self._reader.values(valid, self.broadcast, self._earlier)
 
     @property
     def is_of_everyone(self) -> bool:

@@ -16,7 +16,7 @@ from trishul_ray.data.dataset import DatasetInfo, RowSet
 from trishul_ray.runtime.lazy import torch
 from trishul_ray.runtime.memory import PeakMemory
 from trishul_ray.runtime.stack import Stack
-from trishul_ray.stages import ArrayState, StepFlops
+from trishul_ray.stages import ArrayState, Start, StepFlops
 from trishul_ray.tasks.sums import EvalSums, Metrics
 
 #: Arrays in messages and files, keyed by name; the object store returns views without copying.
@@ -142,6 +142,22 @@ class Outcome:
     events: list[str] = field(default_factory=list)  # one line per restart or loss
     # handles of the sums of groups of uploads, in order
     sums: list[Any] = field(default_factory=list)
+    parts: "Sequence[tuple[Start, Outcome]]" = ()  # see joined()
+
+    @classmethod
+    def joined(cls, parts: "Sequence[tuple[Start, Outcome]]") -> "Outcome":
+        """Return the results of a round, given those of the clients of each broadcast.
+
+        Sums of groups stay with the parts. Only the last part, of the round itself, evaluates.
+        """
+        pairs = [p for _, part in parts for p in zip(part.reports, part.uploads, strict=False)]
+        return cls(
+            uploads=[handle for _, handle in sorted(pairs, key=lambda pair: pair[0].client)],
+            reports=sorted((r for _, part in parts for r in part.reports), key=lambda r: r.client),
+            evaluations=parts[-1][1].evaluations,
+            events=[event for _, part in parts for event in part.events],
+            parts=parts,
+        )
 
 
 @dataclass(frozen=True)

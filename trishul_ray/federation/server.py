@@ -8,8 +8,10 @@ evaluation and training run together, and the record of round t is complete one 
 """
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +31,7 @@ from trishul_ray.federation.executor import Executor
 from trishul_ray.federation.messages import (
     MOST_CLIENTS,
     Arrays,
+    EvalJob,
     Outcome,
     TrainJob,
     TrainReport,
@@ -38,14 +41,14 @@ from trishul_ray.federation.messages import (
     to_tensor,
 )
 from trishul_ray.federation.records import RoundRecord
-from trishul_ray.federation.reduce import Reducer, finish, round_units
+from trishul_ray.federation.reduce import Reducer, combine, finish, round_units
 from trishul_ray.federation.scoring import Scoring
 from trishul_ray.federation.transfers import Transfers, over_clients
 from trishul_ray.methods.base import Method, build_method
 from trishul_ray.methods.base.messages import State
 from trishul_ray.runtime.memory import PeakMemory
 from trishul_ray.runtime.random_streams import numpy_rng
-from trishul_ray.stages import ArrayState, Cohort, Partial, RunPlan, Sent, Stages
+from trishul_ray.stages import ArrayState, Cohort, Partial, RunPlan, Sent, Stages, Start
 
 
 def broadcast_of(method: Method, state: ArrayState) -> ArrayState:
@@ -245,7 +248,9 @@ class Server:
         began = time.perf_counter()
         sent = self.stages.broadcast(number, self.broadcast())
         cohort = self._cohort(number, sent)
-        with Comparison(self.experiment, self.spec, self.uploads, number, sent.read) as comparison:
+        with Comparison(
+            self.experiment, self.spec, self.uploads, number, sent.read, cohort.earlier
+        ) as comparison:
             outcome = self._train(number, sent, cohort, comparison)
             self._note(outcome)
             paused = time.perf_counter()
@@ -263,22 +268,36 @@ class Server:
 
         The uploads of a diagnosed round are compared as soon as all clients have trained. If a
         stage encodes the broadcast, evaluation waits for training, because it reads the exact
-        state.
+        state. Clients that train from earlier broadcasts come first.
         """
-        train = [self._job(number, client) for client in cohort.clients]
+        earlier = {client for start in cohort.earlier for client in start.clients}
+        now = Start(number, sent.read, [each for each in cohort.clients if each not in earlier])
         evaluation = self.scoring.jobs(self.checkpoint)
         every = self.method.needs_uploads or self.stages.read_changes
         every |= self.experiment.evaluation.diagnostics_cohort == "all"
         reducer = None if every else self.reducer
-        compare = comparison.begin if comparison.is_due else None
+        parts = [(each, self._run(each, reducer)) for each in cohort.earlier]
+        compare = comparison.begin if comparison.is_due and not earlier else None
         if sent.is_exact:
-            return self.executor.run(sent.state, [*train, *evaluation], reducer, compare)
-        outcome = self.executor.run(sent.read, train, reducer, compare)
-        if evaluation:
-            scored = self.executor.run(sent.state, evaluation)
-            outcome.evaluations += scored.evaluations
-            outcome.events += scored.events
-        return outcome
+            outcome = self._run(now, reducer, compare, evaluation)
+        else:
+            outcome = self._run(now, reducer, compare)
+            if evaluation:
+                scored = self.executor.run(sent.state, evaluation)
+                outcome.evaluations += scored.evaluations
+                outcome.events += scored.events
+        return Outcome.joined([*parts, (now, outcome)])
+
+    def _run(
+        self,
+        start: Start,
+        reducer: Reducer | None,
+        trained: Callable[[Sequence[Any]], None] | None = None,
+        evaluation: Sequence[EvalJob] = (),
+    ) -> Outcome:
+        """Train clients from a broadcast, and evaluate it."""
+        train = [self._job(start.round, client) for client in start.clients]
+        return self.executor.run(start.read, [*train, *evaluation], reducer, trained)
 
     def _note(self, outcome: Outcome) -> None:
         """Store the scores of the model before this round, the peak memory, and events."""
@@ -386,9 +405,16 @@ class Server:
         Raises:
             FailsAgainError: Too few uploads are valid.
         """
-        if not outcome.reports:
+        parts = [(start, part) for start, part in outcome.parts if part.reports]
+        if parts:
+            now = outcome.parts[-1][0]
+            sums = [(start, self.executor.reduce(part, reducer)) for start, part in parts]
+            total = combine([self.stages.rebase(each, start, now) for start, each in sums])
+            total.clients.sort()
+        elif outcome.reports:
+            total = self.executor.reduce(outcome, reducer)
+        else:
             return Partial(None, 0.0, np.zeros(0), np.zeros(0))
-        total = self.executor.reduce(outcome, reducer)
         quorum, sent = self.experiment.federation.quorum, len(outcome.reports)
         for client, reason in sorted(total.refused.items()):
             self.events.append(f"round {number}: upload of client {client} rejected: {reason}")

@@ -91,7 +91,7 @@ class Transfers:
             missing={str(client): why for client, why in cohort.missing.items()},
             accepted_uploads=[uploaded[client] for client in total.clients],
             train_loss=float(np.mean(losses)) if losses else None,
-            uploaded_parameters=sum(uploaded.values()),
+            uploaded_parameters=sum(uploaded.values()) + cohort.discarded,
             uploaded_bytes=sum(coded) if coded else None,
             downloaded_parameters=sum(downs) + setup * len(new),
             downloaded_bytes=None if size is None else size * len(downs) + 4 * setup * len(new),

@@ -12,8 +12,8 @@ MODULES = {
         *("methods.lorafair", "methods.private", "methods.rolora"),
     ),
     "stage": (
-        *("attack", "clock.stage", "codecs.stage", "privacy.stage", "robust"),
-        *("server_optimizer",),
+        *("attack", "clock.asynchronous", "clock.stage", "codecs.stage", "privacy.stage"),
+        *("robust", "server_optimizer"),
     ),
     "check": ("codecs.checks",),
     "task.kind": ("tasks.regression",),

@@ -28,9 +28,9 @@ Both hooks transform changes of the shared part since the broadcast: while a sta
 clients send changes instead of values.
 
 The hooks run in this order in a round: :meth:`Stage.broadcast`, :meth:`Stage.cohort`,
-:meth:`Stage.instruct`, :meth:`Stage.gradient`, :meth:`Stage.send`, :meth:`Stage.average`,
-:meth:`Stage.aggregate`, :meth:`Stage.mean`, :meth:`Stage.end`. The survey of a method is round 0
-and runs :meth:`Stage.cohort`, :meth:`Stage.instruct`, :meth:`Stage.answer` and
+:meth:`Stage.instruct`, :meth:`Stage.gradient`, :meth:`Stage.send`, :meth:`Stage.rebase`,
+:meth:`Stage.average`, :meth:`Stage.aggregate`, :meth:`Stage.mean`, :meth:`Stage.end`. The survey of
+a method is round 0 and runs :meth:`Stage.cohort`, :meth:`Stage.instruct`, :meth:`Stage.answer` and
 :meth:`Stage.survey`.
 
 Legend: W entries of the shared part, U units of aggregation, N clients.
@@ -49,6 +49,7 @@ from trishul_ray.stages.messages import (
     RunPlan,
     Sender,
     Sent,
+    Start,
     StepFlops,
     Traffic,
     norm_of,
@@ -71,6 +72,7 @@ __all__ = [
     "Stage",
     "StageSettings",
     "Stages",
+    "Start",
     "StepFlops",
     "Traffic",
     "norm_of",

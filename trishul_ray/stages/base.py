@@ -26,6 +26,7 @@ from trishul_ray.stages.messages import (
     RunPlan,
     Sender,
     Sent,
+    Start,
 )
 from trishul_ray.storage.durable import Json
 
@@ -91,7 +92,8 @@ class Stage:
         Config: Class of the section. All its fields have defaults, and the defaults disable the
             stage.
         name: Name of the section, set by :func:`register_stage`.
-        example: Non-default fields with which ``trishul check`` tests the stage.
+        example: Non-default fields with which ``trishul check`` tests the stage. Fields of other
+            sections that the stage needs have their full names.
         wire: Position in the pipeline; stages with larger values are closer to the network.
         moves_beyond_mean: Whether the next state differs from the mean of the clients' models.
         hides_clients: Whether clients must be indistinguishable. If so, a client without a finite
@@ -330,6 +332,23 @@ class Stage:
             The mean responses, keyed by name; None (the default) to use the sums.
         """
         return None
+
+    def rebase(self, total: Partial, start: Start, now: Start, *, changes: bool) -> Partial:
+        """Transform the sum of uploads of clients that trained from the same broadcast.
+
+        With :attr:`Cohort.earlier`, the clients of a round have read different broadcasts. The hook
+        runs once per broadcast, and the server adds the returned sums.
+
+        Args:
+            total: Sum of the valid uploads.
+            start: The clients, and the broadcast that they have read.
+            now: The round, and its broadcast.
+            changes: Whether the uploads are changes since ``start.read``, or values.
+
+        Returns:
+            The transformed sum; by default, ``total``.
+        """
+        return total
 
     def average(self, number: int, total: Partial) -> MeanChange | None:
         """Compute the mean change of a round on the server.

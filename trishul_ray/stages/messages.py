@@ -150,6 +150,21 @@ def _no_traffic(clients: Sequence[int]) -> Traffic:
 
 
 @dataclass(frozen=True)
+class Start:
+    """Clients of a round that train from the same broadcast.
+
+    Attributes:
+        round: The round of the broadcast; it also names the random streams of the clients.
+        read: The broadcast that they have read.
+        clients: The clients, ascending.
+    """
+
+    round: int
+    read: ArrayState
+    clients: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Cohort:
     """The clients of a round.
 
@@ -160,6 +175,9 @@ class Cohort:
         repeated: Clients that received the one-time download in a failed attempt.
         fixed: Whether other stages must not change the selection, because a guarantee depends on
             how the clients were sampled.
+        earlier: Clients, among ``clients``, that train from the broadcast of an earlier round, by
+            ascending round. All other clients train from the broadcast of this round.
+        discarded: Numbers that clients upload in this round and the server does not use.
         traffic: Function that returns the expected traffic of the given clients.
     """
 
@@ -168,6 +186,8 @@ class Cohort:
     wasted: Sequence[int] = ()
     repeated: frozenset[int] = frozenset()
     fixed: bool = False
+    earlier: Sequence[Start] = ()
+    discarded: int = 0
     traffic: Callable[[Sequence[int]], Traffic] = _no_traffic
 
 

@@ -22,6 +22,7 @@ from trishul_ray.stages.messages import (
     RunPlan,
     Sender,
     Sent,
+    Start,
 )
 from trishul_ray.storage.durable import Json
 
@@ -124,6 +125,12 @@ class Stages:
         for stage in self:
             change = stage.send(change, sender)
         return change
+
+    def rebase(self, total: Partial, start: Start, now: Start) -> Partial:
+        """Pass the sum of the uploads of clients that started together through the stages."""
+        for stage in reversed(self._stages):
+            total = stage.rebase(total, start, now, changes=self.act_on_changes)
+        return total
 
     def average(self, number: int, total: Partial) -> MeanChange | None:
         """Compute the mean change with the first stage that overrides it, or return None."""

@@ -20,6 +20,7 @@ ON = {
     ],
     "devices": ["kind=lognormal"],
     "cohort": ["extra=1.3 devices.kind=lognormal"],
+    "async": ["kind=fedbuff devices.kind=lognormal"],
     "server": ["optimizer=yogi", "optimizer=adam"],
 }
 #: A setting that equals the default.

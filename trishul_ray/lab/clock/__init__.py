@@ -1,1 +1,1 @@
-"""Clients on a simulated clock: their devices, and the clients of a round that answer in time."""
+"""Clients on a simulated clock: devices, clients of a round that count, asynchronous rounds."""

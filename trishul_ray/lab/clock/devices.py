@@ -21,6 +21,7 @@ from trishul_ray.config.section import PathText, Section, not_in_id
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.runtime.lazy import pq
 from trishul_ray.runtime.random_streams import numpy_rng
+from trishul_ray.stages import RunPlan, StageSettings
 
 #: Fields that only one kind of devices reads.
 _READ_BY = {
@@ -169,6 +170,19 @@ class ClientClock:
     devices: Devices
     compute: np.ndarray
     latency: float
+
+    @classmethod
+    def of(cls, options: DevicesConfig, settings: StageSettings, plan: RunPlan) -> "ClientClock":
+        """Return the clock of a run, given the FLOPs of a local step.
+
+        Raises:
+            InputError: The file of devices cannot be read.
+        """
+        assert plan.flops is not None  # a stage with devices needs them
+        fed = settings.federation
+        devices = Devices.of(options, settings.draw_seed, fed.clients)
+        step = (plan.flops.backbone + plan.capacities * plan.flops.adapter) / devices.speed
+        return cls(devices, fed.local_steps * step, options.latency)
 
     def moments(
         self, clients: np.ndarray, down_bytes: np.ndarray | float, up_bytes: np.ndarray | float

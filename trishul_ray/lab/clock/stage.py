@@ -130,6 +130,11 @@ class Clock(Stage):
             )
 
     @property
+    def is_idle(self) -> bool:
+        """Whether the section ``async`` selects and times the clients instead."""
+        return self.settings.is_set("async")
+
+    @property
     def size(self) -> int:
         """The clients that a round selects, ``ceil(extra m)``."""
         wanted = self.settings.federation.clients_per_round
@@ -144,12 +149,9 @@ class Clock(Stage):
         """Read the file, and name the defaults that the seconds of a run depend on."""
         if not self.devices.on:
             return ()
-        self._read_devices()
+        Devices.of(self.devices, self.settings.draw_seed, self.settings.federation.clients)
         line = "simulated seconds depend on our own defaults, not on measured devices: devices."
         return (f"{line}{{{self.devices.defaults}}}",) if self.devices.defaults else ()
-
-    def _read_devices(self) -> Devices:
-        return Devices.of(self.devices, self.settings.draw_seed, self.settings.federation.clients)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -159,14 +161,13 @@ class Clock(Stage):
 
     def begin(self) -> Sequence[str]:
         """Compute the seconds of all clients, and start the clock unless a checkpoint has it."""
-        fed, flops = self.settings.federation, self.plan.flops
+        if self.is_idle:
+            return ()
         if self.devices.on:
-            assert flops is not None
-            devices = self._read_devices()
-            step = (flops.backbone + self.plan.capacities * flops.adapter) / devices.speed
-            self.clock = ClientClock(devices, fed.local_steps * step, self.devices.latency)
+            self.clock = ClientClock.of(self.devices, self.settings, self.plan)
         if self.needs and not self.memory:
-            self.memory.update(seconds=0.0, loss=np.full(fed.clients, math.nan))
+            loss = np.full(self.settings.federation.clients, math.nan)
+            self.memory.update(seconds=0.0, loss=loss)
         return ()
 
     def cohort(self, number: int, cohort: Cohort) -> Cohort:
@@ -175,7 +176,7 @@ class Clock(Stage):
         Raises:
             FailsAgainError: Too few clients finish in time in every attempt.
         """
-        if not self.needs or number == 0:
+        if self.is_idle or not self.needs or number == 0:
             return cohort
         if self.clock is None:
             return replace(cohort, clients=self._sample((number,)).tolist())
@@ -252,7 +253,7 @@ class Clock(Stage):
         self, number: int, state: ArrayState, clients: Sequence[ClientRound]
     ) -> dict[str, float]:
         """Move the clock to the end of the round, with the bytes that were transferred."""
-        if not self.needs:
+        if self.is_idle or not self.needs:
             return {}
         done = np.array([each.client for each in clients], dtype=np.int64)
         loss = self.memory["loss"].copy()
