@@ -15,6 +15,7 @@ from trishul_ray.federation.messages import TrainJob
 from trishul_ray.federation.on_ray.driver import open_driver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.lab.clock.asynchronous import Asynchronous
+from trishul_ray.methods.base import method_class
 from trishul_ray.methods.base.messages import State
 
 CLOCK = ["devices.kind=lognormal", "devices.speed=1e8", "federation.clients=8"]
@@ -34,7 +35,11 @@ def stored_states(server):
 
 
 #: Methods whose next state follows from the mean change, without the rejected methods.
-METHODS = [name for name in BY_MEAN if name not in ("scaffold", "fedsa", "fedsvd")]
+METHODS = [
+    name
+    for name in BY_MEAN
+    if name != "fedsvd" and not (method_class(name).mirrored or method_class(name).personal)
+]
 
 
 @pytest.mark.parametrize("method", METHODS)
