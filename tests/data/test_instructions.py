@@ -230,7 +230,7 @@ def test_instructions_ask_for_their_task(tmp_path):
         prepare_run(load_experiment(None, words))
     tuned = load_experiment(None, [*words, "task.kind=instruction"])
     assert (tuned.task.max_length, tuned.task.target_length) == (512, 256)
-    with pytest.raises(InputError, match=r"'table' holds instructions with answers"):
+    with pytest.raises(InputError, match=r"'table' has instructions with answers"):
         prepare_run(load_experiment(None, [*words, "task.kind=verbalizer"]))
 
 

@@ -45,7 +45,7 @@ def test_invalid_upload_is_rejected_and_recorded(small):
     record = server.checkpoint.records[2]
     first = record.clients[0]
     assert list(record.refused) == [str(first)]
-    assert f"upload of client {first} rejected: shared holds" in report.events[-1]
+    assert f"upload of client {first} rejected: shared has" in report.events[-1]
     assert np.isfinite(server.checkpoint.state.shared).all()
 
 

@@ -48,7 +48,7 @@ SHARDS = register_dataset(
     replace(
         DOLLY,
         name="dolly-shards",
-        description="Dolly, ten clients with two category shards each, 14,931 / 80",
+        description="Dolly, ten clients with two category shards, 14,931 / 80",
         rows=replace(_ROWS, shards=10),
     )
 )

@@ -68,7 +68,7 @@ FINANCE = register_dataset(
 CODE = register_dataset(
     PublicDataset(
         name="code",
-        description="code from instructions (CodeAlpaca), 20,022 rows, unconfirmed",
+        description="code from instructions (CodeAlpaca), 20,022, unconfirmed",
         repo=HubRepo(
             "flwrlabs/code-alpaca-20k",
             revision="993cf40c2e806a2641f388fb4026f30c4c73dc97",
