@@ -42,8 +42,8 @@ TINY = {
 }
 #: Pages that continue the README.
 PAGES = (
-    *("configuration.md", "field.md", "instruction-tuning.md", "object-store.md", "output.md"),
-    *("public-data.md", "python.md", "slurm.md", "your-data.md"),
+    *("asynchronous.md", "configuration.md", "field.md", "instruction-tuning.md"),
+    *("object-store.md", "output.md", "public-data.md", "python.md", "slurm.md", "your-data.md"),
 )
 #: Enough rows for the largest number of clients and of classes.
 ROWS = {"train": 400, "test": 100}
