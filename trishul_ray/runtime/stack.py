@@ -1,20 +1,17 @@
 """Record the software and device of a run, which can change the last bits of its numbers."""
 
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib import metadata
 from typing import Any
 
 from trishul_ray.runtime.lazy import torch
+from trishul_ray.version import versions
 
 _PACKAGES = ("torch", "numpy", "transformers")
 
 
-@cache
-def _packages() -> Mapping[str, Any]:
-    return {name: metadata.version(name) for name in _PACKAGES}
+def _packages() -> dict[str, Any]:
+    return {name: versions()[name] for name in _PACKAGES}
 
 
 @dataclass(frozen=True)
