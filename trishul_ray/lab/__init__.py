@@ -1,10 +1,10 @@
-"""Extensions beyond the paper, each in its own file.
+"""Extensions beyond the paper: methods, stages, codecs, tasks and datasets, one file each.
 
-Nothing outside this folder imports it, or names its content. A registry imports the modules that
-:data:`MODULES` lists, so that experiments can name what they register.
+Code outside this folder neither imports these modules nor names the objects that they register. A
+registry imports the modules that :data:`MODULES` lists, so that experiments can use their objects.
 """
 
-#: The modules that register something, by the field of its registry.
+#: Modules that register objects, keyed by the kind of their registry.
 MODULES = {
     "method": (
         *("methods.ditto", "methods.fedplora", "methods.fedrot", "methods.federa", "methods.fedsa"),

@@ -1,10 +1,10 @@
-"""Attackers: clients that send another change than they trained.
+"""Attackers: clients that scale their change before they send it.
 
-A fixed fraction of the clients, which the seed samples, sends its change times a factor: a large
-factor takes over the mean (model replacement; Bagdasaryan et al., AISTATS 2020, arXiv 1807.00459),
-a negative factor works against the other clients. ``attack.start`` lets a run begin well.
+A fixed fraction of the clients, sampled from the seed, multiply their change by a factor. A large
+factor replaces the mean (model replacement; Bagdasaryan et al., AISTATS 2020, arXiv 1807.00459),
+and a negative factor counteracts the other clients. The attack begins in round ``attack.start``.
 
-The server and the records know only the number of attackers of a round.
+The server and the records contain only the number of attackers of a round.
 """
 
 import math
@@ -22,7 +22,7 @@ from trishul_ray.stages import Change, Sender, Stage, register_stage
 
 
 class AttackConfig(Section):
-    """Attackers, and the factor of their changes."""
+    """Fraction of attackers, and the factor of their changes."""
 
     share: float = Field(
         0.0, ge=0, lt=1, description="fraction of the clients, rounded up, that attack; by the seed"
@@ -41,7 +41,7 @@ class AttackConfig(Section):
 
 @register_stage("attack")
 class Attack(Stage):
-    """Attackers multiply their change before any other stage reads it."""
+    """Scale the changes of attackers before any other stage reads them."""
 
     Config, wire = AttackConfig, -1
     summed = frozenset({"attackers"})
@@ -50,7 +50,7 @@ class Attack(Stage):
 
     @cached_property
     def attackers(self) -> frozenset[int]:
-        """The clients that attack, the same in every round."""
+        """The clients that attack; the same in every round."""
         clients, share = self.settings.federation.clients, self.config.share
         sampled = numpy_rng(self.settings.draw_seed, "attackers").permutation(clients)
         return frozenset(sampled[: math.ceil(exact_fraction(clients, share))].tolist())

@@ -1,18 +1,19 @@
-"""Robust rules: they replace the mean of a round's changes if some clients send harmful ones.
+"""Robust aggregation rules, for rounds in which some clients send harmful changes.
 
-With x_1 .. x_m the changes, f of which may be harmful, the rule takes the place of the mean::
+A rule replaces the mean of the changes x_1 .. x_m, of which f may be harmful::
 
     median   of each entry                  Yin et al., ICML 2018, arXiv 1803.01498
     trimmed  mean of each entry without its f smallest and f largest values      (the same)
     krum     mean of the m - f changes with the smallest sums of squared distances to their
              m - f - 2 nearest changes      Blanchard et al., NeurIPS 2017 (multi-Krum)
-    norm     mean of the changes, those longer than a bound shortened to it
+    norm     mean of the changes, each clipped to a maximum norm
                                             Sun et al., 2019, arXiv 1911.07963
 
-All changes weigh the same: a client could claim any number of rows. They are whole uploads, so that
-the rules know nothing of layers. The bound is by default the median length of the round.
+All changes have equal weights, because a client could claim any number of rows. A rule reads each
+change as one vector, without its layers. By default, the maximum norm is the median norm of the
+round's changes.
 
-On the factors of LoRA the rules are known to be weak (arXiv 2602.15671): they are baselines.
+On the factors of LoRA, the rules are known to be weak (arXiv 2602.15671); they are baselines.
 
 Legend: W entries of the shared part, m clients.
 """
@@ -33,7 +34,7 @@ from trishul_ray.stages import MeanChange, Stage, norm_of, register_stage
 
 
 class RobustConfig(Section):
-    """A robust rule in place of the mean of a round's changes."""
+    """The robust rule that replaces the mean of a round's changes."""
 
     rule: Literal["mean", "median", "trimmed", "krum", "norm"] = Field(
         "mean", description="mean: no rule; the others take its place, with equal weights"
@@ -57,7 +58,7 @@ class RobustConfig(Section):
 
 @register_stage("robust")
 class Robust(Stage):
-    """A rule in place of the mean."""
+    """Replace the mean change by a robust rule."""
 
     Config, wire, moves_beyond_mean, reads_changes = RobustConfig, 0, True, True
     example: ClassVar = {"rule": "median"}
@@ -65,21 +66,21 @@ class Robust(Stage):
 
     @property
     def harmful(self) -> int:
-        """f, of a whole cohort."""
+        """Number of harmful clients of a full cohort, f; 0 if the rule does not use it."""
         if self.config.rule not in ("trimmed", "krum"):
             return 0
         return harmful_of(self.config.share, self.settings.federation.clients_per_round)
 
     @property
     def least(self) -> int:
-        """The changes without which the rule means nothing."""
+        """Minimum number of changes for which the rule is defined."""
         return {"trimmed": 2 * self.harmful + 1, "krum": 2 * self.harmful + 3}.get(
             self.config.rule, 1
         )
 
     @property
     def quorum(self) -> dict[str, int]:
-        """A round with fewer changes is not aggregated."""
+        """The minimum number of changes of the rule."""
         return {"robust.rule": self.least}
 
     def check(self, method: Method) -> None:
@@ -111,7 +112,7 @@ class Robust(Stage):
     def aggregate(
         self, number: int, mean: MeanChange, changes: Mapping[int, np.ndarray]
     ) -> MeanChange:
-        """Return the rule's change in place of the mean."""
+        """Apply the rule to the changes."""
         rows = np.stack([changes[client] for client in sorted(changes)]).astype(np.float64)
         rule = self.config.rule
         metrics: dict[str, float] = {}
@@ -131,22 +132,25 @@ class Robust(Stage):
 
 
 def harmful_of(share: float, clients: int) -> int:
-    """Return f: a share of the clients, rounded up."""
+    """Return f, a fraction of the clients, rounded up."""
     return math.ceil(exact_fraction(clients, share))
 
 
 def trimmed_mean(rows: np.ndarray, harmful: int) -> np.ndarray:
-    """Return the mean [W] of each entry without its f smallest and f largest values, of [m, W]."""
+    """Compute the mean [W] of each entry of [m, W] without its f smallest and f largest values."""
     mean: np.ndarray = np.sort(rows, axis=0)[harmful : len(rows) - harmful].mean(axis=0)
     return mean
 
 
 def krum(rows: np.ndarray, harmful: int) -> np.ndarray:
-    """Return which m - f of the rows [m, W] have the smallest scores, ascending; ties by place."""
+    """Return the indices of the m - f rows [m, W] with the smallest scores, ascending.
+
+    The lower index breaks ties.
+    """
     count = len(rows)
     squares = np.zeros((count, count))
     for first in range(count):
-        # Differences, not products: a large row must not drown the distances of the others.
+        # Distances from inner products would lose precision if one row is large.
         squares[first] = np.square(rows - rows[first]).sum(axis=1)
     nearest = np.sort(squares, axis=1)[:, 1 : max(2, count - harmful - 1)]  # 0 is the row itself
     order = np.argsort(nearest.sum(axis=1), kind="stable")
@@ -154,7 +158,7 @@ def krum(rows: np.ndarray, harmful: int) -> np.ndarray:
 
 
 def bounded_mean(rows: np.ndarray, bound: float | Literal["median"]) -> tuple[np.ndarray, int]:
-    """Return the mean [W] of the rows [m, W], and how many were shortened to the bound."""
+    """Compute the mean [W] of rows [m, W] clipped to a norm, and the number of clipped rows."""
     norms = np.array([norm_of([row]) for row in rows])
     most = float(np.median(norms)) if bound == "median" else bound
     scale = np.divide(most, norms, out=np.ones_like(norms), where=norms > most)

@@ -1,7 +1,7 @@
-"""Optimizers on the server: the mean change of a round as a gradient.
+"""Server optimizers, which use the mean change of a round as a gradient.
 
 Reddi et al.: "Adaptive Federated Optimization", ICLR 2021, arXiv 2003.00295, Algorithm 2, without
-bias correction as published; momentum as in Hsu et al., 2019, arXiv 1909.06335 (FedAvgM).
+bias correction, as published; momentum as in Hsu et al., 2019, arXiv 1909.06335 (FedAvgM).
 
 With D the mean change since the broadcast::
 
@@ -10,8 +10,9 @@ With D the mean change since the broadcast::
     adam     m <- beta1 m + (1 - beta1) D,    v <- beta2 v + (1 - beta2) D^2           likewise
     yogi     m likewise,                      v <- v - (1 - beta2) D^2 sign(v - D^2)   likewise
 
-An adaptive step moves each entry by about eta, whatever the size of D, and cores move by about 1e-3
-a round: the published rates of 0.01 to 1 would destroy the model. The default of 1e-3 is our own.
+An adaptive step changes each entry by about eta, regardless of the size of D. Cores change by about
+1e-3 per round, so the published rates of 0.01 to 1 would destroy the model. The default of 1e-3 is
+our choice.
 
 Legend: W entries of the shared part.
 """
@@ -24,7 +25,7 @@ from pydantic import Field, model_validator
 from trishul_ray.config.section import Section
 from trishul_ray.stages import MeanChange, Stage, register_stage
 
-#: Server learning rates if none is set: the mean itself, and our own for the adaptive ones.
+#: Default server learning rates: sgd applies the mean itself; the adaptive rate is our choice.
 PLAIN_RATE, ADAPTIVE_RATE = 1.0, 1e-3
 
 
@@ -65,7 +66,7 @@ class ServerConfig(Section):
 
 @register_stage("server")
 class ServerOptimizer(Stage):
-    """The server takes the mean change of a round as a gradient."""
+    """Apply an optimizer on the server, with the mean change of a round as the gradient."""
 
     Config, wire, moves_beyond_mean = ServerConfig, 0, True
     example: ClassVar = {"optimizer": "yogi"}
@@ -73,13 +74,13 @@ class ServerOptimizer(Stage):
 
     @property
     def remembered(self) -> tuple[str, ...]:
-        """Momentum and second moments depend on earlier rounds."""
+        """The optimizer, if it has moments, which depend on earlier rounds."""
         name = self.config.optimizer
         plain = name == "sgd" and self.config.momentum == 0
         return () if plain else (f"server.optimizer={name!r}",)
 
     def mean(self, number: int, mean: MeanChange) -> MeanChange:
-        """Return the optimizer's step."""
+        """Replace the mean change by the optimizer's step."""
         trained = np.repeat(mean.trained, [unit.size for unit in self.plan.units])
         step, moments = server_step(mean.state.shared, self.memory, self.config, trained)
         self.memory.update(moments)
@@ -89,13 +90,14 @@ class ServerOptimizer(Stage):
 def server_step(
     change: np.ndarray, moments: dict[str, np.ndarray], options: ServerConfig, trained: np.ndarray
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return how far the shared part moves, and the moments after the round.
+    """Compute the optimizer's step of the shared part, and the moments after the round.
 
     Args:
         change: [W], the mean change D.
-        moments: ``first`` and, for an adaptive optimizer, ``second`` [W] float64; empty at first.
+        moments: ``first`` and, for an adaptive optimizer, ``second`` [W] float64; empty in the
+            first round.
         options: The configuration; its optimizer is not "none".
-        trained: [W] bool; entries that no client trained are unchanged, as are their moments.
+        trained: [W] bool; entries that no client trained do not change, nor do their moments.
 
     Returns:
         The step [W] float64, and the new moments.

@@ -1,8 +1,9 @@
-"""The contract of a codec, and the registry of codecs.
+"""Base class and registry of codecs.
 
-A codec turns a change into a byte string and back; a record counts the length of that string. A
-change is a float32 vector of units: core heads [r, r], and whole tensors. Every payload begins with
-one bit for each unit; a unit whose change is zero throughout is not sent, and no codec sees it.
+A codec encodes a change as a byte string and decodes it; the record counts the length of the
+string. A change is a float32 vector of units: core heads [r, r], and whole tensors. Every payload
+begins with one bit per unit. Units whose change is zero are not sent, and codecs do not receive
+them.
 
 Legend: W entries of a vector, U its units, n entries of the units that are sent.
 """
@@ -17,12 +18,12 @@ from pydantic import Field, model_validator
 from trishul_ray.config.section import Section
 from trishul_ray.plugins.registry import Registry
 
-#: The name that stands for no codec.
+#: Value of ``codec`` that disables encoding.
 NONE = "none"
 
 
 class CodecFields(Section):
-    """Codec in use, and the fields that codecs read."""
+    """The codec of a section, and the fields that codecs read."""
 
     codec: str = Field(
         NONE, description="how numbers are sent: none (unchanged), or a codec's name"
@@ -52,43 +53,99 @@ class CodecFields(Section):
 
 
 class Codec:
-    """Base class of codecs: override :meth:`pack`, :meth:`unpack`, :meth:`bound`.
+    """Base class of codecs: subclasses override :meth:`pack`, :meth:`unpack` and :meth:`bound`.
 
-    An instance only has its fields: one object serves every client.
+    Instances store only their fields, because one instance serves every client.
+
+    Args:
+        fields: The section that names the codec.
+
+    Example:
+        A codec that sends the upper 16 bits of each entry, in a file that ``--plugin`` loads::
+
+            @register_codec("upper")
+            class Upper(Codec):
+                "Truncate each entry to bfloat16."
+
+                def pack(self, values, sizes, rng):
+                    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+                def unpack(self, body, sizes):
+                    return (np.frombuffer(body, np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+                def bound(self, values, sizes):
+                    return np.abs(values) / 128
     """
 
-    #: The fields of :class:`CodecFields` that it reads, in addition to ``codec``.
+    #: The fields of :class:`CodecFields` that the codec reads, in addition to ``codec``.
     fields_read: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, fields: CodecFields) -> None:
         self.fields = fields
 
     def pack(self, values: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> bytes:
-        """Return ``values`` as bytes.
+        """Encode values as bytes.
 
         Args:
-            values: float32 [n], finite, one unit after the other; no unit is zero throughout.
-            sizes: int64, the entries of each unit.
-            rng: For random rounding.
+            values: float32 [n], finite, one unit after the other; in each unit, an entry is not
+                zero.
+            sizes: int64, the number of entries of each unit.
+            rng: Random stream of the client and round, for stochastic rounding.
+
+        Returns:
+            The bytes.
         """
         raise NotImplementedError(f"{type(self).__name__} must define pack()")
 
     def unpack(self, body: bytes, sizes: np.ndarray) -> np.ndarray:
-        """Return the values that the receiver reads from :meth:`pack`'s bytes, float32 [n]."""
+        """Decode the bytes of :meth:`pack`.
+
+        Args:
+            body: The bytes.
+            sizes: int64, the number of entries of each unit.
+
+        Returns:
+            The values that the receiver reads, float32 [n].
+        """
         raise NotImplementedError(f"{type(self).__name__} must define unpack()")
 
     def bound(self, values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Return the largest error of each entry, up to rounding in float32: float [n]."""
+        """Return the maximum error of each entry, up to rounding in float32.
+
+        Args:
+            values: float32 [n], as in :meth:`pack`.
+            sizes: int64, the number of entries of each unit.
+
+        Returns:
+            float [n].
+        """
         raise NotImplementedError(f"{type(self).__name__} must define bound()")
 
     def encode(self, change: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> bytes:
-        """Return the payload of a change, float32 [W], finite, of units of these sizes [U]."""
+        """Encode a change.
+
+        Args:
+            change: float32 [W], finite.
+            sizes: int64 [U], the number of entries of each unit.
+            rng: Random stream of the client and round.
+
+        Returns:
+            The payload: one bit per unit, and the bytes of :meth:`pack`.
+        """
         sent = changed_units(change, sizes)
         body = self.pack(change[np.repeat(sent, sizes)], sizes[sent], rng)
         return np.packbits(sent).tobytes() + body
 
     def decode(self, payload: bytes, sizes: np.ndarray) -> np.ndarray:
-        """Return the change that the receiver reads from a payload, float32 [W]."""
+        """Decode a payload.
+
+        Args:
+            payload: The result of :meth:`encode`.
+            sizes: int64 [U], the number of entries of each unit.
+
+        Returns:
+            The change that the receiver reads, float32 [W].
+        """
         flags = np.frombuffer(payload, dtype=np.uint8, count=-(-len(sizes) // 8))
         sent = np.unpackbits(flags, count=len(sizes)).astype(bool)
         found = np.zeros(sizes.sum(), dtype=np.float32)
@@ -97,7 +154,15 @@ class Codec:
 
 
 def changed_units(change: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the units of ``change`` [W] with an entry that is not zero, bool [U]."""
+    """Return the units with at least one nonzero entry.
+
+    Args:
+        change: [W].
+        sizes: int64 [U], the number of entries of each unit.
+
+    Returns:
+        bool [U].
+    """
     unit = np.repeat(np.arange(len(sizes)), sizes)
     found: np.ndarray = np.bincount(unit[change != 0], minlength=len(sizes)) > 0
     return found
@@ -110,5 +175,9 @@ register_codec = CODECS.register
 
 
 def build_codec(fields: CodecFields) -> Codec:
-    """Return the codec that a section names."""
+    """Create the codec of a section.
+
+    Args:
+        fields: The section; its codec is not ``none``.
+    """
     return CODECS[fields.codec](fields)

@@ -1,4 +1,4 @@
-"""Checks of a codec, on messages of cores and other tensors: small, huge, sparse and empty."""
+"""Checks of a codec, on changes of cores and other tensors: small, huge, sparse and empty."""
 
 import typing
 from collections.abc import Callable, Iterator
@@ -10,15 +10,14 @@ from trishul_ray.contract.checks import Check, require
 from trishul_ray.contract.plugin_checks import CHECKS
 from trishul_ray.lab.codecs.base import CODECS, Codec, CodecFields, build_codec, changed_units
 
-#: The sizes of units, and a change of them, float32 [W].
+#: The number of entries of each unit, and a change, float32 [W].
 Message: typing.TypeAlias = tuple[np.ndarray, np.ndarray]
 
-#: Rounding of a result in float32, relative to the largest entry.
+#: Tolerance for rounding in float32, relative to the largest entry.
 ROUNDING = 1e-6
 
 
 def checks_of(name: str) -> list[Check]:
-    """Return the checks of a codec."""
 
     def each_message(check: Callable[[Codec, Message], None]) -> Callable[[Path], None]:
         def run(folder: Path) -> None:
@@ -36,7 +35,7 @@ def checks_of(name: str) -> list[Check]:
 
 
 def variants(name: str) -> Iterator[Codec]:
-    """Yield the codec at its defaults, and with each choice that it reads."""
+    """Yield the codec with its default fields, and with each other choice of a field."""
     yield build_codec(CodecFields(codec=name))
     for field in sorted(CODECS[name].fields_read):
         info = CodecFields.model_fields[field]
@@ -46,7 +45,7 @@ def variants(name: str) -> Iterator[Codec]:
 
 
 def messages(rng: np.random.Generator) -> Iterator[Message]:
-    """Yield messages of each scale, of small and large, sparse and dense units."""
+    """Yield changes of each scale, with small and large, sparse and dense units."""
     for scale in (1.0, 1e-30, 1e-6, 1e9):
         for sparse in (False, True):
             sizes = rng.integers(0, 90, size=int(rng.integers(0, 6)))
@@ -54,12 +53,12 @@ def messages(rng: np.random.Generator) -> Iterator[Message]:
             if sparse:
                 change *= rng.random(len(change)) < 0.2
             values = change.astype(np.float32)
-            values.flags.writeable = False  # as in the object store
+            values.flags.writeable = False  # as in Ray's object store
             yield sizes, values
 
 
 def stays_within_bound(codec: Codec, message: Message) -> None:
-    """The decoded change differs from the change by ``bound`` at most."""
+    """Check that the decoded change is within ``bound`` of the change."""
     sizes, change = message
     payload = codec.encode(change, sizes, np.random.default_rng(0))
     require(isinstance(payload, bytes), f"pack() returns {type(payload).__name__}, not bytes")
@@ -76,7 +75,7 @@ def stays_within_bound(codec: Codec, message: Message) -> None:
 
 
 def repeats_bytes(codec: Codec, message: Message) -> None:
-    """A codec has no state, and no randomness except its stream's."""
+    """Check that a codec has no state, and no randomness except from its stream."""
     sizes, change = message
     first, second = (codec.encode(change, sizes, np.random.default_rng(3)) for _ in range(2))
     require(first == second, "the same change and stream give other bytes")
@@ -86,7 +85,7 @@ def repeats_bytes(codec: Codec, message: Message) -> None:
 
 
 def sends_no_unchanged_unit(codec: Codec, message: Message) -> None:
-    """A unit that did not change costs one bit."""
+    """Check that a unit that did not change costs one bit."""
     sizes, change = message
     more, longer = np.append(sizes, [81, 10]), np.append(change, np.zeros(91, "f4"))
     payload = codec.encode(change, sizes, np.random.default_rng(1))

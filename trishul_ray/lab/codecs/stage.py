@@ -1,12 +1,12 @@
-"""The codec of uploads, with error feedback, and the codec of broadcasts.
+"""Stages ``uploads`` and ``downloads``: codecs of uploads, with error feedback, and of broadcasts.
 
 With error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv
-1901.09847) a client adds the coding errors of earlier rounds to its change: it sends
-``C(delta + e)`` and stores ``e <- delta + e - C(delta + e)``. Over all rounds it has then sent the
-sum of its changes minus the last e.
+1901.09847), a client adds the coding errors of earlier rounds to its change. It sends ``C(delta +
+e)`` and stores ``e <- delta + e - C(delta + e)``. Over all rounds, it has sent the sum of its
+changes minus the last e.
 
-A broadcast is coded again from the server's whole state in every round, so that its error does not
-accumulate. Clients train from the decoded broadcast, and their changes are relative to it.
+The server encodes its exact state in every round, so the errors of broadcasts do not accumulate.
+Clients train from the decoded broadcast, and their changes are relative to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trishul_ray.stages import Change, Sender, Sent, Stage, norm_of, register_st
 
 
 class UploadsConfig(CodecFields):
-    """The codec of clients' changes; the bytes of its encoding are counted."""
+    """The codec of uploads; the record counts the encoded bytes."""
 
     error_feedback: bool = Field(
         False,
@@ -42,12 +42,12 @@ class UploadsConfig(CodecFields):
 
 
 class DownloadsConfig(CodecFields):
-    """The codec of the server's state in broadcasts; scores are of the exact state."""
+    """The codec of broadcasts; the server evaluates its exact state."""
 
 
 @register_stage("uploads")
 class Uploads(Stage):
-    """Clients send their changes encoded by a codec, with or without error feedback."""
+    """Encode the changes of clients, with or without error feedback."""
 
     Config, wire = UploadsConfig, 3
     example: ClassVar = {"codec": "topk", "error_feedback": True}
@@ -56,11 +56,11 @@ class Uploads(Stage):
 
     @property
     def remembered(self) -> tuple[str, ...]:
-        """Error feedback adds what earlier rounds left out."""
+        """Error feedback, which adds the errors of earlier rounds."""
         return ("uploads.error_feedback=true",) if self.config.error_feedback else ()
 
     def send(self, change: Change, sender: Sender) -> Change:
-        """Return the change as the server decodes it; a change that is not finite is unchanged."""
+        """Encode the change, unless it is not finite; return it as the server decodes it."""
         vectors = {"shared": change.shared, **dict(sorted(change.extra.items()))}
         if not all(np.isfinite(vector).all() for vector in vectors.values()):
             return replace(change, uploaded_bytes=4 * sum(map(len, vectors.values())))
@@ -80,7 +80,7 @@ class Uploads(Stage):
         errors = {name: target - read[name] for name, target in targets.items()}
         ratio = norm_of([errors["shared"]]) / (norm_of([targets["shared"]]) or 1.0)
         if trained is not None:
-            size += -(-len(sizes) // 8)  # one bit for each unit: whether it was trained
+            size += -(-len(sizes) // 8)  # one bit per unit marks the trained units
             if "shared" in left:
                 errors["shared"] = np.where(trained, errors["shared"], left["shared"])
         return replace(
@@ -95,9 +95,9 @@ class Uploads(Stage):
 
 @register_stage("downloads")
 class Downloads(Stage):
-    """Clients read the broadcast as a codec decodes it; the server stores its exact state.
+    """Encode broadcasts; the server stores its exact state.
 
-    Frozen tensors, which a deployment sends once, are not coded.
+    Frozen tensors, which a deployment sends once, are not encoded.
     """
 
     Config, wire, moves_beyond_mean = DownloadsConfig, 2, True
@@ -114,17 +114,18 @@ class Downloads(Stage):
 
 
 def unit_sizes(units: Iterable[Unit]) -> np.ndarray:
-    """Return the entries of each unit of a layout, int64 [U]."""
+    """Return the number of entries of each unit, int64 [U]."""
     return np.array([unit.size for unit in units], dtype=np.int64)
 
 
 def coded(
     codec: Codec, vectors: Mapping[str, np.ndarray], sizes: np.ndarray, rng: np.random.Generator
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Return vectors as the receiver decodes them, and the bytes of their encoding.
+    """Encode vectors; return the decoded vectors, and the size of the encoding in bytes.
 
-    A vector of another length than the shared part, such as a number for each core head, is short
-    and no change, and a codec would blur it. It is sent unchanged, four bytes per number.
+    A vector whose length differs from the shared part, such as one number per core head, is short
+    and is not a change. A codec would distort it, so it is sent unchanged, with four bytes per
+    number.
     """
     read, size = dict(vectors), 0
     for name, vector in vectors.items():

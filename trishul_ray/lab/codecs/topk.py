@@ -1,7 +1,7 @@
 """topk: the entries of largest magnitude in float32, and their positions.
 
-``ceil(density n)`` of n entries are sent, over the whole vector; the first of equal magnitudes.
-Positions are sent as a bitmap of n bits or as four bytes each, the shorter of the two.
+The codec selects ``ceil(density n)`` of all n entries, among equal magnitudes the first. Positions
+are encoded as a bitmap of n bits or as four bytes each, whichever is shorter.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trishul_ray.runtime.proportions import exact_fraction
 
 @register_codec("topk")
 class TopK(Codec):
-    """Send the entries of largest magnitude; the others are zero."""
+    """Send the entries of largest magnitude; the receiver sets all other entries to zero."""
 
     fields_read = frozenset({"density"})
 
     def pack(self, values: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> bytes:
-        """Return the positions of the entries that are sent, then their values."""
+        """Encode the positions of the selected entries, then their values."""
         limit, count = self._limit(values)
         magnitudes = np.abs(values)
         sent = magnitudes > limit
@@ -33,9 +33,11 @@ class TopK(Codec):
         return bytes(first + values[positions].astype("<f4").tobytes())
 
     def unpack(self, body: bytes, sizes: np.ndarray) -> np.ndarray:
-        """Return zeros, and the entries that were sent at their positions."""
+        """Write the received values to their positions, and zero elsewhere."""
         length = int(sizes.sum())
-        size = -(-length // 8)  # of a bitmap; with positions, both parts have at most so much
+        # The bytes of a bitmap. A list of positions is used only if it is at most as long; then the
+        # values have as many bytes as the positions.
+        size = -(-length // 8)
         listed = len(body) <= 2 * size
         cut = len(body) // 2 if listed else size
         found = np.zeros(length, dtype=np.float32)
@@ -48,11 +50,11 @@ class TopK(Codec):
         return found
 
     def bound(self, values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Return the smallest magnitude that is sent; no entry that is left out exceeds it."""
+        """Return the smallest selected magnitude, which no other entry exceeds."""
         return np.full(len(values), self._limit(values)[0])
 
     def _limit(self, values: np.ndarray) -> tuple[float, int]:
-        """Return the magnitude of the last entry that is sent, and the number of entries."""
+        """Return the smallest selected magnitude (0 if all are selected), and their number."""
         count = math.ceil(exact_fraction(len(values), self.fields.density))
         if count == len(values):
             return 0.0, count

@@ -1,8 +1,8 @@
-"""Commonsense-15K: questions with choices as instructions, and eight test sets, its groups.
+"""Commonsense-15K: multiple-choice questions as instructions, with eight test sets as groups.
 
-An answer reads ``the correct answer is solution1``. The rows are in a repository on GitHub and not
-on the hub; docs/field.md has the commands that copy them to a mirror. The number of training rows
-is unconfirmed.
+A response has the form ``the correct answer is solution1``. The rows are on GitHub, not on the hub;
+docs/field.md has the commands that copy them to a mirror. The number of training rows is
+unconfirmed.
 
 Source: Z. Hu et al., "LLM-Adapters", 2023, arXiv 2304.01933,
 https://github.com/AGI-Edgerunners/LLM-Adapters, ``ft-training_set`` and ``dataset``.
@@ -11,7 +11,7 @@ https://github.com/AGI-Edgerunners/LLM-Adapters, ``ft-training_set`` and ``datas
 from trishul_ray.data.hub import HubRepo
 from trishul_ray.data.public import InstructionRows, PublicDataset, register_dataset
 
-#: Rows of each test set, in the order of the papers' tables.
+#: Number of rows of each test set, in the order of the papers' tables.
 TEST_SETS = {
     "boolq": 3_270, "piqa": 1_838, "social_i_qa": 1_954, "hellaswag": 10_042,
     "winogrande": 1_267, "ARC-Easy": 2_376, "ARC-Challenge": 1_172, "openbookqa": 500,

@@ -1,6 +1,6 @@
-"""STS-B (GLUE): how similar two sentences are, a number from 0 to 5, for ``task.kind=regression``.
+"""STS-B (GLUE): the similarity of two sentences, from 0 to 5, for ``task.kind=regression``.
 
-The test rows are the development set, since the labels of the official test set are not public.
+The test rows are the development set, because the labels of the official test set are not public.
 
 Source: D. Cer et al., "SemEval-2017 Task 1: Semantic Textual Similarity", 2017, arXiv 1708.00055.
 """
@@ -22,13 +22,15 @@ from trishul_ray.errors import CorruptFileError
 
 @dataclass(frozen=True)
 class ScoredTextRows(RowFormat):
-    """One or two texts with a number; ``label`` int64 [N] is its index among the different numbers.
+    """Rows of one or two texts and a number.
+
+    The dataset's ``label``, int64 [N], is the index of the number among the distinct numbers.
 
     Attributes:
         fields: Text columns in reading order.
         label: Column of the numbers.
-        lowest: Smallest valid number.
-        highest: Largest valid number.
+        lowest: Minimum valid number.
+        highest: Maximum valid number.
     """
 
     fields: tuple[str, ...]
@@ -38,7 +40,7 @@ class ScoredTextRows(RowFormat):
     kind = "text"
 
     def decode(self, table: pa.Table, where: str, progress: Callable[[float], None]) -> Columns:
-        """Return the texts, and the numbers as ``label``, float64 [N]."""
+        """Read the texts, and the numbers as ``label``, float64 [N]."""
         columns: Columns = {field: read_texts(table, field, where) for field in self.fields}
         numbers = get_column(table, self.label, where).cast(pa.float64()).to_numpy()
         invalid = np.flatnonzero(~((numbers >= self.lowest) & (numbers <= self.highest)))
@@ -51,7 +53,7 @@ class ScoredTextRows(RowFormat):
         return columns | {"label": numbers}
 
     def finish(self, splits: Splits, tables: Sequence[pa.Table]) -> tuple[dict[str, Any], Splits]:
-        """Return the numbers of all splits in ascending order, as class names with six digits."""
+        """Convert the distinct numbers of all splits, ascending, to class names of six digits."""
         texts = {
             split: [f"{number:g}" for number in np.asarray(columns["label"])]
             for split, columns in splits.items()

@@ -1,4 +1,4 @@
-"""Pearson's and Spearman's correlation as metrics, for a process without a model."""
+"""Pearson and Spearman correlations as metrics; the process that computes them needs no model."""
 
 import math
 from collections.abc import Sequence
@@ -12,21 +12,21 @@ from trishul_ray.tasks.sums import EvalSums, Metrics
 
 @dataclass(frozen=True)
 class Correlations(Metrics):
-    """Metrics of rows, and the correlations of predictions and labels over all rows.
+    """Row metrics, and the correlations of predictions and labels over all rows.
 
-    :attr:`~trishul_ray.tasks.sums.RowScores.kept` has both numbers of each row.
+    :attr:`~trishul_ray.tasks.sums.RowScores.kept` contains the prediction and the label of each
+    row.
     """
 
-    #: Names of the correlations.
     correlations: ClassVar[tuple[str, ...]] = ("pearson", "spearman")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all metrics; :meth:`merge` omits correlations that are not defined."""
+        """Names of all metrics, including correlations that :meth:`merge` omits if undefined."""
         return (*super().names, *self.correlations)
 
     def merge(self, parts: Sequence[EvalSums]) -> dict[str, float]:
-        """Return the metrics from the sums of all batches.
+        """Compute the metrics from the sums of all batches.
 
         Raises:
             ValueError: No rows were evaluated.
@@ -35,7 +35,8 @@ class Correlations(Metrics):
 
         found = super().merge(parts)
         pairs = EvalSums.total(parts).kept
-        # Not defined if all predictions or all labels are equal, or one is not finite.
+        # A correlation is undefined if all predictions or all labels are equal, or one is infinite
+        # or NaN.
         if all(0 < spread < math.inf for spread in np.ptp(pairs, axis=0)):
             for name, correlate in zip(self.correlations, (pearsonr, spearmanr), strict=True):
                 found[name] = float(correlate(*pairs.T).statistic)

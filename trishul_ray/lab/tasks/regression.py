@@ -1,6 +1,6 @@
-"""Regression: a head of one output predicts the number that a row's label names, such as a score.
+"""Regression: a head with one output predicts the number in a row's label, such as a score.
 
-Shapes: b rows of a batch.
+Legend: b rows of a batch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 class Regression(SequenceClassification):
     """Predict numbers from one or two fields of text; the loss is the squared error.
 
-    ``closeness`` of a row is 1 minus the error over the range of the dataset's labels, and at least
-    0. ``pearson`` and ``spearman`` are the metrics of STS-B: A. Wang et al., "GLUE", ICLR 2019,
-    arXiv 1804.07461.
+    ``closeness`` of a row is 1 minus the absolute error divided by the range of the dataset's
+    labels, and at least 0. ``pearson`` and ``spearman`` are the metrics of STS-B: A. Wang et al.,
+    "GLUE", ICLR 2019, arXiv 1804.07461.
     """
 
     any_labels = True
@@ -43,10 +43,10 @@ class Regression(SequenceClassification):
 
     @classmethod
     def build(cls, config: TaskConfig, info: DatasetInfo, backbone: Backbone) -> Regression:
-        """Build the task for a dataset whose class names are at least two different numbers.
+        """Build the task for a dataset whose class names are numbers.
 
         Raises:
-            InputError: They are not.
+            InputError: The class names are not two or more finite numbers.
         """
         task = super().build(config, info, backbone)
         assert isinstance(task, Regression)
@@ -61,7 +61,7 @@ class Regression(SequenceClassification):
 
     @property
     def classes(self) -> None:
-        """None: the task predicts numbers."""
+        """Class names: None, because the task predicts numbers."""
         return None
 
     @property
@@ -70,21 +70,24 @@ class Regression(SequenceClassification):
         return Correlations(self.row_metrics, self.groups)
 
     def settings(self) -> Json:
-        """Return the settings of a classification, and the range of the labels."""
+        """Add the range of the labels to the settings of a classification."""
         return super().settings() | {"range": [min(self.numbers), max(self.numbers)]}
 
     def predictions(self, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return predicted and labeled numbers, float32 or wider [b]."""
+        """Return the predicted and the labeled numbers, float32 or float64 [b]."""
         predicted = self.class_logits(outputs)[:, 0]
         predicted = predicted if predicted.dtype == torch.float64 else predicted.float()
         return predicted, constant(self.numbers, predicted.dtype, predicted.device)[batch["labels"]]
 
     def loss(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean squared error of the batch."""
+        """Compute the mean squared error of the batch."""
         return torch.nn.functional.mse_loss(*self.predictions(outputs, batch))
 
     def score(self, outputs: Any, batch: Mapping[str, Tensor]) -> RowScores:
-        """Return squared error and closeness of every row; 0 if the prediction is not finite."""
+        """Compute the squared error and the closeness of each row.
+
+        The closeness is 0 if the prediction is not finite.
+        """
         predicted, labels = pair = self.predictions(outputs, batch)
         errors = (predicted - labels).abs() / (max(self.numbers) - min(self.numbers))
         closeness = (1 - errors).clamp(min=0).nan_to_num(0)
@@ -92,5 +95,5 @@ class Regression(SequenceClassification):
         return RowScores(losses, {"closeness": closeness}, kept=torch.stack(pair, dim=1))
 
     def answers(self, outputs: Any, classes: Sequence[str]) -> list[str]:
-        """Return the predicted number of every row, with four digits."""
+        """Return the predicted number of each row with four significant digits."""
         return [f"{number:.4g}" for number in self.class_logits(outputs)[:, 0].tolist()]
