@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Create the two secrets of a cluster on your own machine, where it does not have them yet:
+# Create the two secrets of a cluster on your machine, unless they exist:
 #
-#   ~/.ray/auth_token        who has it may run programs on the cluster
+#   ~/.ray/auth_token        token that allows running programs on the cluster
 #   ~/.mlflow/credentials    user and password of MLflow's server
 #
-# Ray and MLflow look for them there. `ray up` copies them to the nodes (file_mounts).
+# Ray and MLflow read these files. `ray up` copies them to the nodes (file_mounts).
 set -euo pipefail
 umask 077
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install the project on a node and set its environment; quick if nothing has changed.
+# Install the project on a node and set its environment; fast if the project has not changed.
 #
 #   setup-node.sh URI    folder or bucket of the results, e.g. s3://my-trishul-results
 set -euo pipefail
@@ -20,21 +20,21 @@ fi
 
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 environment=$HOME/.trishul-env
-# Ray tells workers where the head is. On the head itself, it is this machine.
+# Ray sets RAY_HEAD_IP on workers. On the head, it is this machine.
 head=${RAY_HEAD_IP:-$(hostname -I | cut -d' ' -f1)}
 
 # Read by every shell that Ray opens on this node.
 cat >"$environment" <<EOF
 export PATH="$HOME/venv/bin:\$PATH"
 export RAY_AUTH_MODE=token
-# Off: it would install the environment again for every worker process.
+# The hook would install the environment again for every worker process.
 export RAY_ENABLE_UV_RUN_RUNTIME_ENV=0
 export TRISHUL_RUNS=${bucket%/}/runs
 export MLFLOW_TRACKING_URI=http://$head:5000
 EOF
 grep -qsF "$environment" "$HOME/.bashrc" || echo "source $environment" >>"$HOME/.bashrc"
 
-# rsync keeps the modes of your machine; these are nobody else's business.
+# rsync copies the modes of your machine, which may be less strict.
 chmod 600 "$HOME/.ray/auth_token" "$HOME/.mlflow/credentials"
 
 installed=$HOME/venv/installed-versions
