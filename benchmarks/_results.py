@@ -28,7 +28,7 @@ PACKAGES = ("torch", "ray", "transformers", "datasets", "numpy", "pyarrow", "mlf
 #: Maximum number of runnable processes per CPU at the start for a timing to be reliable.
 BUSY = 0.3
 #: Options with paths, which do not affect results.
-PLACES = ("hub", "cache", "runs", "out")
+PATH_OPTIONS = ("hub", "cache", "runs", "out")
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Report:
 
         Options with paths and ``private`` options are not written to the page.
         """
-        hidden = {*PLACES, *private}
+        hidden = {*PATH_OPTIONS, *private}
         self.config = {key: value for key, value in vars(options).items() if key not in hidden}
         if "parts" in self.config:
             self.config["parts"] = " ".join(options.parts)

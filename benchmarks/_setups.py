@@ -32,7 +32,7 @@ class Setup:
 
 def small(scratch: Path, data: str, overrides: Sequence[str] = ()) -> Setup:
     """Set up a ViT of width 128 with 6 blocks, budget 8 (4 heads of rank 22), 32x32 images."""
-    base = load_experiment(None, ["dataset=cifar100"]).storage.places
+    base = load_experiment(None, ["dataset=cifar100"]).storage.paths
     if base.hub is not None and (base.hub / SMALL).is_dir():
         label, model = SMALL, [f"model={SMALL}"]
     else:
@@ -116,5 +116,5 @@ def synthetic(folder: Path, rows: Mapping[str, int] = ROWS) -> PreparedDataset:
 
 def has_real_data() -> bool:
     """Return whether a mirror with CIFAR-100 is configured (storage.hub or TRISHUL_HUB)."""
-    hub = load_experiment(None, ["dataset=cifar100"]).storage.places.hub
+    hub = load_experiment(None, ["dataset=cifar100"]).storage.paths.hub
     return hub is not None and (hub / "uoft-cs" / "cifar100").is_dir()

@@ -84,9 +84,9 @@ class Place:
 
 
 def experiment_at(place: Place, *overrides: str) -> Experiment:
-    places = (f"storage.runs={place.scratch}/runs", f"storage.cache={place.scratch}/cache")
+    paths = (f"storage.runs={place.scratch}/runs", f"storage.cache={place.scratch}/cache")
     device = f"resources.device={place.device.type}"
-    common = (device, "resources.backend=inline", "tracking.mlflow=false", *places)
+    common = (device, "resources.backend=inline", "tracking.mlflow=false", *paths)
     return load_experiment(None, [*common, *overrides])
 
 

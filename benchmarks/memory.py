@@ -55,11 +55,11 @@ class Holder:
 
     def take(self, config: ModelConfig, cache: Path, shared: bool) -> tuple[float, int]:
         """Load the backbone, run it once, and return the loading time in seconds and its bytes."""
-        from trishul_ray.config.places import Places
+        from trishul_ray.config.paths import StoragePaths
         from trishul_ray.models.backbone import Backbone
         from trishul_ray.models.compute import cast, configure_compute, run_dtype
 
-        backbone = Backbone(config, Places(cache, hub=None))
+        backbone = Backbone(config, StoragePaths(cache, hub=None))
         kind = backbone.family
         classes = CLASSES if kind.endswith("classification") else None
         began = time.perf_counter()

@@ -43,8 +43,8 @@ LONGEST = [
 def pytest_collection_modifyitems(items):
     """Run the longest files first; skip the tests marked gpu on a machine without a GPU."""
     tests = Path(__file__).parent
-    places = {tests / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    order = {tests / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
     chosen = [item for item in items if item.get_closest_marker("gpu")]
     if chosen:
         import torch
@@ -116,8 +116,8 @@ def small(cache, tmp_path, small_backbone):
     from trishul_ray.experiment.loading import load_experiment
 
     def make(*overrides):
-        places = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
-        return load_experiment(None, [*SMALL, *small_backbone, *places, *overrides])
+        paths = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
+        return load_experiment(None, [*SMALL, *small_backbone, *paths, *overrides])
 
     return make
 

@@ -116,7 +116,7 @@ def local_run(context, vector):
 
 
 def resident(experiment):
-    backbone = backbone_of(experiment.model, experiment.storage.places)
+    backbone = backbone_of(experiment.model, experiment.storage.paths)
     return backbone.load_resident("image-classification", 10, seed=experiment.seed).model
 
 

@@ -46,8 +46,8 @@ def tiny(cache, tmp_path):
     """``tiny("digits", rounds=3)`` returns the result of a short run in this test's folder."""
 
     def run(*dataset, **fields):
-        places = {"runs": tmp_path / "runs", "cache": cache}
-        return trishul_ray.run(*dataset, **(TINY | places | fields))
+        paths = {"runs": tmp_path / "runs", "cache": cache}
+        return trishul_ray.run(*dataset, **(TINY | paths | fields))
 
     return run
 
@@ -69,8 +69,8 @@ def seen_by(result, images):
 def test_a_run_is_the_commands_and_says_nothing(tiny, called, tmp_path, cache, capsys):
     result = tiny("digits", method="fedit", seed=1)
     assert capsys.readouterr() == ("", "")
-    places = [f"storage.runs={tmp_path / 'runs'}", f"storage.cache={cache}"]
-    words = ["method=fedit", "seed=1", *WORDS, *places]
+    paths = [f"storage.runs={tmp_path / 'runs'}", f"storage.cache={cache}"]
+    words = ["method=fedit", "seed=1", *WORDS, *paths]
     assert result.id == load_experiment(None, words).id and not result.repeated
     code, _, error = called("run", *words)
     assert code == 0 and "this run has already finished" in error
@@ -154,8 +154,8 @@ def test_tuned_decoder_answers_and_reports_truncation(tiny, tmp_path):
 
 
 def test_a_stopped_run_is_continued(tiny, tmp_path, cache, capsys):
-    places = [f"storage.runs={tmp_path / 'runs'}", f"storage.cache={cache}"]
-    experiment = load_experiment(None, [*WORDS, *places])
+    paths = [f"storage.runs={tmp_path / 'runs'}", f"storage.cache={cache}"]
+    experiment = load_experiment(None, [*WORDS, *paths])
     steps = run_steps(experiment, RunProgress(2))
     assert [next(steps).round, next(steps).round] == [0, 1]
     steps.close()
@@ -407,19 +407,19 @@ def test_runs_are_listed_and_loaded_by_prefix(tiny, tmp_path):
 @pytest.mark.slow
 def test_a_sweep_is_a_table_of_its_cells(tiny, tmp_path, cache):
     images, labels = digits(60)
-    places = {"runs": tmp_path / "runs", "cache": cache}
+    paths = {"runs": tmp_path / "runs", "cache": cache}
     rows = {"image": images, "label": labels}
     fields = {k: v for k, v in TINY.items() if k != "backend"}
     model = {"name": "vit-digits", "init": "random"}
     fields |= {"dataset": rows, "model": model, "budget": 4, "resources": {"actors": 1}}
     table = trishul_ray.sweep(
-        axes={"method": ["fedit", "trishul"], "seed": range(2)}, **places, **fields
+        axes={"method": ["fedit", "trishul"], "seed": range(2)}, **paths, **fields
     )
     assert list(table["method"]) == ["fedit", "fedit", "trishul", "trishul"]
     assert set(table["status"]) == {"finished"} and table["accuracy"].between(0, 1).all()
     # The same cells from the content of a file, without running anything.
     content = {"axes": {"method": ["fedit", "trishul"], "seed": "0..1"}}
-    again = trishul_ray.sweep(content, **places, **fields)
+    again = trishul_ray.sweep(content, **paths, **fields)
     pd.testing.assert_frame_equal(again, table)
     inline = tiny(**{**fields, "resources": {}, "backend": "inline"}, method="fedit", seed=1)
     assert inline.id == table["id"][1] and inline.repeated

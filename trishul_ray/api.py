@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.data.user.python_rows import store_rows
 from trishul_ray.errors import CorruptFileError, InputError, own_errors
 from trishul_ray.experiment.loading import field_names, full_name, load_experiment
@@ -260,8 +260,8 @@ def _dataset_fields(dataset: Any, fields: Mapping[str, Any]) -> RawFields:
     section = fields.get("data", {})
     columns = fields.get("columns", section.get("columns", {}))
     storage = fields.get("storage", {})
-    places = Places.at(fields.get("cache", storage.get("cache")))
-    folder = store_rows(dataset, places.cache, columns)
+    paths = StoragePaths.at(fields.get("cache", storage.get("cache")))
+    folder = store_rows(dataset, paths.cache, columns)
     return {"data.name": "rows", "data.path": str(folder)}
 
 

@@ -137,14 +137,14 @@ class Place:
                 return words, self._references[words]
             # These stages are not compatible with each other, or with the method.
             with suppress(InputError):
-                places = [f"storage.runs={self.folder}/inline", "resources.backend=inline"]
-                found = outcome(run_inline(load_experiment(None, [*words, *places])))
+                paths = [f"storage.runs={self.folder}/inline", "resources.backend=inline"]
+                found = outcome(run_inline(load_experiment(None, [*words, *paths])))
                 shutil.rmtree(self.folder / "inline")
                 self._references[words] = found
                 return words, found
         raise AssertionError(f"{plan.name}: rejected")
 
-    def places(self, plan):
+    def paths(self, plan):
         """Create the storage of a run, and return the overrides with its paths."""
         if self.mlflow is None and plan.tracking == "server":
             self.mlflow = MlflowServer(self.folder / "server")
@@ -270,7 +270,7 @@ def play(number, place):
     plan = draw(number)
     played, rng = Played(plan), random.Random(-number - 1)
     words, reference = place.reference(plan)
-    command_words = ["run", *words, *place.places(plan)]
+    command_words = ["run", *words, *place.paths(plan)]
     before = set(place.temporary.iterdir())
     moments, experiment = list(plan.moments), load_experiment(None, command_words[1:])
     while True:

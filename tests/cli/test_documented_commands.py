@@ -86,7 +86,7 @@ def test_the_commands_are_found():
 @pytest.mark.parametrize(
     ("where", "words"), COMMANDS, ids=lambda v: v if isinstance(v, str) else " ".join(v)
 )
-def test_a_documented_command_works(where, words, places, called, tmp_path, monkeypatch):
+def test_a_documented_command_works(where, words, paths, called, tmp_path, monkeypatch):
     if words[0] == "list":
         code, _, error = called(*words, *["--runs", tmp_path] * (words[1] == "runs"))
         assert code == 0, error
@@ -127,7 +127,7 @@ def found(name, profile, *overrides):
 
 def check_run(experiment):
     check_fits(experiment)
-    tiny = TINY[backbone_of(experiment.model, experiment.storage.places).family]
+    tiny = TINY[backbone_of(experiment.model, experiment.storage.paths).family]
     model = experiment.model.model_copy(update={"name": tiny, "init": "random"})
     # Byte-level tokens are shorter than words, so use short texts and short rows.
     prepared = prepare_run(experiment.model_copy(update={"model": model}))
@@ -159,7 +159,7 @@ def test_links_lead_to_files_and_named_tests():
 
 
 @pytest.fixture
-def places(hub, cache, monkeypatch):
+def paths(hub, cache, monkeypatch):
     """Run in the folder with the user's files, with the mirror; write nothing there."""
     monkeypatch.chdir(hub.parent / "here")
     monkeypatch.setenv("TRISHUL_HUB", str(hub))

@@ -42,8 +42,8 @@ def without_ray(monkeypatch):
 )
 def test_wrong_input_is_one_line(called, monkeypatch, tmp_path, words, message):
     monkeypatch.chdir(tmp_path)
-    places = ["storage.runs=runs", "model.init=random", "tracking.mlflow=false"]
-    code, out, error = called(*words, *places)
+    paths = ["storage.runs=runs", "model.init=random", "tracking.mlflow=false"]
+    code, out, error = called(*words, *paths)
     assert (code, out) == (2, ""), error
     last = error.strip().splitlines()[-1]
     assert last.startswith("error: ") and message in last
@@ -60,8 +60,8 @@ def test_adapters_that_do_not_fit_name_the_cell(called, tmp_path, plan):
 
 def test_plan_needs_no_models_and_no_gpu(called, tmp_path):
     (tmp_path / "hub").mkdir()
-    places = [f"storage.runs={tmp_path}/runs", f"storage.hub={tmp_path}/hub"]
-    words = ["model=nobody/nothing", "resources.device=cuda", *places]
+    paths = [f"storage.runs={tmp_path}/runs", f"storage.hub={tmp_path}/hub"]
+    words = ["model=nobody/nothing", "resources.device=cuda", *paths]
     code, out, error = called("sweep", "--plan", "--axis", "seed=0,1", *words)
     assert code == 0, error
     assert "2 runs of unknown duration: model.name='nobody/nothing' not found" in out

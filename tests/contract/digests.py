@@ -214,8 +214,8 @@ def main():
     with tempfile.TemporaryDirectory() as home:
         cache = os.environ.get("TRISHUL_CACHE", f"{home}/cache")
         for name in filter(usable, chosen):
-            places = [f"storage.cache={cache}", f"storage.runs={home}/{len(found)}"]
-            experiment = experiment_of(name, *places, "resources.backend=inline")
+            paths = [f"storage.cache={cache}", f"storage.runs={home}/{len(found)}"]
+            experiment = experiment_of(name, *paths, "resources.backend=inline")
             found[name] = {"id": experiment.id, "outcome": outcome(run_inline(experiment))}
     if given.write:
         given.write.write_text(json.dumps(found, indent=1))

@@ -82,7 +82,7 @@ def test_mrqa_subsets_follow_the_official_order(tmp_path):
     assert data.info.kind == "qa" and "label" not in data.train.columns
 
 
-PLACES = {"20newsgroups": "SetFit/20_newsgroups/data", "mrqa": "mrqa-workshop/mrqa/data"}
+FOLDERS = {"20newsgroups": "SetFit/20_newsgroups/data", "mrqa": "mrqa-workshop/mrqa/data"}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ PLACES = {"20newsgroups": "SetFit/20_newsgroups/data", "mrqa": "mrqa-workshop/mr
 )
 def test_malformed_mirror_is_reported(tmp_path, name, columns, message):
     for split in ("train", "test", "validation"):
-        write(tmp_path, f"{PLACES[name]}/{split}", columns)
+        write(tmp_path, f"{FOLDERS[name]}/{split}", columns)
     with pytest.raises(CorruptFileError, match=message) as caught:
         prepare(name, cache=tmp_path, hub=tmp_path)
     assert DATASETS.all()[name].repo.repo in str(caught.value) and "\n" not in str(caught.value)

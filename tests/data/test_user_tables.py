@@ -9,7 +9,7 @@ import pytest
 from user_files import encoded, prepare_user, rejected
 
 from trishul_ray.config.fields import ModelConfig, TaskConfig
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.data.user.cleaning import doubt_labels
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
@@ -320,7 +320,9 @@ def test_training_rows_that_are_test_rows_are_counted(small, tmp_path):
 def test_scores_need_a_task_that_reads_numbers(tmp_path, monkeypatch):
     rows = [{"text": f"t{n}", "label": n / 7} for n in range(60)]
     data = prepare_user("table", encoded(tmp_path / "x.csv", rows), tmp_path)
-    backbone = backbone_of(ModelConfig(name="bert-tiny", init="random"), Places(tmp_path, None))
+    backbone = backbone_of(
+        ModelConfig(name="bert-tiny", init="random"), StoragePaths(tmp_path, None)
+    )
     with pytest.raises(InputError, match=r"^file:.*x\.csv: 60 distinct labels in 60 rows, 60 of"):
         build_task(TaskConfig(), data.info, backbone)
     monkeypatch.setattr(SequenceClassification, "any_labels", True)

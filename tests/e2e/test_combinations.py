@@ -41,7 +41,7 @@ BESIDE = (
 )
 ROWS = {"train": 12, "test": 4}
 #: Files of the hub with the test rows of the paper's datasets, and the columns that are read.
-PLACES = {
+HUB_FILES = {
     "uoft-cs/cifar100/cifar100/test": {"img", "fine_label"},
     "ufldl-stanford/svhn/cropped_digits/test": {"image", "label"},
     "SetFit/20_newsgroups/data/test": {"text", "label"},
@@ -113,7 +113,7 @@ def check(final, headline, method="trishul"):
 
 
 def test_rows_lie_where_the_hub_has_them(hub):
-    for place, columns in PLACES.items():
+    for place, columns in HUB_FILES.items():
         schema = pq.read_schema(hub / f"{place}-00000-of-00001.parquet")
         assert {*schema.names} == columns
 

@@ -25,7 +25,7 @@ from summaries import invented_summary
 from transformers import ViTConfig, ViTForImageClassification
 
 from trishul_ray.config.fields import DataConfig, ModelConfig
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.data.images import decode_and_resize
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError
@@ -194,7 +194,7 @@ def models(folder):
             data = change_bytes(rng, sound[name])
         (place / name).write_bytes(show(data))
         try:
-            backbone = Backbone(ModelConfig(name=str(place)), Places(folder, None))
+            backbone = Backbone(ModelConfig(name=str(place)), StoragePaths(folder, None))
             str(backbone.preprocessing)
             backbone.load("image-classification", 3, seed=0)
         finally:

@@ -24,8 +24,8 @@ SENTENCE = (
 def test_a_part_is_marked_everywhere(called, small_words, cache, tmp_path, monkeypatch):
     monkeypatch.setattr(output.out, "_width", 120)
     runs = tmp_path / "runs"
-    places = [f"storage.cache={cache}", f"storage.runs={runs}"]
-    words = ["run", *(w for w in small_words if "mlflow" not in w), *places, *WORDS]
+    paths = [f"storage.cache={cache}", f"storage.runs={runs}"]
+    words = ["run", *(w for w in small_words if "mlflow" not in w), *paths, *WORDS]
     code, out, error = called(*words)
     assert code == 0, error
     assert f"data      {SENTENCE}" in out

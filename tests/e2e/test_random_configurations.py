@@ -115,9 +115,9 @@ def draw(number):
 
 def outcome_of(words, folder, cache, run):
     """Return ``"run"``, or the error line."""
-    places = [f"storage.cache={cache}", f"storage.runs={folder}"]
+    paths = [f"storage.cache={cache}", f"storage.runs={folder}"]
     try:
-        experiment = load_experiment(None, [*SMALL, *places, *words])
+        experiment = load_experiment(None, [*SMALL, *paths, *words])
         check_fits(experiment)
         prepared = prepare_run(experiment)
         if run:

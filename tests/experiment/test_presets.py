@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.public import DATASETS
 from trishul_ray.errors import InputError
@@ -128,7 +128,7 @@ def test_every_dataset_has_a_preset_of_its_protocol(source):
 def test_prompts_fit_fields_classes_and_families(dataset, model, text_rows):
     made = load_experiment(None, [f"dataset={dataset}", f"model={model}"])
     info = info_of(dataset)
-    task = build_task(made.task, info, Backbone(made.model, Places(Path("none"), None)))
+    task = build_task(made.task, info, Backbone(made.model, StoragePaths(Path("none"), None)))
     columns = task.encoder.encode(text_rows(info), lambda done: None)
     assert columns["input_ids"].shape[0] == 2
     assert columns["length"].max() <= made.task.max_length
@@ -197,7 +197,7 @@ def test_bases_and_ranks_match_the_papers_tables(dataset, trishul, ravan, budget
 
 @functools.cache
 def shapes_of(config):
-    return Backbone(config, Places(Path("none"), None)).meta_model()
+    return Backbone(config, StoragePaths(Path("none"), None)).meta_model()
 
 
 def adapters_of(experiment):

@@ -51,9 +51,9 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def places(cache, tmp_path_factory):
+def paths(cache, tmp_path_factory):
     """Write a headless checkpoint, whose head the seed draws, and a table of texts."""
-    folder = tmp_path_factory.mktemp("places")
+    folder = tmp_path_factory.mktemp("paths")
     torch.manual_seed(0)
     shape = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_hidden_layers": 2}
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -65,9 +65,9 @@ def places(cache, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def make(places):
+def make(paths):
     """``make("method=fedit", ...)`` returns an experiment with a new folder for its run."""
-    folder, cache = places
+    folder, cache = paths
     numbers = itertools.count()
 
     def experiment(*overrides):
@@ -132,7 +132,7 @@ def test_other_settings_and_tasks_after_each_other(make):
         assert len(backbones._kept) <= KEPT_ON_CPU
 
 
-def test_a_backbone_is_kept_until_its_files_change(make, places):
+def test_a_backbone_is_kept_until_its_files_change(make, paths):
     backbones, experiment = BackboneCache(), make("method=fullft")
 
     def module(experiment):
@@ -151,7 +151,7 @@ def test_a_backbone_is_kept_until_its_files_change(make, places):
     assert module(make("method=fedit")) is first and everything(first) == before
     assert module(make("seed=1")) is first and everything(first) != before
     assert module(experiment) is first and everything(first) == before
-    config = places[0] / "vit" / "config.json"
+    config = paths[0] / "vit" / "config.json"
     config.write_text(config.read_text() + "\n")
     again = module(make("method=fullft"))
     assert again is not first and everything(again) == before

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import pearsonr, spearmanr
 
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import CorruptFileError, InputError
@@ -47,7 +47,7 @@ def test_labels_of_stsb_are_numbers_in_order(tmp_path):
 
 def task_of(info, *words):
     made = load_experiment(None, ["dataset=glue/stsb", "model=bert-tiny", *words])
-    return build_task(made.task, info, Backbone(made.model, Places(Path("none"), None)))
+    return build_task(made.task, info, Backbone(made.model, StoragePaths(Path("none"), None)))
 
 
 @pytest.mark.parametrize("wrong", [-1.0, 5.1, math.nan])

@@ -10,7 +10,7 @@ from opacus.accountants import PRVAccountant
 from transformers import LlamaConfig
 
 from trishul_ray.adapters.budget import count_parameters
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.experiment.fit import build_site
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.lab.privacy.accounting import Guarantee
@@ -18,7 +18,7 @@ from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.flops import row_flops
 
-NOWHERE = Places(Path("none"), None)
+NOWHERE = StoragePaths(Path("none"), None)
 MEGABYTE = 2**20
 #: Architectures of the study in :func:`test_megabytes_of_a_published_study`, and bytes of a number.
 STUDY = {

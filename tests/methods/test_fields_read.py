@@ -54,7 +54,7 @@ def backbone():
     """Return the backbone of all cases, whose weights are all equal."""
     experiment = load_experiment(None, BASE)
     model = (
-        backbone_of(experiment.model, experiment.storage.places).meta_model().to_empty(device="cpu")
+        backbone_of(experiment.model, experiment.storage.paths).meta_model().to_empty(device="cpu")
     )
     with torch.no_grad():
         for parameter in model.parameters():

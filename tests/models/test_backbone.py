@@ -21,7 +21,7 @@ from transformers import (
 
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config.fields import ModelConfig
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models import backbone as backbone_module
 from trishul_ray.models.backbone import Backbone
@@ -46,7 +46,7 @@ def saved(tmp_path):
 
 def load(where: Path, classes: int, *, seed: int = 0, **fields):
     config = ModelConfig(name=fields.pop("name", "owner/vit"), **fields)
-    return Backbone(config, Places(where, where / "hub")).load(
+    return Backbone(config, StoragePaths(where, where / "hub")).load(
         "image-classification", classes, seed=seed
     )
 
@@ -66,11 +66,13 @@ def test_known_architectures_need_no_network(tmp_path):
         ("sentence-transformers/all-MiniLM-L6-v2", 2): 22_713_216 + 2 * 384 + 2,
     }
     for (name, classes), want in counts.items():
-        model = Backbone(ModelConfig(name=name), Places(tmp_path, None)).meta_model(None, classes)
+        model = Backbone(ModelConfig(name=name), StoragePaths(tmp_path, None)).meta_model(
+            None, classes
+        )
         assert sum(p.numel() for p in model.parameters()) == want
         assert {p.device.type for p in model.parameters()} == {"meta"}
     vit = ModelConfig(name="google/vit-base-patch16-224-in21k")
-    images = Backbone(vit, Places(tmp_path, None)).preprocessing
+    images = Backbone(vit, StoragePaths(tmp_path, None)).preprocessing
     assert (images.image_size, images.channels, images.mean) == (224, 3, (0.5, 0.5, 0.5))
 
 
@@ -83,7 +85,7 @@ def test_another_image_size_interpolates_positions_as_transformers_does(saved):
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
     assert resized.config.image_size == 12
     config = ModelConfig(name="owner/vit", image_size=12)
-    assert Backbone(config, Places(saved, saved / "hub")).preprocessing.image_size == 12
+    assert Backbone(config, StoragePaths(saved, saved / "hub")).preprocessing.image_size == 12
 
 
 def test_unsupported_image_size_is_rejected(saved):
@@ -101,7 +103,7 @@ def test_image_size_of_a_vision_part_is_read(tmp_path):
 
     def backbone(size):
         config = ModelConfig(name=str(tmp_path), init="random", image_size=size)
-        return Backbone(config, Places(tmp_path, None))
+        return Backbone(config, StoragePaths(tmp_path, None))
 
     for size in (None, 16):
         images = backbone(size).preprocessing
@@ -115,7 +117,7 @@ def test_shared_weights_are_known_without_weights(tmp_path):
         vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=32, tie_word_embeddings=True,
     ).save_pretrained(tmp_path)  # fmt: skip
-    backbone = Backbone(ModelConfig(name=str(tmp_path)), Places(tmp_path, None))
+    backbone = Backbone(ModelConfig(name=str(tmp_path)), StoragePaths(tmp_path, None))
     with pytest.raises(InputError, match="'lm_head' shares its weight"):
         find_layers(backbone.shapes, ["lm_head"])
 
@@ -123,7 +125,7 @@ def test_shared_weights_are_known_without_weights(tmp_path):
 def test_normalization_is_read_where_it_is_given(saved):
     config = ModelConfig(name="owner/vit")
     file = saved / "hub/owner/vit/preprocessor_config.json"
-    read = lambda: Backbone(config, Places(saved, saved / "hub")).preprocessing  # noqa: E731
+    read = lambda: Backbone(config, StoragePaths(saved, saved / "hub")).preprocessing  # noqa: E731
     assert read().mean is None and read().image_size == 8 and read().channels == 3
     file.write_text(json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}))
     assert read().mean == (0.1, 0.2, 0.3) and read().std == (1.0, 2.0, 3.0)
@@ -177,7 +179,9 @@ def test_quantized_checkpoint_is_rejected_early(saved, how, init):
     config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": how}}
     file.write_text(json.dumps(config))
     (file.parent / "model.safetensors").unlink()
-    backbone = Backbone(ModelConfig(name="owner/vit", init=init), Places(saved, saved / "hub"))
+    backbone = Backbone(
+        ModelConfig(name="owner/vit", init=init), StoragePaths(saved, saved / "hub")
+    )
     said = rf"'owner/vit': its weights are quantized \({how}\): .*unquantized weights.*quantize"
     with pytest.raises(InputError, match=said):
         backbone.preprocessing  # noqa: B018
@@ -208,7 +212,7 @@ def test_unknown_names_are_rejected(saved):
 
 
 def test_backbone_is_resolved_once(saved, monkeypatch):
-    backbone = Backbone(ModelConfig(name="owner/vit"), Places(saved, saved / "hub"))
+    backbone = Backbone(ModelConfig(name="owner/vit"), StoragePaths(saved, saved / "hub"))
     searched = []
     find_model = backbone_module.find_model
     monkeypatch.setattr(
@@ -223,7 +227,7 @@ def test_backbone_is_resolved_once(saved, monkeypatch):
     assert len(searched) == 1
     stored = pickle.dumps(backbone)
     again = pickle.loads(stored)
-    assert vars(again) == {"config": backbone.config, "places": backbone.places}
+    assert vars(again) == {"config": backbone.config, "paths": backbone.paths}
     assert len(stored) < 1000 and again.location == backbone.location
 
 
@@ -233,9 +237,9 @@ from pathlib import Path
 from trishul_ray.errors import InputError
 from trishul_ray.config.fields import ModelConfig
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 try:
-    backbone = Backbone(ModelConfig(name="nobody/vit"), Places(Path(sys.argv[1]), None))
+    backbone = Backbone(ModelConfig(name="nobody/vit"), StoragePaths(Path(sys.argv[1]), None))
     backbone.load("image-classification", 2, seed=0)
 except InputError as error:
     print(error)
@@ -262,7 +266,7 @@ NAME = "trishul/vit-cifar10-128x6"
     not HUB or not (Path(HUB) / NAME).is_dir(), reason=f"TRISHUL_HUB is not set or lacks {NAME}"
 )
 def test_real_pretrained_vit(tmp_path):
-    backbone = Backbone(ModelConfig(name=NAME), Places(tmp_path, Path(HUB)))
+    backbone = Backbone(ModelConfig(name=NAME), StoragePaths(tmp_path, Path(HUB)))
     model = backbone.load("image-classification", 100, seed=0)
     stored = load_file(Path(HUB) / NAME / "model.safetensors")
     assert model.classifier.weight.shape == (100, 128)
@@ -285,10 +289,10 @@ def dinov2(tmp_path):
 
 def test_dinov2_takes_images_of_the_size_asked_for(dinov2, tmp_path):
     """Its code interpolates the positions in every call; here only once, at loading."""
-    places = Places(tmp_path, None)
+    paths = StoragePaths(tmp_path, None)
     pixels = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(0))
-    own = Backbone(ModelConfig(name=dinov2), places).load("image-classification", 3, seed=0)
-    asked = Backbone(ModelConfig(name=dinov2, image_size=56), places)
+    own = Backbone(ModelConfig(name=dinov2), paths).load("image-classification", 3, seed=0)
+    asked = Backbone(ModelConfig(name=dinov2, image_size=56), paths)
     model = asked.load("image-classification", 3, seed=0)
     assert asked.preprocessing.image_size == 56
     assert model.dinov2.embeddings.position_embeddings.shape == (1, 17, 32)
@@ -298,6 +302,6 @@ def test_dinov2_takes_images_of_the_size_asked_for(dinov2, tmp_path):
     with pytest.raises(
         InputError, match=r"image_size=32 is not a multiple of the model's patch, 14"
     ):
-        Backbone(ModelConfig(name=dinov2, image_size=32), places).load(
+        Backbone(ModelConfig(name=dinov2, image_size=32), paths).load(
             "image-classification", 3, seed=0
         )

@@ -10,7 +10,7 @@ from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config.fields import ModelConfig
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.errors import InputError
 from trishul_ray.models.attention import ATTENTION, recompute_activations, unread_mask
 from trishul_ray.models.backbone import Backbone
@@ -27,7 +27,7 @@ KINDS = {
 def backbone(name, tmp_path, **fields):
     config = ModelConfig(name=name, init="random", **fields)
     classes = 4 if KINDS[name].endswith("classification") else None
-    model = Backbone(config, Places(tmp_path, None)).load(KINDS[name], classes, seed=0)
+    model = Backbone(config, StoragePaths(tmp_path, None)).load(KINDS[name], classes, seed=0)
     if fields.get("precision") == "bf16":
         cast(model, torch.bfloat16)
     configure_compute(model, config)

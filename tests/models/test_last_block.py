@@ -9,7 +9,7 @@ from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config.fields import ModelConfig
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.compute import configure_compute
 from trishul_ray.models.last_block import narrow_last_block
@@ -25,7 +25,7 @@ def models(name, tmp_path, **fields):
     """Create a model as in a run, a copy that computes everything, and its last block."""
     kind, blocks = CLASSIFIERS[name]
     config = ModelConfig(name=name, init="random", **fields)
-    model = Backbone(config, Places(tmp_path, None)).load(kind, 4, seed=0)
+    model = Backbone(config, StoragePaths(tmp_path, None)).load(kind, 4, seed=0)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.dim() == 1:  # biases and scales other than 0 and 1

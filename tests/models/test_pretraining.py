@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from trishul_ray.config.fields import ModelConfig
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone
@@ -72,7 +72,7 @@ def test_saved_weights_load_back(digits, tmp_path):
     save_backbone(model, VIT_DIGITS, digits.train, tmp_path / "again")
     for file in folder.glob("[!.]*"):
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
-    backbone = Backbone(ModelConfig(name="vit-digits"), Places(tmp_path, None))
+    backbone = Backbone(ModelConfig(name="vit-digits"), StoragePaths(tmp_path, None))
     loaded = backbone.load("image-classification", 10, seed=0)
     assert weights(loaded) == weights(model)
     images = backbone.preprocessing
@@ -88,17 +88,17 @@ def test_folder_name_depends_on_the_recipe():
 
 
 def test_random_backbones_need_no_pretraining(tmp_path):
-    places = Places(tmp_path, None)
-    backbone = Backbone(ModelConfig(name="vit-digits", init="random"), places)
+    paths = StoragePaths(tmp_path, None)
+    backbone = Backbone(ModelConfig(name="vit-digits", init="random"), paths)
     ensure_pretrained(backbone)
-    ensure_pretrained(Backbone(ModelConfig(name="owner/model"), places))
+    ensure_pretrained(Backbone(ModelConfig(name="owner/model"), paths))
     assert not list(tmp_path.iterdir())
     model = backbone.load("image-classification", 10, seed=0)
     assert weights(model) == weights(new_backbone(VIT_DIGITS))
 
 
 def test_text_model_has_no_pretrained_weights(tmp_path):
-    backbone = Backbone(ModelConfig(name="bert-tiny"), Places(tmp_path, None))
+    backbone = Backbone(ModelConfig(name="bert-tiny"), StoragePaths(tmp_path, None))
     with pytest.raises(InputError, match=r"'bert-tiny' has no pretrained weights; set model.init"):
         ensure_pretrained(backbone, on_ray=False)
 
@@ -106,7 +106,7 @@ def test_text_model_has_no_pretrained_weights(tmp_path):
 @pytest.mark.slow
 def test_ray_train_gives_the_same_bytes(digits, tmp_path, monkeypatch, local_ray):
     monkeypatch.setitem(BUILTINS, SHORT.name, SHORT)
-    backbone = Backbone(ModelConfig(name=SHORT.name), Places(tmp_path, None))
+    backbone = Backbone(ModelConfig(name=SHORT.name), StoragePaths(tmp_path, None))
     ensure_pretrained(backbone)
     loaded = backbone.load("image-classification", 10, seed=0)
     assert weights(loaded) == weights(train_backbone(SHORT, digits.split("pretrain")))

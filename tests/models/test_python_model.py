@@ -8,7 +8,7 @@ from torch import nn
 
 from trishul_ray.adapters.targets import find_layers
 from trishul_ray.config.fields import ModelConfig
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.errors import InputError
 from trishul_ray.models.find_model import local_weights_source
 from trishul_ray.models.python_model import (
@@ -36,7 +36,7 @@ class Scaled(nn.Module):
 def backbone_of(module, tmp_path, tokenizer=None):
     passed = pass_model(module, tokenizer)
     config = ModelConfig(name=passed.name, content=f"{passed.content} {passed.name}")
-    return PythonBackbone(config, Places(tmp_path, None))
+    return PythonBackbone(config, StoragePaths(tmp_path, None))
 
 
 def test_the_content_is_what_the_module_computes():
@@ -71,7 +71,7 @@ def test_module_is_kept_unchanged(tmp_path):
     assert loaded.model.layer.weight.unique() == 0.5 and loaded.source.startswith("sha256:")
     again = pickle.loads(pickle.dumps(backbone))
     assert type(again) is PythonBackbone
-    assert local_weights_source(again.config, again.places) == loaded.source
+    assert local_weights_source(again.config, again.paths) == loaded.source
     assert all(p.is_meta for p in backbone.shapes.parameters())
     with pytest.raises(InputError, match=r"set task\.kind=classification"):
         backbone.load("causal-lm", None, seed=0)

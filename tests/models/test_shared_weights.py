@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM
 
 from trishul_ray.config.fields import ModelConfig
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.errors import CorruptFileError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import BUILTINS
@@ -33,13 +33,13 @@ def tensors(model):
 
 
 def plain(config, kind, classes, cache, seed=0):
-    model = Backbone(config, Places(cache, None)).load(kind, classes, seed=seed)
+    model = Backbone(config, StoragePaths(cache, None)).load(kind, classes, seed=seed)
     cast(model, run_dtype(config))
     return model
 
 
 def resident(config, kind, classes, cache, seed=0):
-    return Backbone(config, Places(cache, None)).load_resident(kind, classes, seed=seed)
+    return Backbone(config, StoragePaths(cache, None)).load_resident(kind, classes, seed=seed)
 
 
 def assert_same_bits(one, two):
@@ -91,7 +91,7 @@ def test_drawn_head_is_not_stored(bert, tmp_path):
 
 def test_file_name_covers_everything_behind_the_weights(bert, tmp_path):
     def name(config, classes=3, seed=0):
-        backbone = Backbone(config, Places(tmp_path, None))
+        backbone = Backbone(config, StoragePaths(tmp_path, None))
         return backbone.resident_key("sequence-classification", classes, seed=seed)
 
     drawn = ModelConfig(name="bert-tiny", init="random")
@@ -161,9 +161,9 @@ import sys
 from pathlib import Path
 from trishul_ray.config.fields import ModelConfig
 from trishul_ray.models.backbone import Backbone
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 config = ModelConfig(name="bert-tiny", init="random")
-backbone = Backbone(config, Places(Path(sys.argv[1]), None))
+backbone = Backbone(config, StoragePaths(Path(sys.argv[1]), None))
 model = backbone.load_resident("sequence-classification", 3, seed=0).model
 print(*(line for line in Path("/proc/self/maps").read_text().splitlines() if "/weights/" in line))
 """

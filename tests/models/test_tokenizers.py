@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, LlamaConfig, PreTrainedTokenizerFast, T5Config
 
 from trishul_ray.config.fields import ModelConfig
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models import find_model
 from trishul_ray.models.backbone import Backbone
@@ -24,7 +24,7 @@ FAMILIES = {"bert-tiny": "bert", "t5-tiny": "t5", "llama-tiny": "llama"}
 
 
 def load(name, tmp_path):
-    return Backbone(ModelConfig(name=str(name)), Places(tmp_path, tmp_path / "hub")).tokenizer
+    return Backbone(ModelConfig(name=str(name)), StoragePaths(tmp_path, tmp_path / "hub")).tokenizer
 
 
 @pytest.fixture
@@ -108,12 +108,12 @@ def test_padding_token_outside_embedding_becomes_end_token(words, tmp_path):
     for rows, pad_id in ((5, 4), (4, 1)):
         LlamaConfig(vocab_size=rows).save_pretrained(tmp_path / "m")
         config = ModelConfig(name=str(tmp_path / "m"))
-        tokens = TokenizerRef.of(Backbone(config, Places(tmp_path, None)))
+        tokens = TokenizerRef.of(Backbone(config, StoragePaths(tmp_path, None)))
         ids, length = tokens.padded_columns(2, 3, lambda *_: [[2, 3], [2]], lambda done: None)
         assert ids.tolist() == [[2, 3], [2, pad_id]] and length.tolist() == [2, 1]
     words.eos_token = None
     words.save_pretrained(tmp_path / "m")
-    tokens = TokenizerRef.of(Backbone(config, Places(tmp_path, None)))
+    tokens = TokenizerRef.of(Backbone(config, StoragePaths(tmp_path, None)))
     with pytest.raises(InputError, match=r"'\[PAD\]', has id 4, but its embedding has 4 rows"):
         tokens.padded_columns(1, 3, lambda *_: [[2]], lambda done: None)
 

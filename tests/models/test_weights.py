@@ -25,7 +25,7 @@ from trishul_ray.adapters.export import export_merged
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.targets import classifier_parameters
 from trishul_ray.config.fields import ModelConfig
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.errors import CorruptFileError, InputError
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.tokenizers import byte_tokenizer
@@ -75,7 +75,7 @@ def save(family, folder):
 
 def load(name, kind, classes, where, *, seed=0, **fields):
     config = ModelConfig(name=str(name), **fields)
-    return Backbone(config, Places(where, where / "hub")).load(kind, classes, seed=seed)
+    return Backbone(config, StoragePaths(where, where / "hub")).load(kind, classes, seed=seed)
 
 
 def same(one, two, *, but=()):
@@ -253,7 +253,7 @@ def test_real_minilm_loads_by_name_and_mirror(tmp_path):
     )
     assert model.classifier.weight.shape == (20, 384)
     by_hub_name = ModelConfig(name="sentence-transformers/all-MiniLM-L6-v2")
-    known = Backbone(by_hub_name, Places(tmp_path, None)).meta_model(kind, 20)
+    known = Backbone(by_hub_name, StoragePaths(tmp_path, None)).meta_model(kind, 20)
     assert {n: p.shape for n, p in known.named_parameters()} == {
         n: p.shape for n, p in model.named_parameters()
     }

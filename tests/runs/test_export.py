@@ -75,11 +75,11 @@ def score(exports, tmp_path):
 @pytest.fixture
 def run(cache, tmp_path):
     def make(*dataset, **fields):
-        places = {"runs": tmp_path / "runs", "cache": cache}
+        paths = {"runs": tmp_path / "runs", "cache": cache}
         shape = {"clients": 3, "clients_per_round": 2, "local_steps": 3}
         common = {"federation": shape, "rounds": 2, "lr": 0.02, "backend": "inline"}
         common |= {"mlflow": False, "progress": "off"}
-        return trishul_ray.run(*dataset, **(common | places | fields))
+        return trishul_ray.run(*dataset, **(common | paths | fields))
 
     return make
 

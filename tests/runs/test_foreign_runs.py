@@ -39,15 +39,15 @@ def received(finished, tmp_path):
 def test_places_come_from_this_machine(received, cache):
     file = received / "config.yaml"
     fields = yaml.safe_load(file.read_text())
-    places = {"runs": "theirs", "cache": "/home/me", "hub": "/home/me"}
-    assert not places.keys() & fields["storage"].keys() and "uri" not in fields["tracking"]
-    fields["storage"] |= places
+    paths = {"runs": "theirs", "cache": "/home/me", "hub": "/home/me"}
+    assert not paths.keys() & fields["storage"].keys() and "uri" not in fields["tracking"]
+    fields["storage"] |= paths
     fields["tracking"]["uri"] = "http://collects.passwords"
     file.write_text(yaml.safe_dump(fields))
     _, experiment = open_run(str(received), "elsewhere")
     assert experiment.storage.runs == str(received.parent)
     assert (experiment.storage.cache, experiment.storage.hub) == (None, None)
-    assert experiment.storage.places.cache == cache
+    assert experiment.storage.paths.cache == cache
     assert experiment.tracking.uri is None
 
 

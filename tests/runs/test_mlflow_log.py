@@ -67,6 +67,6 @@ def test_fields_that_a_task_does_not_read(rows, model, unread):
     kind = "instruction" if rows == "instruction" else "auto"
     experiment = load_experiment(None, [f"model={model}", f"task.kind={kind}"])
     info = SimpleNamespace(kind=rows, name="mine")
-    backbone = backbone_of(experiment.model, experiment.storage.places)
+    backbone = backbone_of(experiment.model, experiment.storage.paths)
     found = unread_fields(experiment.task, info, backbone)
     assert set(found) == {f"task.{name}" for name in unread}

@@ -12,10 +12,10 @@ CITIES = ("Aarhus", "Bergen", "Cork")
 @pytest.fixture
 def run(cache, tmp_path):
     def make(*dataset, **fields):
-        places = {"runs": tmp_path / "runs", "cache": cache}
+        paths = {"runs": tmp_path / "runs", "cache": cache}
         common = {"rounds": 2, "local_steps": 2, "backend": "inline", "mlflow": False}
         common |= {"clients": 3, "clients_per_round": 2, "progress": "off", "method": "fedit"}
-        return trishul_ray.run(*dataset, **(common | places | fields))
+        return trishul_ray.run(*dataset, **(common | paths | fields))
 
     return make
 

@@ -29,8 +29,8 @@ def tiny(cache, tmp_path):
     """``tiny("method=fedit", ..., runs="runs")`` returns an inline experiment of two rounds."""
 
     def make(*overrides, runs="runs"):
-        places = [f"storage.cache={cache}", f"storage.runs={tmp_path / runs}"]
-        return load_experiment(None, [*TINY, *places, *overrides])
+        paths = [f"storage.cache={cache}", f"storage.runs={tmp_path / runs}"]
+        return load_experiment(None, [*TINY, *paths, *overrides])
 
     return make
 

@@ -51,8 +51,8 @@ class World:
         shutil.copytree(self.backup, self.place)
 
     def load(self, *overrides):
-        places = [f"storage.{k}={getattr(self, k)}" for k in ("runs", "hub", "cache")]
-        return load_experiment(self.file, [*places, *overrides])
+        paths = [f"storage.{k}={getattr(self, k)}" for k in ("runs", "hub", "cache")]
+        return load_experiment(self.file, [*paths, *overrides])
 
     def status(self, *overrides):
         """Return the state of the run that the configuration describes now."""

@@ -131,13 +131,13 @@ def test_shipped_grids_have_several_rates_per_setting(profile):
 
 def test_the_command_writes_rates_that_a_sweep_reads(called, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    places = [f"storage.cache={cache}", f"storage.runs={tmp_path}/runs"]
+    paths = [f"storage.cache={cache}", f"storage.runs={tmp_path}/runs"]
     (tmp_path / "mine.yaml").write_text(
         "base: {data.validation_share: 0.2}\naxes:\n"
         f"  method: {{FedIT: {{method: fedit, metric: {ACCURACY}}}}}\n"
         "  optimizer.lr: [1.0e-6, 1.0e-2]\n"
     )
-    words = [*TINY, *places]
+    words = [*TINY, *paths]
     scores = {}
     for cell in load_sweep(tmp_path / "mine.yaml", words).cells:
         quiet = RunProgress(2, Console(file=io.StringIO()))

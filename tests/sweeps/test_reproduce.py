@@ -92,10 +92,10 @@ def sweep_file(tmp_path, cache, small_words):
     def make(text, *overrides, name="mine"):
         file = tmp_path / f"{name}.yaml"
         file.write_text(textwrap.dedent(text))
-        places = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
+        paths = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
         # A field that the file varies cannot be overridden.
         words = [word for word in small_words if word.partition("=")[0] not in text]
-        return load_sweep(file, [*words, *places, "tracking.mlflow=true", *overrides])
+        return load_sweep(file, [*words, *paths, "tracking.mlflow=true", *overrides])
 
     return make
 
@@ -247,8 +247,8 @@ def test_command_with_nothing_to_do_imports_no_torch(
     tmp_path, cache, small_words, called, monkeypatch
 ):
     (tmp_path / "mine.yaml").write_text("axes: {seed: [0, 1]}\n")
-    places = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
-    words = [*small_words, *places, "tracking.mlflow=true", "resources.backend=inline"]
+    paths = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
+    words = [*small_words, *paths, "tracking.mlflow=true", "resources.backend=inline"]
     command = ["sweep", tmp_path / "mine.yaml", "--report", tmp_path / "report", *words]
     script = (
         "import sys\n"

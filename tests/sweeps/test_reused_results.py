@@ -16,8 +16,8 @@ from trishul_ray.tracking.progress import RunProgress, SweepProgress
 
 
 def test_shared_reused_result_is_logged_once(mlflow_store, empty_store, tmp_path, cache):
-    places = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
-    words = [*TINY, *places, "tracking.mlflow=true"]
+    paths = [f"storage.cache={cache}", f"storage.runs={tmp_path / 'runs'}"]
+    words = [*TINY, *paths, "tracking.mlflow=true"]
     for seed in (0, 1):
         experiment = load_experiment(None, [*words, f"seed={seed}"])
         run_experiment(experiment, RunProgress(2, Console(file=io.StringIO())))

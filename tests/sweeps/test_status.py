@@ -152,9 +152,9 @@ def test_result_without_a_required_score_is_stale(cell, place, cache):
     reason = "no score of round 1, which evaluation.every=1 requires"
     assert (state.status, state.reason) == ("stale", reason)
     # A sweep that shares the cell, and requires fewer scores, uses its result.
-    places = [f"storage.{key}={getattr(cell.storage, key)}" for key in ("runs", "hub", "cache")]
+    paths = [f"storage.{key}={getattr(cell.storage, key)}" for key in ("runs", "hub", "cache")]
     axes = ["seed=3", "partition.kind=dirichlet"]
-    sweeps = [sweep_from_axes(axes, [*WORDS, *places, *more]) for more in ([], [SELDOM])]
+    sweeps = [sweep_from_axes(axes, [*WORDS, *paths, *more]) for more in ([], [SELDOM])]
     outcomes = collect(sweeps, examine(distinct(sweeps)))
     assert [each.cells[0].status for each in outcomes] == ["stale", "finished"]
 
@@ -199,8 +199,8 @@ def test_unreadable_store_is_an_error(cell, place):
 
 
 def test_outcomes_have_the_cells_of_the_sweep(cell, place, cache):
-    places = [f"storage.{key}={getattr(cell.storage, key)}" for key in ("runs", "hub", "cache")]
-    sweep = sweep_from_axes(["seed=0..1", "partition.kind=dirichlet"], [*WORDS, *places])
+    paths = [f"storage.{key}={getattr(cell.storage, key)}" for key in ("runs", "hub", "cache")]
+    sweep = sweep_from_axes(["seed=0..1", "partition.kind=dirichlet"], [*WORDS, *paths])
     experiments = {c.experiment.id: c.experiment for c in sweep.cells}
     (outcome,) = collect([sweep], examine(experiments))
     assert outcome.name == sweep.name and outcome.tables == sweep.tables
@@ -212,7 +212,7 @@ def test_outcomes_have_the_cells_of_the_sweep(cell, place, cache):
     assert (missing.status, missing.reason, missing.value) == ("missing", "not run yet", None)
     assert missing.metric == "accuracy" and missing.summary is None
     # A run may have more scores than the sweep requires: only the required ones are shown.
-    seldom = sweep_from_axes(["seed=0..1", "partition.kind=dirichlet"], [*WORDS, *places, SELDOM])
+    seldom = sweep_from_axes(["seed=0..1", "partition.kind=dirichlet"], [*WORDS, *paths, SELDOM])
     (outcome,) = collect([seldom], examine(experiments))
     assert ["accuracy" in record for record in outcome.cells[0].records] == [True, False, True]
     assert "uploaded_bytes" in outcome.cells[0].records[1]

@@ -26,7 +26,7 @@ from transformers import (
 
 from trishul_ray.adapters.model import AdaptedModel
 from trishul_ray.config.fields import ModelConfig
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.data.dataset import DatasetInfo, Split, write_split
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.builtin import EOS, PAD, VOCABULARY
@@ -49,7 +49,7 @@ def byte_tokens():
     """``byte_tokens("t5")`` returns the tokenizer of a built-in model, one token per byte."""
 
     def make(family, vocabulary=VOCABULARY):
-        backbone = Backbone(ModelConfig(name=f"{family}-tiny"), Places(Path("none"), None))
+        backbone = Backbone(ModelConfig(name=f"{family}-tiny"), StoragePaths(Path("none"), None))
         return TokenizerRef(backbone, vocabulary_size=vocabulary)
 
     return make
@@ -67,7 +67,7 @@ def word_tokens():
     )  # fmt: skip
     fast.train_from_iterator(["a fine film, yes yes no no maybe\nAnswer: Answer:"] * 9, trainer)
     fast.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    backbone = Backbone(ModelConfig(name="none"), Places(Path("none"), None))
+    backbone = Backbone(ModelConfig(name="none"), StoragePaths(Path("none"), None))
     backbone.__dict__["tokenizer"] = PreTrainedTokenizerFast(
         tokenizer_object=fast, bos_token="<s>", eos_token="</s>", pad_token="</s>"
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.loading import load_experiment
@@ -30,7 +30,9 @@ PROMPT = ["task.template='{text} or {more}?'", "task.verbalizers=[good, bad]"]
 
 def build(info, *overrides):
     experiment = load_experiment(None, ["task.max_length=64", *overrides])
-    return build_task(experiment.task, info, Backbone(experiment.model, Places(Path("none"), None)))
+    return build_task(
+        experiment.task, info, Backbone(experiment.model, StoragePaths(Path("none"), None))
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tokenizers.processors import BertProcessing
 from transformers import BertConfig, PreTrainedTokenizerFast
 
 from trishul_ray.config.fields import ModelConfig
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.errors import InputError
 from trishul_ray.models.backbone import Backbone
@@ -39,7 +39,7 @@ def word_tokens(tmp_path):
         unk_token="[UNK]", model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     ).save_pretrained(folder)  # fmt: skip
     BertConfig(vocab_size=9).save_pretrained(folder)
-    backbone = Backbone(ModelConfig(name=str(folder)), Places(tmp_path, None))
+    backbone = Backbone(ModelConfig(name=str(folder)), StoragePaths(tmp_path, None))
     return TokenizerRef(backbone, vocabulary_size=9)
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.errors import first_line
 from trishul_ray.runtime.device import usable_cores
 from trishul_ray.storage.durable import (
@@ -47,15 +47,15 @@ class Check(NamedTuple):
 
 def diagnose(runs: str = "runs", start_ray: bool = False) -> list[Check]:
     """Check the requirements of a run; with ``start_ray``, also connect to Ray or start it."""
-    places = Places.at()
+    paths = StoragePaths.at()
     checks: dict[str, Callable[[], str]] = {
         "versions": check_packages,
         "devices": check_devices,
         "ray": partial(check_ray, start_ray),
         "runs": partial(check_folder, runs),
-        "cache": partial(check_folder, str(places.cache)),
+        "cache": partial(check_folder, str(paths.cache)),
         "mlflow": partial(check_mlflow, runs),
-        "hub": partial(check_hub, places.hub),
+        "hub": partial(check_hub, paths.hub),
     }
     return [Check(name, *result_of(check)) for name, check in checks.items()]
 

@@ -48,10 +48,10 @@ def doctor(
 ) -> None:
     """Check this machine: versions, devices, Ray, folders and the hub."""
     from trishul_ray.cli.doctor import diagnose, remove_leftovers
-    from trishul_ray.config.places import Places
+    from trishul_ray.config.paths import StoragePaths
 
     if clean:
-        removed = remove_leftovers(Places.at().cache, runs)
+        removed = remove_leftovers(StoragePaths.at().cache, runs)
         for path in removed:
             print_line(f"removed {path}")
         print_line(f"{len(removed)} removed")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.config.section import (
     PathText,
     Section,
@@ -550,6 +550,6 @@ class StorageConfig(Section):
     )
 
     @property
-    def places(self) -> Places:
-        """The storage paths of this machine, with the defaults of :meth:`Places.at`."""
-        return Places.at(self.cache, self.hub)
+    def paths(self) -> StoragePaths:
+        """The storage paths of this machine, with the defaults of :meth:`StoragePaths.at`."""
+        return StoragePaths.at(self.cache, self.hub)

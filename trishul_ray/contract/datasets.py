@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from trishul_ray.config.fields import DataConfig
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.contract.checks import Check, require
 from trishul_ray.data.dataset import PreparedDataset
 from trishul_ray.data.prepare import official_rows, prepare
@@ -19,8 +19,8 @@ def checks_of(name: str) -> list[Check]:
 
 def _prepared(name: str, cache: Path | None = None) -> PreparedDataset:
     """Load the dataset as a run does; with ``cache``, read it again into that folder."""
-    places = Places.at()
-    return prepare(DataConfig(name=name), cache=cache or places.cache, hub=places.hub)
+    paths = StoragePaths.at()
+    return prepare(DataConfig(name=name), cache=cache or paths.cache, hub=paths.hub)
 
 
 def rows_are_official(name: str) -> None:

@@ -36,7 +36,7 @@ from trishul_ray.config.fields import (
     TaskConfig,
     TrackingConfig,
 )
-from trishul_ray.config.places import PLACES
+from trishul_ray.config.paths import LOCAL_FIELDS
 from trishul_ray.config.section import Section, identifies, not_in_id
 from trishul_ray.experiment.checks import (
     check_actors,
@@ -291,7 +291,7 @@ class Experiment(Section):
         With ``sources``, which is meant for another process, the paths and the texts of plug-ins
         are included.
         """
-        fields = self.model_dump(mode="json", exclude=None if sources else PLACES)
+        fields = self.model_dump(mode="json", exclude=None if sources else LOCAL_FIELDS)
         fields |= fields.pop("stages")
         for plugin in fields["plugins"] if not sources else ():
             del plugin["source"]

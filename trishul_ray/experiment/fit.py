@@ -124,7 +124,7 @@ def _layers_note(experiment: Experiment) -> Path:
     software = __version__, metadata.version("transformers")
     key = [*software, experiment.model.model_dump(mode="json"), experiment.adapter.targets, scores]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    return experiment.storage.places.cache / "layers" / f"{name}.json"
+    return experiment.storage.paths.cache / "layers" / f"{name}.json"
 
 
 def check_adapters(experiment: Experiment) -> None:
@@ -141,7 +141,7 @@ def _shapes(experiment: Experiment) -> nn.Module:
         backbone_of,  # imports transformers, which takes seconds
     )
 
-    return backbone_of(experiment.model, experiment.storage.places).shapes
+    return backbone_of(experiment.model, experiment.storage.paths).shapes
 
 
 def _check_site(site: Site, experiment: Experiment) -> None:

@@ -108,7 +108,7 @@ def check_found(experiment: "Experiment") -> None:
     if isinstance(source, UserData) and experiment.data.content is None:
         source.content()
     if not experiment.model.name.startswith(f"{PASSED}:"):
-        find_model(experiment.model.name, experiment.storage.places)
+        find_model(experiment.model.name, experiment.storage.paths)
 
 
 def local_sources(
@@ -127,16 +127,16 @@ def local_sources(
 
     sources: dict[str, str] = {}
     unknown = []
-    places = experiment.storage.places
+    paths = experiment.storage.paths
     try:
         rows = prepare(
-            experiment.data, cache=places.cache, hub=places.hub, progress=progress, download=False
+            experiment.data, cache=paths.cache, hub=paths.hub, progress=progress, download=False
         )
         sources["rows"] = rows.fingerprint
     except InputError as error:
         unknown.append(f"the data ({error})")
     try:
-        weights = local_weights_source(experiment.model, places)
+        weights = local_weights_source(experiment.model, paths)
         if weights is None:
             unknown.append(f"the weights of {experiment.model.name} (not on this machine)")
         elif weights:

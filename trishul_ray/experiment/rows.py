@@ -42,11 +42,11 @@ def check_rows(experiment: Experiment, progress: ProgressCallback | None = None)
     Raises:
         InputError: User data are malformed or fit no task, or the rows cannot be partitioned.
     """
-    data, places = experiment.data, experiment.storage.places
+    data, paths = experiment.data, experiment.storage.paths
     try:
-        rows = prepare(data, cache=places.cache, hub=places.hub, progress=progress, download=False)
+        rows = prepare(data, cache=paths.cache, hub=paths.hub, progress=progress, download=False)
     except InputError:
-        if find_source(data).key(places.hub).startswith(ON_HUB):
+        if find_source(data).key(paths.hub).startswith(ON_HUB):
             return
         raise
-    partition_rows(choose_rows(rows, data, cache=places.cache), experiment)
+    partition_rows(choose_rows(rows, data, cache=paths.cache), experiment)

@@ -56,7 +56,7 @@ def prepare_run(experiment: Experiment, progress: ProgressCallback | None = None
             cannot be partitioned as configured.
     """
     check_content(experiment)
-    backbone = backbone_of(experiment.model, experiment.storage.places)
+    backbone = backbone_of(experiment.model, experiment.storage.paths)
     rows, sources = _chosen_rows(experiment, progress)
     shards = partition_rows(rows, experiment)
     dataset, task, tokens = _encode_rows(rows, experiment, backbone, progress)
@@ -144,7 +144,7 @@ def prepare_dataset(
 ) -> tuple[PreparedDataset, Task, dict[str, str]]:
     """Prepare the dataset as the task trains on it, the task, and the hashes of the data."""
     check_content(experiment)
-    backbone = backbone_of(experiment.model, experiment.storage.places)
+    backbone = backbone_of(experiment.model, experiment.storage.paths)
     rows, sources = _chosen_rows(experiment, progress)
     dataset, task, tokens = _encode_rows(rows, experiment, backbone, progress)
     return dataset, task, sources | tokens
@@ -154,9 +154,9 @@ def _chosen_rows(
     experiment: Experiment, progress: ProgressCallback | None
 ) -> tuple[PreparedDataset, dict[str, str]]:
     """Load the raw rows that the experiment uses, and the hash of the whole dataset."""
-    places = experiment.storage.places
-    rows = prepare(experiment.data, cache=places.cache, hub=places.hub, progress=progress)
-    return choose_rows(rows, experiment.data, cache=places.cache), {"rows": rows.fingerprint}
+    paths = experiment.storage.paths
+    rows = prepare(experiment.data, cache=paths.cache, hub=paths.hub, progress=progress)
+    return choose_rows(rows, experiment.data, cache=paths.cache), {"rows": rows.fingerprint}
 
 
 def _encode_rows(
@@ -169,7 +169,7 @@ def _encode_rows(
     task = build_task(experiment.task, rows.info, backbone)
     if task.encoder is None:
         return rows, task, {}
-    dataset = encode(rows, task.encoder, cache=backbone.places.cache, progress=progress)
+    dataset = encode(rows, task.encoder, cache=backbone.paths.cache, progress=progress)
     sources = {"tokens": dataset.fingerprint}
     if isinstance(task, Verbalizer):  # The names of the classes may be the answers.
         sources["answers"] = ",".join(map(str, task.answer_ids))

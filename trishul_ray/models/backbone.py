@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from trishul_ray.config.fields import ModelConfig
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.errors import InputError
 from trishul_ray.models import shared_weights, weights
 from trishul_ray.models.builtin import BUILTINS
@@ -39,11 +39,11 @@ class Backbone:
     storage paths (cache and local mirror), so that another process reads a separate copy.
     """
 
-    def __init__(self, config: ModelConfig, places: Places) -> None:
-        self.config, self.places = config, places
+    def __init__(self, config: ModelConfig, paths: StoragePaths) -> None:
+        self.config, self.paths = config, paths
 
-    def __reduce__(self) -> tuple[type["Backbone"], tuple[ModelConfig, Places]]:
-        return type(self), (self.config, self.places)
+    def __reduce__(self) -> tuple[type["Backbone"], tuple[ModelConfig, StoragePaths]]:
+        return type(self), (self.config, self.paths)
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class Backbone:
         Raises:
             InputError: As for :func:`find_model`.
         """
-        return find_model(self.name, self.places)
+        return find_model(self.name, self.paths)
 
     @property
     def location(self) -> Path | str:
@@ -194,7 +194,7 @@ class Backbone:
             InputError: The model cannot be found, or cannot be used as this kind.
             CorruptFileError: The checkpoint is malformed.
         """
-        return shared_weights.load_resident(self._plan(kind, num_classes, seed), self.places.cache)
+        return shared_weights.load_resident(self._plan(kind, num_classes, seed), self.paths.cache)
 
     def resident_key(self, kind: ModelKind, num_classes: int | None, *, seed: int) -> Hashable:
         """Return a key of the weights of :meth:`load_resident`, except a drawn head."""
@@ -209,7 +209,7 @@ class Backbone:
         location = self.location
         if self.name in BUILTINS and isinstance(location, Path) and not location.is_dir():
             raise InputError(
-                f"model.name={self.name!r} is not pretrained yet in {self.places.cache} "
+                f"model.name={self.name!r} is not pretrained yet in {self.paths.cache} "
                 f"(storage.cache): `trishul run model={self.name}` pretrains it"
             )
         with self.files.reading():

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from trishul_ray.config.fields import ModelConfig
-    from trishul_ray.config.places import Places
+    from trishul_ray.config.paths import StoragePaths
 
 #: The auto class of transformers that builds a model.
 ModelKind = Literal["image-classification", "sequence-classification", "seq2seq-lm", "causal-lm"]
@@ -161,18 +161,18 @@ class ModelFiles:
         )
 
 
-def find_model(name: str, places: "Places") -> ModelFiles:
+def find_model(name: str, paths: "StoragePaths") -> ModelFiles:
     """Find the files of a model.
 
     Raises:
         InputError: The name matches nothing, or its folder has no ``config.json``.
     """
-    return ModelFiles(name, _find(name, places), places.hub)
+    return ModelFiles(name, _find(name, paths), paths.hub)
 
 
-def _find(name: str, places: "Places") -> Path | str:
+def _find(name: str, paths: "StoragePaths") -> Path | str:
     if name in BUILTINS:
-        return BUILTINS[name].folder(places.cache)
+        return BUILTINS[name].folder(paths.cache)
     if name in PACKAGED:
         return _packaged_model(name)
     local = local_folder(name)
@@ -186,7 +186,7 @@ def _find(name: str, places: "Places") -> Path | str:
             f"model.name={name!r} is neither a built-in ({', '.join(BUILTINS)}) nor a folder nor "
             f"a hub name owner/model, such as openai-community/gpt2{hint}"
         )
-    mirror = places.hub
+    mirror = paths.hub
     if mirror is not None and (mirror / name).is_dir():
         if not (mirror / name / "config.json").is_file():
             raise InputError(
@@ -231,7 +231,7 @@ def weights_source(files: ModelFiles, commit: str | None, *, drawn: bool) -> str
     return f"{location}@{commit}" if commit else ""
 
 
-def local_weights_source(config: "ModelConfig", places: "Places") -> str | None:
+def local_weights_source(config: "ModelConfig", paths: "StoragePaths") -> str | None:
     """Return the :func:`weights_source` of the files on this machine, or None without files.
 
     Raises:
@@ -239,7 +239,7 @@ def local_weights_source(config: "ModelConfig", places: "Places") -> str | None:
     """
     if config.name.startswith(f"{PASSED}:"):
         return config.content_hash
-    files, drawn = find_model(config.name, places), config.init == "random"
+    files, drawn = find_model(config.name, paths), config.init == "random"
     location = files.location
     if isinstance(location, Path):
         return weights_source(files, None, drawn=drawn) if drawn or location.is_dir() else None

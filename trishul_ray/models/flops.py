@@ -7,13 +7,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trishul_ray.config.fields import ModelConfig, TaskConfig
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.models.find_model import image_config
 
 
 @lru_cache(maxsize=32)
-def row_flops(model: ModelConfig, places: Places, task: TaskConfig) -> tuple[float, float, int]:
+def row_flops(
+    model: ModelConfig, paths: StoragePaths, task: TaskConfig
+) -> tuple[float, float, int]:
     """Count the operations of a row's forward pass and generation, and the linear layers.
 
     Texts are counted with ``task.max_length`` tokens and all their logits, so the counts are upper
@@ -22,7 +24,7 @@ def row_flops(model: ModelConfig, places: Places, task: TaskConfig) -> tuple[flo
     Raises:
         InputError: The model is not on this machine.
     """
-    module = backbone_of(model, places).shapes
+    module = backbone_of(model, paths).shapes
     config: Any = module.config
     generates = config.is_encoder_decoder or task.kind == "instruction"
     with torch.device("meta"):

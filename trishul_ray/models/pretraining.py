@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForImageClassification
 
-from trishul_ray.config.places import Places
+from trishul_ray.config.paths import StoragePaths
 from trishul_ray.data.dataset import DatasetInfo, ProgressCallback, Split
 from trishul_ray.data.prepare import prepare
 from trishul_ray.errors import InputError, RunError
@@ -36,7 +36,7 @@ def needs_pretraining(backbone: Backbone) -> bool:
     builtin = BUILTINS.get(backbone.name)
     if builtin is None or backbone.config.init != "pretrained":
         return False
-    return not builtin.folder(backbone.places.cache).is_dir()
+    return not builtin.folder(backbone.paths.cache).is_dir()
 
 
 def ensure_pretrained(
@@ -54,17 +54,17 @@ def ensure_pretrained(
     """
     if not needs_pretraining(backbone):
         return
-    builtin, places = BUILTINS[backbone.name], backbone.places
+    builtin, paths = BUILTINS[backbone.name], backbone.paths
     recipe = recipe_of(builtin)
 
     def make(new: Path) -> None:
-        split = _training_split(recipe, places, progress)
+        split = _training_split(recipe, paths, progress)
         if progress is not None:
             progress(f"pretraining {builtin.name}", 0.0)
         train = _train_on_ray if on_ray else _train_here
-        save_backbone(train(builtin, places), builtin, split, new)
+        save_backbone(train(builtin, paths), builtin, split, new)
 
-    make_once(places.cache, builtin.place, make)
+    make_once(paths.cache, builtin.place, make)
 
 
 def recipe_of(builtin: Builtin) -> Recipe:
@@ -149,27 +149,27 @@ def save_backbone(model: nn.Module, builtin: Builtin, split: Split, folder: Path
 
 
 def _training_split(
-    recipe: Recipe, places: Places, progress: ProgressCallback | None = None
+    recipe: Recipe, paths: StoragePaths, progress: ProgressCallback | None = None
 ) -> Split:
-    dataset = prepare(recipe.dataset, cache=places.cache, hub=places.hub, progress=progress)
+    dataset = prepare(recipe.dataset, cache=paths.cache, hub=paths.hub, progress=progress)
     return dataset.split(recipe.split)
 
 
-def _train_here(builtin: Builtin, places: Places) -> nn.Module:
-    return train_backbone(builtin, _training_split(recipe_of(builtin), places))
+def _train_here(builtin: Builtin, paths: StoragePaths) -> nn.Module:
+    return train_backbone(builtin, _training_split(recipe_of(builtin), paths))
 
 
-def _train_on_ray(builtin: Builtin, places: Places) -> nn.Module:
+def _train_on_ray(builtin: Builtin, paths: StoragePaths) -> nn.Module:
     """Train in a TorchTrainer with one worker."""
     # Import here: every client imports this file, and Ray Train takes seconds.
     from ray.train import LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
 
     def train() -> dict[str, np.ndarray]:
-        model = _train_here(builtin, places)
+        model = _train_here(builtin, paths)
         return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
-    with scratch_folder("train", places.cache) as storage:
+    with scratch_folder("train", paths.cache) as storage:
         trainer = TorchTrainer(
             train,  # type: ignore[arg-type]  # may return a value since Ray Train 2
             scaling_config=ScalingConfig(num_workers=1, use_gpu=False),

@@ -90,7 +90,7 @@ def restore_files(
         if checkpoint is None or checkpoint.round != experiment.federation.rounds:
             raise RunError("its last checkpoint is missing or corrupt; use --fresh to run it again")
         if model:
-            backbone = backbone_of(experiment.model, experiment.storage.places)
+            backbone = backbone_of(experiment.model, experiment.storage.paths)
             ensure_pretrained(backbone, progress.task_progress("backbone"), on_ray=False)
         summary = write_results(experiment, checkpoint, summary, folder.home, model=model)
     except (InputError, RunError, FileNotFoundError) as error:

@@ -262,7 +262,7 @@ class _BackboneName:
 def _name_backbone(context: ModelContext, place: str) -> _BackboneName:
     """Return the name or path with which ``from_pretrained`` finds the backbone of an adapter."""
     config = context.settings.model
-    backbone = backbone_of(config, context.settings.storage.places)
+    backbone = backbone_of(config, context.settings.storage.paths)
     if isinstance(backbone, PythonBackbone):
         return _BackboneName(backbone.name.partition(":")[2])
     native = getattr(image_config(backbone.architecture), "image_size", None)
@@ -343,9 +343,7 @@ def _model_card(
     """Render the model card, which describes the model and contains the code that loads it."""
     settings, kind = context.settings, context.task.model_kind
     images = isinstance(context.task, ImageClassification)
-    made_in_python = isinstance(
-        backbone_of(settings.model, settings.storage.places), PythonBackbone
-    )
+    made_in_python = isinstance(backbone_of(settings.model, settings.storage.paths), PythonBackbone)
     templates = Environment(
         loader=PackageLoader("trishul_ray.runs", "."),
         undefined=StrictUndefined,

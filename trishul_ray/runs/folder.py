@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from trishul_ray.config.places import PLACES
+from trishul_ray.config.paths import LOCAL_FIELDS
 from trishul_ray.errors import (
     BusyError,
     CorruptFileError,
@@ -135,7 +135,7 @@ def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
     home = store.child(name)
     try:
         fields = parse_yaml(home.read("config.yaml"), texts=True)
-        for section, names in PLACES.items():
+        for section, names in LOCAL_FIELDS.items():
             fields[section] = {k: v for k, v in fields[section].items() if k not in names}
         fields["storage"]["runs"] = folder or runs
     except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:

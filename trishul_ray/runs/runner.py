@@ -286,7 +286,7 @@ def _repeats(fed: FederationConfig, sizes: np.ndarray) -> Iterator[str]:
 
 
 def _backbone(experiment: Experiment) -> Backbone:
-    return backbone_of(experiment.model, experiment.storage.places)
+    return backbone_of(experiment.model, experiment.storage.paths)
 
 
 def _train(

@@ -70,12 +70,12 @@ def seconds_of(experiment: Experiment, device: str) -> float:
     from trishul_ray.models.choose_backbone import backbone_of
     from trishul_ray.models.flops import row_flops
 
-    fed, model, places = experiment.federation, experiment.model, experiment.storage.places
+    fed, model, paths = experiment.federation, experiment.model, experiment.storage.paths
     forward, generation, layers = row_flops(
-        model.model_copy(update={"content": None}), places, experiment.task
+        model.model_copy(update={"content": None}), paths, experiment.task
     )
     method = build_method(experiment.method, experiment.adapter)
-    adapters = method.adapters(build_site(backbone_of(model, places).shapes, experiment))
+    adapters = method.adapters(build_site(backbone_of(model, paths).shapes, experiment))
     official = official_rows(experiment.data.name) or {}
     each, size = fed.steps_of(max(1, official.get("train", USER_ROWS) // fed.clients))
     steps = fed.rounds * fed.clients_per_round * each

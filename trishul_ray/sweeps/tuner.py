@@ -153,7 +153,7 @@ def prepare_inputs(experiments: Sequence[Experiment], progress: SweepProgress) -
     }
     errors = []
     for experiment in distinct.values():
-        backbone = backbone_of(experiment.model, experiment.storage.places)
+        backbone = backbone_of(experiment.model, experiment.storage.paths)
         try:
             label = f"preparing {experiment.data.name}"
             prepare_dataset(experiment, progress.task_progress(label))

@@ -65,10 +65,10 @@ def test_the_same_rows_on_any_machine(tmp_path):
 def experiment(cache, tmp_path):
     """``experiment("mnli", ...)`` returns a tiny run with the preset of a synthetic dataset."""
     tiny = ["federation.local_steps=8", "federation.batch_size=8", "evaluation.limit=64"]
-    places = [f"storage.cache={cache}", f"storage.runs={tmp_path}", "tracking.mlflow=false"]
+    paths = [f"storage.cache={cache}", f"storage.runs={tmp_path}", "tracking.mlflow=false"]
 
     def make(name, *words):
-        return load_experiment(None, [f"dataset=synthetic/{name}", *tiny, *places, *words])
+        return load_experiment(None, [f"dataset=synthetic/{name}", *tiny, *paths, *words])
 
     return make
 

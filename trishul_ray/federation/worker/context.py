@@ -220,7 +220,7 @@ def build_model_context(
             be used.
         RunError: The memory of the device, or this process's share of it, is too small.
     """
-    backbone = backbone_of(experiment.model, experiment.storage.places)
+    backbone = backbone_of(experiment.model, experiment.storage.paths)
     task = build_task(experiment.task, info, backbone)
     device = device_named(experiment.resources.device)
     ensure_pretrained(backbone, on_ray=False)

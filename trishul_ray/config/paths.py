@@ -9,18 +9,18 @@ from pathlib import Path
 
 #: Fields of an experiment, by section, that are storage paths or MLflow runs of this machine. A run
 #: neither stores nor reads them, since it may come from another machine.
-PLACES = {"storage": {"runs", "cache", "hub"}, "tracking": {"uri", "parent_run"}}
+LOCAL_FIELDS = {"storage": {"runs", "cache", "hub"}, "tracking": {"uri", "parent_run"}}
 
 
 @dataclass(frozen=True)
-class Places:
+class StoragePaths:
     """The folder of prepared data and backbones, and an optional mirror of the hub."""
 
     cache: Path
     hub: Path | None
 
     @classmethod
-    def at(cls, cache: str | Path | None = None, hub: str | Path | None = None) -> "Places":
+    def at(cls, cache: str | Path | None = None, hub: str | Path | None = None) -> "StoragePaths":
         """Resolve the paths, by default $TRISHUL_CACHE or ~/.cache/trishul, and $TRISHUL_HUB."""
         cache = cache or os.environ.get("TRISHUL_CACHE") or "~/.cache/trishul"
         hub = hub or os.environ.get("TRISHUL_HUB")
