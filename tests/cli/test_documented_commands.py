@@ -23,7 +23,7 @@ from trishul_ray.cli.app import app
 from trishul_ray.cli.run import load_arguments
 from trishul_ray.cli.sweeps import split_arguments
 from trishul_ray.data.public import DATASETS
-from trishul_ray.experiment.fit import check_fits
+from trishul_ray.experiment.compatibility import check_fits
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.sweeps.loading import find_sweeps, load_sweep, sweep_from_axes

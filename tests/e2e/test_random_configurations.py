@@ -9,7 +9,7 @@ import random
 import pytest
 
 from trishul_ray.errors import InputError
-from trishul_ray.experiment.fit import check_fits
+from trishul_ray.experiment.compatibility import check_fits
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run

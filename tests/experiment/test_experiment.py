@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.fit import check_layers
+from trishul_ray.experiment.compatibility import check_layers
 from trishul_ray.experiment.loading import field_names, load_experiment
 from trishul_ray.stages import STAGES, stage_names
 

@@ -9,7 +9,7 @@ from trishul_ray.config.paths import StoragePaths
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.public import DATASETS
 from trishul_ray.errors import InputError
-from trishul_ray.experiment.fit import build_site
+from trishul_ray.experiment.compatibility import build_site
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone

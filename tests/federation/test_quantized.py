@@ -8,7 +8,7 @@ from torch import nn
 import trishul_ray
 from trishul_ray.adapters.quantized import QuantizedLinear
 from trishul_ray.errors import InputError
-from trishul_ray.experiment.fit import check_fits
+from trishul_ray.experiment.compatibility import check_fits
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.worker.context import build_context, build_model_context

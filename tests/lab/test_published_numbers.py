@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.config.paths import StoragePaths
-from trishul_ray.experiment.fit import build_site
+from trishul_ray.experiment.compatibility import build_site
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.lab.privacy.accounting import Guarantee
 from trishul_ray.methods.base import build_method

@@ -10,7 +10,7 @@ from method_runs import SINGLE
 
 from trishul_ray.adapters.model import AdaptedModel
 from trishul_ray.errors import InputError
-from trishul_ray.experiment.fit import build_site
+from trishul_ray.experiment.compatibility import build_site
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.methods.base import build_method, method_class
 from trishul_ray.models.choose_backbone import backbone_of

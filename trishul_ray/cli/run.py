@@ -103,7 +103,7 @@ def run(
     if show:
         if experiment.data.name in USER_DATA:
             check_rows(experiment)
-        from trishul_ray.experiment.fit import check_layers  # imports torch
+        from trishul_ray.experiment.compatibility import check_layers  # imports torch
 
         if why := check_layers(experiment):
             print_line(f"could not check that the adapters fit the model: {why}", err)

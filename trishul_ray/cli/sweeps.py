@@ -107,7 +107,7 @@ def sweep(
 
 
 def _show_plan(sweeps: "Sequence[Sweep]", device: str | None) -> None:
-    from trishul_ray.experiment.fit import check_layers
+    from trishul_ray.experiment.compatibility import check_layers
     from trishul_ray.sweeps.cells import distinct
     from trishul_ray.sweeps.plan import default_device, plan_table
     from trishul_ray.sweeps.run import cell_names, check_cells

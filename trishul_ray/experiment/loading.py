@@ -177,7 +177,7 @@ def resolve_experiment(user: RawFields) -> Experiment:
     preset = _preset(named or dataset) if isinstance(named or dataset, str) else {}
     experiment = build_experiment(_over_preset(preset, user))
     if experiment.data.path is not None and "/" not in experiment.model.name:
-        from trishul_ray.experiment.fit import with_builtin_defaults  # imports torch
+        from trishul_ray.experiment.compatibility import with_builtin_defaults  # imports torch
 
         experiment = with_builtin_defaults(
             experiment,

@@ -33,7 +33,7 @@ def check_first(experiment: Experiment, progress: ProgressCallback | None = None
     for stage in Stages.of(experiment):
         stage.prepare()
     check_rows(experiment, progress)
-    from trishul_ray.experiment.fit import check_layers  # imports torch
+    from trishul_ray.experiment.compatibility import check_layers  # imports torch
 
     if missing := check_layers(experiment):
         raise InputError(missing)

@@ -17,7 +17,7 @@ from trishul_ray.config.fields import FederationConfig, RateSource
 from trishul_ray.data.user.user_data import USER_DATA
 from trishul_ray.errors import ArtifactsError, InputError, StorageRefusedError
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.fit import check_fits, random_weights_line
+from trishul_ray.experiment.compatibility import check_fits, random_weights_warning
 from trishul_ray.federation.checkpoint import Checkpoint
 from trishul_ray.federation.on_ray.driver import Driver, RayDriver, Workers, open_driver
 from trishul_ray.federation.on_ray.session import opening, ray_session
@@ -171,7 +171,7 @@ def _prepare(experiment: Experiment, workers: Workers | None, progress: RunProgr
     mlflow_command(experiment)  # rejects an invalid store
     progress.phase("preparing data")
     prepared = prepare_run(experiment, progress.task_progress("preparing data"))
-    for notice in (*notices, random_weights_line(experiment)):
+    for notice in (*notices, random_weights_warning(experiment)):
         if notice is not None:
             progress.note(notice)
     return prepared

@@ -66,7 +66,7 @@ def seconds_of(experiment: Experiment, device: str) -> float:
         InputError: The model is not on this machine, or the adapters do not fit the model.
     """
     from trishul_ray.adapters.multihead import MultiHead  # imports torch
-    from trishul_ray.experiment.fit import build_site
+    from trishul_ray.experiment.compatibility import build_site
     from trishul_ray.models.choose_backbone import backbone_of
     from trishul_ray.models.flops import row_flops
 

@@ -63,7 +63,7 @@ def reproduce(sweeps: Sequence[Sweep], options: TuneOptions, progress: SweepProg
     states: dict[str, CellState] = {}
     missing, names = _examine(sweeps, states, progress), cell_names(sweeps)
     if missing:
-        from trishul_ray.experiment.fit import check_fits  # imports torch
+        from trishul_ray.experiment.compatibility import check_fits  # imports torch
 
         check_cells(missing, names, check_fits)
     for id in missing:

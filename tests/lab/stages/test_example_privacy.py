@@ -18,7 +18,7 @@ from scipy.stats import chi2, chisquare, norm
 from trishul_ray.adapters.model import AdaptedModel
 from trishul_ray.data.sampling import uniform_cohort
 from trishul_ray.errors import FailsAgainError, InputError
-from trishul_ray.experiment.fit import check_fits
+from trishul_ray.experiment.compatibility import check_fits
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineExecutor
 from trishul_ray.federation.messages import TrainJob
@@ -402,14 +402,14 @@ def test_report_names_the_guarantee(small):
 
 
 def test_layers_of_the_head_are_checked(small, monkeypatch):
-    from trishul_ray.experiment import fit
+    from trishul_ray.experiment import compatibility
 
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.query, self.classifier = torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)
 
-    monkeypatch.setattr(fit, "_shapes", lambda experiment: Net())
+    monkeypatch.setattr(compatibility, "_shapes", lambda experiment: Net())
     experiment = small(EXAMPLE, "privacy.noise=1", "adapter.targets=query", "method=fedit")
     with pytest.raises(InputError, match="gradients per example only train linear layers"):
         check_fits(experiment)

@@ -40,8 +40,8 @@ class Coordinator:
 
     def check_fits(self, experiment: Json) -> None:
         """Raise an InputError if the parts of an experiment are not compatible."""
+        from trishul_ray.experiment.compatibility import check_fits
         from trishul_ray.experiment.experiment import received
-        from trishul_ray.experiment.fit import check_fits
 
         check_fits(received(experiment))
 

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trishul_ray.errors import RunError
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.fit import check_fits
+from trishul_ray.experiment.compatibility import check_fits
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.on_ray.coordinator import Coordinator
 from trishul_ray.federation.on_ray.metrics import RunMetrics
@@ -104,7 +104,7 @@ class Workers:
         self.coordinator(experiment, slices_for_run(experiment))
 
     def check_fits(self, experiment: Experiment) -> None:
-        """Call :func:`~trishul_ray.experiment.fit.check_fits` where the models are imported.
+        """Check in the coordinator that the adapters fit; see ``experiment/compatibility.py``.
 
         A coordinator has already imported them; in this process it would take seconds.
         """

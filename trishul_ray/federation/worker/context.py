@@ -19,7 +19,7 @@ from trishul_ray.data.partition import Partition, class_mix, client_names
 from trishul_ray.data.sampling import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.fit import build_site
+from trishul_ray.experiment.compatibility import build_site
 from trishul_ray.federation.messages import Arrays, Expected, WorkerSpec, changed_sources, to_tensor
 from trishul_ray.federation.prepare import Prepared, prepare_dataset
 from trishul_ray.federation.reduce import round_units, unit_sizes

@@ -53,7 +53,7 @@ def with_builtin_defaults(experiment: Experiment, *, budget: bool, weights: bool
     return experiment
 
 
-def random_weights_line(experiment: Experiment) -> str | None:
+def random_weights_warning(experiment: Experiment) -> str | None:
     """Return a warning if a built-in backbone has random weights on user data, or None."""
     name, random = experiment.model.name, experiment.model.init == "random"
     if name not in BUILTINS or not random or experiment.data.name not in USER_DATA:
