@@ -54,7 +54,7 @@ from trishul_ray.stages.messages import (
     Traffic,
     norm_of,
 )
-from trishul_ray.stages.row import Stages, noted_hashes
+from trishul_ray.stages.pipeline import Stages, noted_hashes
 
 __all__ = [
     "STAGES",
