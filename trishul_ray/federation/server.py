@@ -48,7 +48,7 @@ from trishul_ray.methods.base import Method, build_method
 from trishul_ray.methods.base.messages import State
 from trishul_ray.runtime.memory import PeakMemory
 from trishul_ray.runtime.random_streams import numpy_rng
-from trishul_ray.stages import ArrayState, Cohort, Partial, RunPlan, Sent, Stages, Start
+from trishul_ray.stages import ArrayState, BroadcastMessage, Cohort, Partial, RunPlan, Stages, Start
 
 
 def broadcast_of(method: Method, state: ArrayState) -> ArrayState:
@@ -263,7 +263,9 @@ class Server:
         record.seconds = time.perf_counter() - began
         return record
 
-    def _train(self, number: int, sent: Sent, cohort: Cohort, comparison: Comparison) -> Outcome:
+    def _train(
+        self, number: int, sent: BroadcastMessage, cohort: Cohort, comparison: Comparison
+    ) -> Outcome:
         """Train the clients of a round, and score the model after the previous round.
 
         The uploads of a diagnosed round are compared as soon as all clients have trained. If a
@@ -314,7 +316,7 @@ class Server:
         clients: list[int] = self.participants[drawn].tolist()
         return clients
 
-    def _cohort(self, number: int, sent: Sent) -> Cohort:
+    def _cohort(self, number: int, sent: BroadcastMessage) -> Cohort:
         """Return the clients of a round: the sampled clients, unless a stage selects others."""
         traffic = partial(self.transfers.expected, sent, self.checkpoint.records[-1])
         drawn = Cohort(self.draw(number), traffic=traffic)
@@ -353,7 +355,7 @@ class Server:
     def _aggregate(
         self,
         number: int,
-        sent: Sent,
+        sent: BroadcastMessage,
         cohort: Cohort,
         outcome: Outcome,
         comparison: Comparison,

@@ -10,7 +10,7 @@ from trishul_ray.federation.messages import TrainReport, WorkerSpec, as_tensor
 from trishul_ray.federation.records import RoundRecord
 from trishul_ray.methods.base import Method
 from trishul_ray.methods.base.messages import State
-from trishul_ray.stages import ClientRound, Cohort, Partial, Sent, Traffic
+from trishul_ray.stages import BroadcastMessage, ClientRound, Cohort, Partial, Traffic
 
 
 class Transfers:
@@ -34,7 +34,9 @@ class Transfers:
         self._received |= dict.fromkeys([*record.clients, *map(int, record.missing)], record.round)
         self._uploads.append(record.accepted_uploads)
 
-    def expected(self, sent: Sent, last: RoundRecord, clients: Sequence[int]) -> Traffic:
+    def expected(
+        self, sent: BroadcastMessage, last: RoundRecord, clients: Sequence[int]
+    ) -> Traffic:
         """Return the expected traffic of clients in the next round, in bytes.
 
         The clock selects clients before they train. The expected upload is the mean of the ``last``
@@ -55,7 +57,7 @@ class Transfers:
     def record(
         self,
         number: int,
-        sent: Sent,
+        sent: BroadcastMessage,
         cohort: Cohort,
         reports: Sequence[TrainReport],
         total: Partial,

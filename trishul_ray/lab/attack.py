@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from trishul_ray.config.section import Section
 from trishul_ray.runtime.proportions import exact_fraction
 from trishul_ray.runtime.random_streams import numpy_rng
-from trishul_ray.stages import Change, Sender, Stage, register_stage
+from trishul_ray.stages import Change, ClientRoundInfo, Stage, register_stage
 
 
 class AttackConfig(Section):
@@ -55,7 +55,7 @@ class Attack(Stage):
         sampled = numpy_rng(self.settings.draw_seed, "attackers").permutation(clients)
         return frozenset(sampled[: math.ceil(exact_fraction(clients, share))].tolist())
 
-    def send(self, change: Change, sender: Sender) -> Change:
+    def send(self, change: Change, sender: ClientRoundInfo) -> Change:
         """Multiply the change of an attacker by the factor."""
         attacks = sender.client in self.attackers and sender.round >= self.config.start
         metrics = change.metrics | {"attackers": float(attacks)}

@@ -16,16 +16,16 @@ from trishul_ray.methods.base import Method, MethodConfig, Settings
 from trishul_ray.plugins.registry import Registry
 from trishul_ray.stages.messages import (
     ArrayState,
+    BroadcastMessage,
     Change,
     ClientRound,
+    ClientRoundInfo,
     Cohort,
     LocalStep,
     MeanChange,
     Memory,
     Partial,
     RunPlan,
-    Sender,
-    Sent,
     Start,
 )
 from trishul_ray.storage.durable import Json
@@ -249,7 +249,7 @@ class Stage:
         """
         return ()
 
-    def broadcast(self, number: int, sent: Sent) -> Sent:
+    def broadcast(self, number: int, sent: BroadcastMessage) -> BroadcastMessage:
         """Transform the broadcast of a round on the server.
 
         Args:
@@ -280,7 +280,7 @@ class Stage:
             number: The round, from 1; 0 is the survey.
 
         Returns:
-            The numbers; clients receive them as :attr:`Sender.instructions`.
+            The numbers; clients receive them as :attr:`ClientRoundInfo.instructions`.
         """
         return {}
 
@@ -293,7 +293,7 @@ class Stage:
         """
         raise NotImplementedError(f"{type(self).__name__} must define gradient()")
 
-    def send(self, change: Change, sender: Sender) -> Change:
+    def send(self, change: Change, sender: ClientRoundInfo) -> Change:
         """Transform a client's change on its worker.
 
         It must be a pure function: do not write to the given arrays, and draw random numbers only

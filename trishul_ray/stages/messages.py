@@ -46,7 +46,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Sender:
+class ClientRoundInfo:
     """The client and the round of a change.
 
     Attributes:
@@ -111,7 +111,7 @@ class LocalStep:
 
 
 @dataclass(frozen=True)
-class Sent:
+class BroadcastMessage:
     """The broadcast of a round.
 
     Attributes:

@@ -13,15 +13,15 @@ from trishul_ray.config.section import stored_hash
 from trishul_ray.stages.base import STAGES, Stage, StageSettings
 from trishul_ray.stages.messages import (
     ArrayState,
+    BroadcastMessage,
     Change,
     ClientRound,
+    ClientRoundInfo,
     Cohort,
     MeanChange,
     Memory,
     Partial,
     RunPlan,
-    Sender,
-    Sent,
     Start,
 )
 from trishul_ray.storage.durable import Json
@@ -90,9 +90,9 @@ class Stages:
             stage.plan, stage.memory = plan, memories.setdefault(stage.name, {})
         return [line for stage in self for line in stage.begin()]
 
-    def broadcast(self, number: int, state: ArrayState) -> Sent:
+    def broadcast(self, number: int, state: ArrayState) -> BroadcastMessage:
         """Pass the method's broadcast through the stages."""
-        sent = Sent(state, state)
+        sent = BroadcastMessage(state, state)
         for stage in self:
             sent = stage.broadcast(number, sent)
         return sent
@@ -120,7 +120,7 @@ class Stages:
         found = (stage.survey(sums) for stage in reversed(self._stages))
         return next((each for each in found if each is not None), None)
 
-    def send(self, change: Change, sender: Sender) -> Change:
+    def send(self, change: Change, sender: ClientRoundInfo) -> Change:
         """Pass a client's change through the stages, on its worker."""
         for stage in self:
             change = stage.send(change, sender)

@@ -13,7 +13,7 @@ from newcomers import unloaded_after
 from trishul_ray.adapters.layout import Unit
 from trishul_ray.lab.codecs.base import CodecFields, build_codec
 from trishul_ray.lab.codecs.stage import Uploads, UploadsConfig
-from trishul_ray.stages import Change, Sender
+from trishul_ray.stages import Change, ClientRoundInfo
 
 GUIDE = Path(__file__).parents[3] / "docs" / "adding-a-codec.md"
 MODULE = "trishul_ray.lab.codecs.signs"
@@ -53,7 +53,7 @@ def test_error_feedback_removes_the_bias(example):
         stage = Uploads(config, SimpleNamespace(method=SimpleNamespace(name="fedit")))
         sent, kept = np.zeros(20), {}
         for number in range(1, 201):
-            result = stage.send(change, Sender(0, number, 0, 1.0, (unit,), kept=kept))
+            result = stage.send(change, ClientRoundInfo(0, number, 0, 1.0, (unit,), kept=kept))
             sent, kept = sent + result.shared, result.kept
         gaps[feedback] = np.linalg.norm(sent / 200 - change.shared)
     assert gaps[True] < 0.1 * gaps[False]

@@ -14,7 +14,7 @@ from trishul_ray.adapters.layout import Layout
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.lab.privacy.stage import CLIP_NORM, CLIPPED, Privacy, clip
 from trishul_ray.methods.base.messages import State
-from trishul_ray.stages import Change, Partial, Sender, norm_of
+from trishul_ray.stages import Change, ClientRoundInfo, Partial, norm_of
 
 floats = st.floats(-1e6, 1e6, width=32)
 vectors = arrays(np.float32, st.integers(1, 40), elements=floats)
@@ -74,7 +74,7 @@ def test_sums_of_neighboring_cohorts_differ_by_the_norm(uploads, bound):
 
 def test_a_client_reports_whether_it_was_clipped():
     def sent(norm):
-        sender = Sender(0, 1, 0, 1.0, UNITS, instructions={CLIP_NORM: norm})
+        sender = ClientRoundInfo(0, 1, 0, 1.0, UNITS, instructions={CLIP_NORM: norm})
         return private().send(Change(np.full(4, 1, dtype=np.float32), {}), sender)
 
     assert sent(1.0).metrics[CLIPPED] == 1.0 and sent(2.0).metrics[CLIPPED] == 0.0

@@ -21,7 +21,7 @@ from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.lab.codecs.base import CODECS, build_codec
 from trishul_ray.lab.codecs.stage import DownloadsConfig, Uploads, UploadsConfig, coded, unit_sizes
 from trishul_ray.runtime.random_streams import numpy_rng
-from trishul_ray.stages import Change, Sender, stage_names
+from trishul_ray.stages import Change, ClientRoundInfo, stage_names
 
 HALF = Path(__file__).parent / "newcomers" / "half.py"
 #: A core head, another one, and a tensor.
@@ -41,7 +41,7 @@ def uploads(codec, **fields):
 
 
 def sender(round_number=1, active=None, kept=None):
-    return Sender(0, round_number, 7, 1.0, UNITS, active, kept or {})
+    return ClientRoundInfo(0, round_number, 7, 1.0, UNITS, active, kept or {})
 
 
 def change_of(rng, active=None, scale=1.0):

@@ -38,7 +38,7 @@ from trishul_ray.methods.base.optimizer import make_optimizer
 from trishul_ray.plugins.loading import named
 from trishul_ray.runtime.memory import memory_of, peak_memory
 from trishul_ray.runtime.random_streams import numpy_rng
-from trishul_ray.stages import ArrayState, Change, LocalStep, Sender, Stage
+from trishul_ray.stages import ArrayState, Change, ClientRoundInfo, LocalStep, Stage
 
 #: Advice for errors of too little memory.
 _LESS = (
@@ -177,7 +177,7 @@ def send_change(
     weight = configured_weight(settings.federation.weighting, upload)
     change = context.stages.send(
         Change(moved, upload.arrays.extra),
-        Sender(
+        ClientRoundInfo(
             settings.seed, job.round, job.client, weight, units, upload.active, job.kept,
             job.instructions,
         ),

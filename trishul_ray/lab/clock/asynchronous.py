@@ -41,10 +41,10 @@ from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import (
     STAGES,
     ArrayState,
+    BroadcastMessage,
     ClientRound,
     Cohort,
     Partial,
-    Sent,
     Stage,
     StageSettings,
     Start,
@@ -205,7 +205,7 @@ class Asynchronous(Stage):
             self.memory.update(vars(Schedule()), read={}, **totals)
         return []
 
-    def broadcast(self, number: int, sent: Sent) -> Sent:
+    def broadcast(self, number: int, sent: BroadcastMessage) -> BroadcastMessage:
         """Remember the broadcast for the clients that start now."""
         self._read = sent.read
         return sent

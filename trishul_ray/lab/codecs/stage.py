@@ -22,7 +22,14 @@ from trishul_ray.adapters.layout import Unit
 from trishul_ray.lab.codecs.base import CODECS, NONE, Codec, CodecFields, build_codec
 from trishul_ray.methods.base import method_class
 from trishul_ray.runtime.random_streams import numpy_rng
-from trishul_ray.stages import Change, Sender, Sent, Stage, norm_of, register_stage
+from trishul_ray.stages import (
+    BroadcastMessage,
+    Change,
+    ClientRoundInfo,
+    Stage,
+    norm_of,
+    register_stage,
+)
 
 
 class UploadsConfig(CodecFields):
@@ -105,7 +112,7 @@ class Downloads(Stage):
     config: DownloadsConfig
     registries: ClassVar = {"codec": CODECS}
 
-    def broadcast(self, number: int, sent: Sent) -> Sent:
+    def broadcast(self, number: int, sent: BroadcastMessage) -> BroadcastMessage:
         """Return the broadcast as clients decode it."""
         rng, state = numpy_rng(self.settings.seed, "codec-down", number), sent.read
         vectors = {"shared": state.shared, **dict(sorted(state.extra.items()))}

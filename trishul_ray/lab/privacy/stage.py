@@ -34,10 +34,10 @@ from trishul_ray.methods.base.messages import State
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import (
     Change,
+    ClientRoundInfo,
     Cohort,
     MeanChange,
     Partial,
-    Sender,
     Stage,
     StageSettings,
     norm_of,
@@ -184,7 +184,7 @@ class Privacy(Stage):
         """Send the clip norm."""
         return {CLIP_NORM: self.norm if number else SURVEY_NORM}
 
-    def send(self, change: Change, sender: Sender) -> Change:
+    def send(self, change: Change, sender: ClientRoundInfo) -> Change:
         """Clip the change; report its norm, and whether it was clipped."""
         norm = sender.instructions[CLIP_NORM]
         shared, extra, before = clip(change.shared, change.extra, norm)
