@@ -27,7 +27,7 @@ class FedITMomentum(FedIT):
     Config = MomentumConfig
     summary = "LoRA averaged, with momentum on the server"
     reference = "Hsu et al., 2019, arXiv 1909.06335 (FedAvgM)"
-    moves_beyond_mean = True  # one client is not central training
+    alters_mean = True  # one client is not central training
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
         """Return the state after a step with momentum."""

@@ -18,7 +18,7 @@ from ports import free_port
 from s3_server import KEYS, S3Server
 from tiny_run import SMALL
 
-from trishul_ray.contract.methods import untimed
+from trishul_ray.contract.methods import without_timings
 
 # A busy machine must not fail a test; benchmarks measure time.
 hypothesis.settings.register_profile("tests", deadline=None)
@@ -191,7 +191,9 @@ def assert_same():
 
     def check(result, reference):
         assert result.digest == reference.digest
-        assert untimed(result.checkpoint.records) == untimed(reference.checkpoint.records)
+        assert without_timings(result.checkpoint.records) == without_timings(
+            reference.checkpoint.records
+        )
 
     return check
 

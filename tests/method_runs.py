@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from trishul_ray.adapters.export import export_peft
 from trishul_ray.adapters.model import Trained
 from trishul_ray.adapters.quantized import dequantize_layers
-from trishul_ray.contract.methods import untimed
+from trishul_ray.contract.methods import without_timings
 from trishul_ray.federation.checkpoint import CheckpointStore, state_digest
 from trishul_ray.federation.messages import TrainJob, to_array, to_tensor
 from trishul_ray.federation.reduce import Reducer, finish, partial_sum
@@ -27,7 +27,7 @@ PUBLISHED = [n for n in method_names() if not n.endswith("-private")]
 #: All methods.
 SINGLE = [*method_names()]
 #: Methods that support stages which act on changes.
-BY_MEAN = [name for name in PUBLISHED if method_class(name).mean_is_enough]
+BY_MEAN = [name for name in PUBLISHED if method_class(name).aggregates_mean_only]
 #: Methods with cores, with LoRA, and with client state. Sections that act on changes do not
 #: distinguish methods further; tests/contract/test_sections.py has all.
 KINDS = ["trishul", "fedit", "scaffold"]
@@ -55,7 +55,7 @@ def resumed(inline, tmp_path, stops=1):
         server_of(inline, tmp_path, "parts").step()
     parts = run(inline, tmp_path, "parts").checkpoint
     assert state_digest(parts.state) == state_digest(whole.state)
-    assert untimed(parts.records) == untimed(whole.records)
+    assert without_timings(parts.records) == without_timings(whole.records)
     return whole, parts
 
 
@@ -131,7 +131,7 @@ def assert_that_of_the_dequantized_backbone(small, inline_result, tmp_path, kind
     twin = small(*shared, "model.init=pretrained", f"model.name={tmp_path / 'dense'}")
     ours, theirs = inline_result(run), inline_result(twin)
     assert ours.checkpoint.state.shared.tobytes() == theirs.checkpoint.state.shared.tobytes()
-    assert untimed(ours.checkpoint.records) == untimed(theirs.checkpoint.records)
+    assert without_timings(ours.checkpoint.records) == without_timings(theirs.checkpoint.records)
     for name, stored in resident(run).named_buffers():
         assert torch.equal(stored, before.get_buffer(name)), name
 

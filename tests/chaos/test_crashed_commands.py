@@ -67,7 +67,7 @@ def logged(database):
     return {f"{place} {n}": each for place, all in found.items() for n, each in enumerate(all)}
 
 
-def untimed(path):
+def without_timings(path):
     """Return the content of a report's file, without clock-dependent parts."""
     text = path.read_text(encoding="utf-8", errors="replace")
     return re.sub(r"\d+(\.\d+)? (ms|s|min|h)\b", "", text)
@@ -86,7 +86,7 @@ def test_a_sweep_of_four_cells(place):
         return found | {
             "files": place.files(),
             "mlflow": logged(place.root / "runs/mlflow.db"),
-            "report": {path.name: untimed(path) for path in report.rglob("[!.]*.*")},
+            "report": {path.name: without_timings(path) for path in report.rglob("[!.]*.*")},
         }
 
     def act(crash):

@@ -159,10 +159,10 @@ def test_a_fault_of_a_method_is_named(fault, tmp_path):
 
 
 def test_whole_method_is_checked_and_faults_reported_once(tmp_path):
-    body = "    moves_beyond_mean = True\n    def upload(self, run, steps):\n        run.no\n"
+    body = "    alters_mean = True\n    def upload(self, run, steps):\n        run.no\n"
     found = outcomes(METHOD + body, tmp_path / "broken.py")
     skipped = [o for o in found if o.result == "skipped"]
-    assert [o.reason for o in skipped] == ["it moves_beyond_mean"]
+    assert [o.reason for o in skipped] == ["its alters_mean is True"]
     results = {o.name: (o.result, o.reason) for o in found}
     assert results["describes itself"] == ("ok", "")
     assert results["uploads what it declares"][1].startswith("broken, line ")

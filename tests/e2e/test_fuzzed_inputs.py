@@ -37,7 +37,7 @@ from trishul_ray.lab.clock.devices import read_devices
 from trishul_ray.methods.base.messages import State
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.plugins import loading as plugins
-from trishul_ray.report.summary import RunSummary, list_runs, unscored
+from trishul_ray.report.summary import RunSummary, list_runs, missing_scores
 from trishul_ray.storage.integrity import to_checked_json
 from trishul_ray.storage.store import Store
 from trishul_ray.sweeps.loading import load_sweep
@@ -167,7 +167,7 @@ def results(folder):
         list_runs(str(folder / "runs"))
         summary = RunSummary.read(home)
         summary.damaged_files(home)
-        unscored(experiment, summary.scored_rounds)
+        missing_scores(experiment, summary.scored_rounds)
         str(summary.client_metrics)
 
     return read

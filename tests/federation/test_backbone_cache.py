@@ -9,7 +9,7 @@ import torch
 from method_runs import PUBLISHED
 from transformers import ViTConfig, ViTModel
 
-from trishul_ray.contract.methods import untimed
+from trishul_ray.contract.methods import without_timings
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.prepare import prepare_run
@@ -88,7 +88,7 @@ def outcome(experiment, backbones=None):
         report = driver.step()
     result = driver.final()
     driver.close()
-    records = untimed(result.checkpoint.records)
+    records = without_timings(result.checkpoint.records)
     context = weakref.ref(driver.executor.context)
     del driver
     # Free it before the next garbage collection: on a GPU, the next run needs the memory.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trishul_ray.contract.methods import untimed
+from trishul_ray.contract.methods import without_timings
 from trishul_ray.errors import FailsAgainError, InputError, RunError
 from trishul_ray.federation import diagnostics
 from trishul_ray.federation.checkpoint import open_checkpoints, state_digest
@@ -73,7 +73,7 @@ def test_comparing_all_clients_changes_nothing_else(small, inline_result, words)
     assert plain.id != asked.id
     before, after = inline_result(plain), inline_result(asked)
     assert after.digest == before.digest
-    assert untimed(after.checkpoint.records) == untimed(before.checkpoint.records)
+    assert without_timings(after.checkpoint.records) == without_timings(before.checkpoint.records)
     everyone = {k: v for k, v in after.checkpoint.matrices.items() if k.startswith("everyone_")}
     assert after.checkpoint.matrices.keys() - everyone.keys() == before.checkpoint.matrices.keys()
     for name, matrix in before.checkpoint.matrices.items():

@@ -29,7 +29,7 @@ class LateConfig(Section):
 
 @register_stage("late")
 class Late(Stage):
-    Config, acts_on_changes, moves_beyond_mean = LateConfig, False, True
+    Config, transforms_changes, alters_mean = LateConfig, False, True
 
     def broadcast(self, number, sent):
         self.memory.setdefault("first", vars(sent.read))
@@ -88,7 +88,7 @@ def test_clients_train_from_the_broadcast_of_their_start(late, small, monkeypatc
 @pytest.mark.parametrize("changes", [False, True])
 def test_uploads_are_compared_by_their_own_start(changes):
     class Sends(Stage):
-        acts_on_changes = changes
+        transforms_changes = changes
 
     def upload(client, *values):
         return Upload(client, 1, State(np.array(values, dtype=np.float32)))

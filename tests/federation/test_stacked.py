@@ -13,7 +13,7 @@ from torch import nn
 from trishul_ray.adapters.lora import LoRA
 from trishul_ray.adapters.model import AdaptedModel, Trained
 from trishul_ray.adapters.multihead import MultiHead
-from trishul_ray.contract.methods import untimed
+from trishul_ray.contract.methods import without_timings
 from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import CheckpointStore
 from trishul_ray.federation.determinism import deterministic
@@ -160,7 +160,7 @@ def test_larger_stack_is_the_whole_cohort(small, drive_to_end):
     def states(stacked):
         experiment = small("resources.backend=inline", f"federation.stacked={stacked}")
         result = run_of(experiment, drive_to_end)
-        return result.digest, untimed(result.checkpoint.records)
+        return result.digest, without_timings(result.checkpoint.records)
 
     assert states(3) == states(50) != states(2)
 

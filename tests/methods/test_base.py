@@ -125,10 +125,11 @@ def test_mean_claim_is_inherited_only_with_uploads():
             return 2 * weight
 
     class Promised(Weighted):
-        mean_is_enough = True
+        aggregates_mean_only = True
 
-    assert [each.mean_is_enough for each in (Renamed, Weighted, Promised)] == [True, False, True]
-    newcomers = {name: method_class(name).mean_is_enough for name in NEWCOMERS}
+    classes = (Renamed, Weighted, Promised)
+    assert [each.aggregates_mean_only for each in classes] == [True, False, True]
+    newcomers = {name: method_class(name).aggregates_mean_only for name in NEWCOMERS}
     assert newcomers == {"fedmedian": False, "fedsam": True, "hira": True}
 
 

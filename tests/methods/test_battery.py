@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from trishul_ray.contract import methods
 from trishul_ray.contract.checks import BrokenPromiseError
-from trishul_ray.contract.methods import Shuffled, untimed
+from trishul_ray.contract.methods import Shuffled, without_timings
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.worker.context import global_model
 from trishul_ray.methods.base import method_class
@@ -50,14 +50,14 @@ def test_it_keeps_a_promise_of_the_contract(name, check, executor, tmp_path):
     check(tmp_path, name, executor)
 
 
-@pytest.mark.parametrize("name", [n for n in SINGLE if method_class(n).mean_is_enough])
+@pytest.mark.parametrize("name", [n for n in SINGLE if method_class(n).aggregates_mean_only])
 def test_mean_decides_the_next_state(name, executor, tmp_path):
     methods.mean_decides(tmp_path, name, executor)
 
 
 def test_false_promise_about_the_mean_is_rejected(executor, tmp_path, monkeypatch):
     """HetLoRA weights uploads by their norms."""
-    monkeypatch.setattr(method_class("hetlora"), "mean_is_enough", True)
+    monkeypatch.setattr(method_class("hetlora"), "aggregates_mean_only", True)
     with pytest.raises(BrokenPromiseError, match="next states of two cohorts of one mean"):
         methods.mean_decides(tmp_path, "hetlora", executor)
 
@@ -91,7 +91,7 @@ def test_fedsb_starts_at_leading_singular_part(executor, tmp_path):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_one_client_is_central_training(name, executor, tmp_path):
-    if method_class(name).moves_beyond_mean:
+    if method_class(name).alters_mean:
         pytest.skip("its server moves beyond the mean")
     whole = {"flexlora": "method.truncate=false", "florist": "method.threshold=1"}
     methods.is_central(tmp_path, name, executor, [whole[name]] if name in whole else [])
@@ -116,7 +116,7 @@ def test_dropout_draws_from_the_clients_own_stream(name, executor, dropout_backb
     torch.manual_seed(2)
     again = run(Shuffled(inline, 2), tmp_path, "again")
     assert state_digest(again.checkpoint.state) == state_digest(plain.checkpoint.state)
-    assert untimed(again.checkpoint.records) == untimed(plain.checkpoint.records)
+    assert without_timings(again.checkpoint.records) == without_timings(plain.checkpoint.records)
 
 
 def test_dropout_is_on_only_if_configured(executor, dropout_backbone, tmp_path):

@@ -60,8 +60,8 @@ def small_executor(*overrides: str) -> InlineExecutor:
 
 def checks_of(name: str) -> list[Check]:
     method = method_class(name)
-    beyond = "it moves_beyond_mean" if method.moves_beyond_mean else ""
-    single = "" if method.mean_is_enough else "its mean_is_enough is False"
+    beyond = "its alters_mean is True" if method.alters_mean else ""
+    single = "" if method.aggregates_mean_only else "its aggregates_mean_only is False"
 
     # The cache lives as long as the checks: another content of a plug-in needs a new one.
     executor = cache(small_executor)
@@ -172,7 +172,7 @@ def order_is_free(folder: Path, name: str, executor: Executors) -> None:
         again = driven(Shuffled(inline, seed), folder / f"again{seed}").checkpoint
         require(
             state_digest(again.state) == state_digest(plain.state)
-            and untimed(again.records) == untimed(plain.records),
+            and without_timings(again.records) == without_timings(plain.records),
             "the result depends on the order of clients or on torch's global random stream: draw "
             "from run.generator",
         )
@@ -186,7 +186,10 @@ def resumes(folder: Path, name: str, executor: Executors) -> None:
     server_of(inline, folder / "parts").step()
     parts = driven(inline, folder / "parts").checkpoint
     same = state_digest(parts.state) == state_digest(whole.state)
-    require(same and untimed(parts.records) == untimed(whole.records), "a resumed run differs")
+    require(
+        same and without_timings(parts.records) == without_timings(whole.records),
+        "a resumed run differs",
+    )
 
 
 def mean_decides(folder: Path, name: str, executor: Executors) -> None:
@@ -196,7 +199,9 @@ def mean_decides(folder: Path, name: str, executor: Executors) -> None:
     method, state, layout = server.method, server.checkpoint.state, server.spec.layout
     broadcast = server.broadcast()
     same = np.array_equal(broadcast.shared, state.shared)
-    require(same, "broadcast() changes the shared part of the state: set mean_is_enough = False")
+    require(
+        same, "broadcast() changes the shared part of the state: set aggregates_mean_only = False"
+    )
     first, second, *rest = inline.run(broadcast, [TrainJob(1, c) for c in range(3)]).uploads
     fed = inline.experiment.federation
     reducer = Reducer(method, layout, fed.weighting, server.spec.expected)
@@ -338,7 +343,7 @@ def model_of(context: WorkerContext, trained: Trained) -> dict[str, Tensor]:
     return weights | head
 
 
-def untimed(records: Iterable[RoundRecord]) -> list[dict[str, Any]]:
+def without_timings(records: Iterable[RoundRecord]) -> list[dict[str, Any]]:
     """Return the fields of each record without durations."""
     return [{k: v for k, v in vars(r).items() if not k.endswith("seconds")} for r in records]
 

@@ -168,9 +168,9 @@ class Experiment(Section):
         method, stages = build_method(self.method), Stages.of(self)
         for stage in stages:
             stage.check(method)
-        section = next((stage.name for stage in stages if stage.acts_on_changes), None)
-        if section is not None and not method.mean_is_enough:
-            fitting = [name for name, cls in method_classes().items() if cls.mean_is_enough]
+        section = next((stage.name for stage in stages if stage.transforms_changes), None)
+        if section is not None and not method.aggregates_mean_only:
+            fitting = [name for name, cls in method_classes().items() if cls.aggregates_mean_only]
             raise ValueError(
                 f"{section}: needs a method whose next state is a function of the mean upload "
                 f"({', '.join(fitting)}), not {self.method_as_set}"
@@ -198,7 +198,7 @@ class Experiment(Section):
     def method_as_set(self) -> str:
         """The method for messages, with the fields that decide what it supports."""
         text, fields = f"method={self.method.name!r}", type(self.method).model_fields
-        if method_class(self.method.name).mean_is_enough:
+        if method_class(self.method.name).aggregates_mean_only:
             for name, field in fields.items():
                 if (value := getattr(self.method, name)) != field.default:
                     text += f" method.{name}={value!r}"
@@ -276,7 +276,7 @@ class Experiment(Section):
         """The rounds after which the model is scored on the test rows; 0 is the untuned model."""
         return self.evaluation.scored_rounds(self.federation.rounds)
 
-    def scored_as(self, other: "Experiment") -> "Experiment":
+    def with_all_scores_of(self, other: "Experiment") -> "Experiment":
         """Return a copy that scores every round that this experiment or ``other`` scores."""
         every = math.gcd(self.evaluation.every, other.evaluation.every)
         if every == self.evaluation.every:

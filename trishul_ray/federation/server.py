@@ -393,7 +393,7 @@ class Server:
         """Add the diagnostics of some uploads to a record and to the checkpoint."""
         now, reported = self.checkpoint, reported_diagnostics(reports)
         record.diagnostics = reported.metrics | found.metrics
-        moved = any(stage.moves_beyond_mean for stage in self.stages)
+        moved = any(stage.alters_mean for stage in self.stages)
         if len(found.uploads) == len(reports) and not moved:
             error = comparison.aggregation_error(found.uploads, self.reducer, self.broadcast)
             if error is not None:

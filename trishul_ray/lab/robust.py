@@ -60,7 +60,7 @@ class RobustConfig(Section):
 class Robust(Stage):
     """Replace the mean change by a robust rule."""
 
-    Config, wire, moves_beyond_mean, reads_changes = RobustConfig, 0, True, True
+    Config, wire, alters_mean, needs_client_changes = RobustConfig, 0, True, True
     example: ClassVar = {"rule": "median"}
     config: RobustConfig
 

@@ -68,7 +68,7 @@ class ServerConfig(Section):
 class ServerOptimizer(Stage):
     """Apply an optimizer on the server, with the mean change of a round as the gradient."""
 
-    Config, wire, moves_beyond_mean = ServerConfig, 0, True
+    Config, wire, alters_mean = ServerConfig, 0, True
     example: ClassVar = {"optimizer": "yogi"}
     config: ServerConfig
 

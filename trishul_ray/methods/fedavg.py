@@ -17,4 +17,4 @@ class FedAvg(AnyAdapter):
     reference = "McMahan et al., AISTATS 2017, arXiv 1602.05629"
     communication = "the adapter's parameters up and down"
     rates_like = "fedit"
-    mean_is_enough = True
+    aggregates_mean_only = True

@@ -37,7 +37,7 @@ class FedEx(FedIT):
     summary = "LoRA; A and B averaged, the residual folded into the frozen weight (exact)"
     reference = "Singhal et al., ACL 2025, arXiv 2410.09432"
     communication = "r (d_in + d_out) up; down also d_in d_out, or (m + 1) r (d_in + d_out)"
-    mean_is_enough = False
+    aggregates_mean_only = False
     rates_like = "fedex"
     contribution = FedIT.with_products
 

@@ -34,7 +34,7 @@ class FedIT(Method):
     summary = "LoRA on every client; A and B averaged separately (inexact)"
     reference = "Zhang et al., ICASSP 2024, arXiv 2305.05644"
     communication = "r (d_in + d_out) per matrix up and down"
-    mean_is_enough = True
+    aggregates_mean_only = True
     rates_like = "fedit"
     fields_read = FIELDS_READ["lora"]
 

@@ -53,7 +53,7 @@ class FedSB(Method):
     reference = "Singhal et al., 2025, arXiv 2502.15436"
     communication = "r^2 per matrix up and down; d_in d_out up and r (d_in + d_out) down once"
     rates_like = "fedsb"
-    mean_is_enough = True
+    aggregates_mean_only = True
     fields_read = ADAPTED | {"matching"}
 
     def adapters(self, site: Site) -> dict[str, LayerAdapter]:

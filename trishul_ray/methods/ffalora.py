@@ -21,7 +21,7 @@ class FFALoRA(Method):
     summary = "LoRA with a common frozen A; B averaged (exact)"
     reference = "Sun et al., ICLR 2024, arXiv 2403.12313"
     communication = "r d_out per matrix up and down"
-    mean_is_enough = True
+    aggregates_mean_only = True
     rates_like = "ffalora"
     fields_read = FIELDS_READ["ffa"]
 

@@ -45,7 +45,7 @@ class FlexLoRA(FedIT):
     summary = "LoRA of client-specific rank; products averaged at full size, SVD to each rank"
     reference = "Bai et al., NeurIPS 2024, arXiv 2402.11505"
     communication = "r_c (d_in + d_out) per matrix up and down"
-    mean_is_enough = False
+    aggregates_mean_only = False
     takes_limits = True
     contribution = FedIT.with_products
 

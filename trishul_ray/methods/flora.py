@@ -34,7 +34,7 @@ class FLoRA(FedIT):
     summary = "LoRA of any ranks, stacked and merged into the frozen weight each round (exact)"
     reference = "Wang et al., NeurIPS 2024, arXiv 2409.05976"
     communication = "r (d_in + d_out) per matrix up; the cohorts' stacks of missed rounds down"
-    mean_is_enough = False
+    aggregates_mean_only = False
     takes_limits = True
     contribution = FedIT.with_products
 

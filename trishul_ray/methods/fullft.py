@@ -16,7 +16,7 @@ class FullFT(Method):
     summary = "FedAvg on all weights of the backbone"
     reference = "McMahan et al., AISTATS 2017, arXiv 1602.05629"
     communication = "all parameters up and down"
-    mean_is_enough = True
+    aggregates_mean_only = True
     rates_like = "fullft"
     train_all = True
     fields_read: frozenset[str] = frozenset()

@@ -71,7 +71,7 @@ class HetLoRA(FedIT):
     summary = "LoRA of client-specific rank; zero-padded, averaged by update norm (inexact)"
     reference = "Cho et al., EMNLP 2024, arXiv 2401.06432"
     communication = "r_c (d_in + d_out) per matrix up and down"
-    mean_is_enough = False
+    aggregates_mean_only = False
     takes_limits = True
     weighs_classifier = False
 

@@ -65,7 +65,7 @@ class Ravan(Method):
     reference = "Raje et al., NeurIPS 2025, arXiv 2506.05568"
     communication = "h r^2 per matrix up and down"
     rates_like = "ravan"
-    mean_is_enough = True
+    aggregates_mean_only = True
     fields_read = FIELDS_READ["multihead"] | {"overflow"}
     takes_limits = True
     #: Initialization of the bases if the experiment does not set ``adapter.init``.

@@ -70,7 +70,7 @@ class TrishulConfig(RavanConfig):
     )
 
     @property
-    def in_short(self) -> str:
+    def label(self) -> str:
         """λ, for a one-line run summary."""
         return f"λ={self.lam:g}"
 

@@ -20,10 +20,10 @@ from trishul_ray.models.find_model import (
     ModelFiles,
     ModelKind,
     Preprocessing,
+    default_kind,
     find_model,
     image_config,
     read_normalization,
-    usual_kind,
 )
 from trishul_ray.models.shared_weights import Resident
 from trishul_ray.models.tokenizers import load_tokenizer, tokenizer_key
@@ -82,7 +82,7 @@ class Backbone:
     @property
     def family(self) -> ModelKind:
         """The usual kind of model of the architecture."""
-        return usual_kind(self.architecture)
+        return default_kind(self.architecture)
 
     @property
     def positions(self) -> float:

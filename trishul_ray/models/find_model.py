@@ -306,7 +306,7 @@ def read_normalization(
         raise CorruptFileError(f"{file}: not a readable preprocessor file ({error})") from error
 
 
-def usual_kind(architecture: "PretrainedConfig") -> ModelKind:
+def default_kind(architecture: "PretrainedConfig") -> ModelKind:
     """Return the usual kind of model of an architecture.
 
     Image models classify images, encoder-decoders map text to text, encoders classify text, and all

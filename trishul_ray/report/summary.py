@@ -261,7 +261,7 @@ def read_test_rows(home: Store) -> dict[str, np.ndarray]:
         ) from None
 
 
-def unscored(experiment: Experiment, scored: Iterable[int]) -> str:
+def missing_scores(experiment: Experiment, scored: Iterable[int]) -> str:
     """Describe the required scores that a run with these scored rounds lacks.
 
     A run that scored additional rounds is valid, because its numbers are equal.

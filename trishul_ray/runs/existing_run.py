@@ -18,7 +18,7 @@ from trishul_ray.federation.prepare import Prepared
 from trishul_ray.federation.worker.schedule import depends_on_rounds
 from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.models.pretraining import ensure_pretrained
-from trishul_ray.report.summary import TABLES, RunSummary, unscored
+from trishul_ray.report.summary import TABLES, RunSummary, missing_scores
 from trishul_ray.runs.artifacts import write_results
 from trishul_ray.runs.folder import RunFolder
 from trishul_ray.stages import Stages
@@ -42,13 +42,13 @@ def read_finished(
     except CorruptFileError as error:
         progress.note(f"{error}; rewriting it")
     else:
-        return summary, unscored(experiment, summary.scored_rounds)
+        return summary, missing_scores(experiment, summary.scored_rounds)
     try:
         config = parse_yaml(home.read("config.yaml"), texts=True)
         before = experiment.evaluation.model_copy(
             update={"every": int(config["evaluation"]["every"])}
         )
-        return None, unscored(experiment, before.scored_rounds(experiment.federation.rounds))
+        return None, missing_scores(experiment, before.scored_rounds(experiment.federation.rounds))
     except (FileNotFoundError, yaml.YAMLError, KeyError, TypeError, ValueError):
         return None, ""  # not started, or damaged: the result will list the scored rounds
 

@@ -38,7 +38,7 @@ REUSED_TAG = "trishul.reused"
 def describe(experiment: Experiment) -> str:
     """Describe a run in one line: method, dataset, backbone, cohort, rounds, stages and id."""
     fed = experiment.federation
-    strength = experiment.method.in_short
+    strength = experiment.method.label
     method = experiment.method.name + (f" ({strength})" if strength else "")
     stages = {name: section.identity() for name, section in experiment.stages.items()}
     parts = [
@@ -105,7 +105,7 @@ def run_name(experiment: Experiment) -> str:
     without a label are named after the data.
     """
     parts = [experiment.method.name]
-    if strength := experiment.method.in_short:
+    if strength := experiment.method.label:
         parts.append(strength)
     split = experiment.partition
     parts.append(f"α={split.alpha:g}" if split.kind == "dirichlet" else split.kind)

@@ -95,11 +95,11 @@ class Stage:
         example: Non-default fields with which ``trishul check`` tests the stage. Fields of other
             sections that the stage needs have their full names.
         wire: Position in the pipeline; stages with larger values are closer to the network.
-        moves_beyond_mean: Whether the next state differs from the mean of the clients' models.
-        hides_clients: Whether clients must be indistinguishable. If so, a client without a finite
-            loss sends zeros instead of ending the run, and the quorum is not checked.
-        reads_changes: Whether :meth:`aggregate` needs the change of each client. If so, the server
-            stores all uploads of a round.
+        alters_mean: Whether the next state differs from the mean of the clients' models.
+        protects_clients: Whether clients must be indistinguishable. If so, a client without a
+            finite loss sends zeros instead of ending the run, and the quorum is not checked.
+        needs_client_changes: Whether :meth:`aggregate` needs the change of each client. If so, the
+            server stores all uploads of a round.
         computes_gradients: Whether :meth:`gradient` replaces the mean gradient of a mini-batch in
             every local step. At most one stage of a run may have it.
         summed: Metrics of :class:`Change` that the round's record sums over clients; it averages
@@ -131,9 +131,9 @@ class Stage:
     name: ClassVar[str] = ""
     example: ClassVar[Mapping[str, Any]] = {}
     wire: ClassVar[int] = 0
-    moves_beyond_mean: ClassVar[bool] = False
-    hides_clients: ClassVar[bool] = False
-    reads_changes: ClassVar[bool] = False
+    alters_mean: ClassVar[bool] = False
+    protects_clients: ClassVar[bool] = False
+    needs_client_changes: ClassVar[bool] = False
     computes_gradients: ClassVar[bool] = False
     summed: ClassVar[frozenset[str]] = frozenset()
     numbers: ClassVar[frozenset[str]] = frozenset()
@@ -160,7 +160,7 @@ class Stage:
         return [cls(config, settings)]
 
     @property
-    def acts_on_changes(self) -> bool:
+    def transforms_changes(self) -> bool:
         """Whether the stage requires a method whose next state follows from the mean change."""
         return True
 
@@ -367,7 +367,7 @@ class Stage:
     ) -> MeanChange:
         """Replace the mean change of a round by an aggregate of the single changes.
 
-        The server calls it only if :attr:`reads_changes` is set.
+        The server calls it only if :attr:`needs_client_changes` is set.
 
         Args:
             number: The round, from 1.

@@ -49,17 +49,17 @@ class Stages:
     @property
     def act_on_changes(self) -> bool:
         """Whether clients send the change since the broadcast instead of the value."""
-        return any(stage.acts_on_changes for stage in self)
+        return any(stage.transforms_changes for stage in self)
 
     @property
     def read_changes(self) -> bool:
         """Whether a stage needs the change of each client."""
-        return any(stage.reads_changes for stage in self)
+        return any(stage.needs_client_changes for stage in self)
 
     @property
     def hide_clients(self) -> bool:
         """Whether clients must be indistinguishable."""
-        return any(stage.hides_clients for stage in self)
+        return any(stage.protects_clients for stage in self)
 
     @property
     def of_gradients(self) -> Stage | None:
@@ -142,7 +142,7 @@ class Stages:
     ) -> MeanChange:
         """Pass the mean change and the clients' changes through the stages that read them."""
         for stage in reversed(self._stages):
-            if stage.reads_changes:
+            if stage.needs_client_changes:
                 mean = stage.aggregate(number, mean, changes)
         return mean
 

@@ -101,7 +101,7 @@ def complete_file(file: Path) -> Iterator[Path]:
     new = file.with_name(temporary_name(file.name))
     try:
         yield new
-        put_in_place(new, file)
+        commit_file(new, file)
     except BaseException:
         new.unlink(missing_ok=True)
         raise
@@ -127,7 +127,7 @@ def complete_folder(folder: Path) -> Iterator[Path]:
             with suppress(PermissionError):  # some file systems have no permissions
                 path.chmod(path.stat().st_mode | readable)
             _sync(path)
-        put_in_place(new, folder)
+        commit_file(new, folder)
     except SafetensorError as error:  # raised if the disk is full
         raise OSError(errno.EIO, first_line(error), str(folder)) from error
     except OSError as error:
@@ -137,7 +137,7 @@ def complete_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def put_in_place(temporary: Path, target: Path) -> None:
+def commit_file(temporary: Path, target: Path) -> None:
     """Rename a file or folder durably. The content of a folder must already be synced."""
     _sync(temporary)
     os.replace(temporary, target)

@@ -177,8 +177,8 @@ def remove_unused(cache: Path) -> list[Path]:
     checksums. Memory mappings stay valid. The modification time of a folder is its last use.
     """
     oldest, removed = time.time() - KEPT_SECONDS, []
-    for seal in (seal for part in _REMOVABLE for seal in cache.glob(f"{part}/{SEAL}")):
-        folder = seal.parent
+    for file in (file for part in _REMOVABLE for file in cache.glob(f"{part}/{SEAL}")):
+        folder = file.parent
         lock = FileLock(f"{folder}.lock", timeout=0, fallback_to_soft=False)
         with suppress(OSError, Timeout), lock:  # another process is using or removing it
             if re.search("[0-9a-f]{12}$", folder.name) and folder.stat().st_mtime < oldest:

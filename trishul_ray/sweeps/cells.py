@@ -104,7 +104,9 @@ def distinct(sweeps: Sequence[Sweep]) -> dict[str, Experiment]:
     for sweep in sweeps:
         for cell in sweep.cells:
             id = cell.experiment.id
-            found[id] = found[id].scored_as(cell.experiment) if id in found else cell.experiment
+            found[id] = (
+                found[id].with_all_scores_of(cell.experiment) if id in found else cell.experiment
+            )
     return found
 
 

@@ -19,9 +19,9 @@ from trishul_ray.report.summary import (
     FAILURE,
     NUMBERS,
     RunSummary,
+    missing_scores,
     read_note,
     run_ids,
-    unscored,
     write_note,
 )
 from trishul_ray.runs.folder import RunFolder
@@ -113,7 +113,7 @@ def collect(sweeps: Sequence[Sweep], states: Mapping[str, CellState]) -> tuple[S
         experiment = cell.experiment
         state = states[experiment.id]
         if (summary := state.summary) is not None:  # another sweep may require more scores
-            why = unscored(experiment, summary.scored_rounds)
+            why = missing_scores(experiment, summary.scored_rounds)
             state = CellState("stale", why) if why else CellState("finished", "", summary)
         # A cell without a result uses the primary metric of other runs of its task.
         metric = cell.metric or headlines.get(_task_of(experiment), "accuracy")
@@ -158,7 +158,7 @@ def _read_state(home: Store, experiment: Experiment) -> CellState:
     if damaged := summary.damaged_files(home, NUMBERS):
         faults = (f"{home.place(name)} is {fault}" for name, fault in damaged.items())
         return CellState("corrupt", ", ".join(faults))
-    if why := unscored(experiment, summary.scored_rounds):
+    if why := missing_scores(experiment, summary.scored_rounds):
         return CellState("stale", why, summary)
     return CellState("finished", "", summary)
 

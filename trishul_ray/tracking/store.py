@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from trishul_ray.errors import InputError, first_line
 from trishul_ray.runtime.lazy import mlflow
-from trishul_ray.storage.durable import make_folder, put_in_place
+from trishul_ray.storage.durable import commit_file, make_folder
 from trishul_ray.storage.redaction import MASK, redact
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def open_client(uri: str) -> "MlflowClient":
             new.unlink(missing_ok=True)  # left by a killed process
             try:
                 SqlAlchemyStore(f"sqlite:///{new}", "mlruns").engine.dispose()
-                put_in_place(new, file)
+                commit_file(new, file)
             finally:
                 new.unlink(missing_ok=True)
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)

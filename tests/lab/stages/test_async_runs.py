@@ -8,7 +8,7 @@ import pytest
 from contract.digests import outcome
 from method_runs import BY_MEAN, resumed, run, server_of
 
-from trishul_ray.contract.methods import untimed
+from trishul_ray.contract.methods import without_timings
 from trishul_ray.errors import InputError
 from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.messages import TrainJob
@@ -141,7 +141,9 @@ def test_checkpoint_has_broadcasts_of_jobs_in_flight(executor, tmp_path):
 
 def test_a_longer_run_begins_with_the_shorter(executor, tmp_path):
     short, long = (
-        untimed(run(executor(*BUFFERED, f"federation.rounds={n}"), tmp_path).checkpoint.records)
+        without_timings(
+            run(executor(*BUFFERED, f"federation.rounds={n}"), tmp_path).checkpoint.records
+        )
         for n in (3, 5)
     )
     for one, other in zip(short, long, strict=False):

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trishul_ray.contract.methods import untimed
+from trishul_ray.contract.methods import without_timings
 from trishul_ray.errors import InputError, RunError
 from trishul_ray.experiment.identity import check_content
 from trishul_ray.experiment.loading import build_experiment
@@ -30,7 +30,7 @@ def clocks(result):
 
 
 def without_clock(result):
-    records = untimed(result.checkpoint.records)
+    records = without_timings(result.checkpoint.records)
     return [{k: v for k, v in r.items() if k not in ("stages", "missing")} for r in records]
 
 

@@ -191,7 +191,7 @@ def test_head_shares_average_client_capacities():
 )
 def test_methods_beyond_the_mean_are_rejected(setting):
     section = setting.partition(".")[0]
-    needy = [name for name in SINGLE if not method_class(name).mean_is_enough]
+    needy = [name for name in SINGLE if not method_class(name).aggregates_mean_only]
     assert len(needy) > 5
     for name in needy:
         assert refused(setting, f"method={name}").startswith(f"{section}: needs a method")

@@ -48,7 +48,7 @@ class HiRA(Method):
     communication = "r (d_in + d_out) per matrix up and down"
     rates_like = "fedit"
     fields_read = ADAPTED
-    mean_is_enough = True
+    aggregates_mean_only = True
 
     def adapters(self, site):
         rank = site.adapter.rank or site.lora_rank

@@ -122,7 +122,7 @@ class Asynchronous(Stage):
     ``uploads``, ``dropped``, ``staleness`` (a sum) and ``most`` (the largest staleness).
     """
 
-    Config, moves_beyond_mean = AsyncConfig, True
+    Config, alters_mean = AsyncConfig, True
     wire = 5  # after every stage that changes the broadcast
     example: ClassVar = {"kind": "fedbuff", "concurrency": 4, "devices.kind": "lognormal"}
     numbers = frozenset({"simulated_seconds"})
@@ -135,7 +135,7 @@ class Asynchronous(Stage):
         self._numbers: dict[str, float] = {}  # of the round
 
     @property
-    def acts_on_changes(self) -> bool:
+    def transforms_changes(self) -> bool:
         """Values are translated to the newest version as well as changes."""
         return False
 
@@ -161,14 +161,14 @@ class Asynchronous(Stage):
             raise ValueError(f"{name} needs a clock: set devices.kind=lognormal or file")
         for section in self.settings.stages:
             reason = _EXCLUDED.get(section, "")
-            if STAGES[section].reads_changes:
+            if STAGES[section].needs_client_changes:
                 reason = "it compares changes since one broadcast"
             if reason:
                 raise ValueError(f"{name} is not supported with the section {section}: {reason}")
         own = "keeps a part of the model with the client" if method.personal else ""
         if method.mirrored:
             own = "keeps a state with the client that the server adds up in every round"
-        if not method.mean_is_enough:
+        if not method.aggregates_mean_only:
             own = "needs more of a round than the mean change"
         if own:
             raise ValueError(

@@ -99,7 +99,7 @@ class Clock(Stage):
         self._attempts: list[Attempt] = []  # of the round; the last one counts
 
     @property
-    def acts_on_changes(self) -> bool:
+    def transforms_changes(self) -> bool:
         """It decides which clients take part, whatever they send."""
         return False
 

@@ -107,7 +107,7 @@ class Downloads(Stage):
     Frozen tensors, which a deployment sends once, are not encoded.
     """
 
-    Config, wire, moves_beyond_mean = DownloadsConfig, 2, True
+    Config, wire, alters_mean = DownloadsConfig, 2, True
     example: ClassVar = {"codec": "int8"}
     config: DownloadsConfig
     registries: ClassVar = {"codec": CODECS}

@@ -46,7 +46,7 @@ class FedPLoRA(FedIT):
     summary = "LoRA in rank-one parts; each averaged over the clients that trained it (inexact)"
     reference = "Zhang et al., ICLR 2026, arXiv 2602.16936"
     communication = "r_c (d_in + d_out) per matrix up, r (d_in + d_out) down"
-    mean_is_enough = False  # parts are divided by the share of clients that trained them
+    aggregates_mean_only = False  # parts are divided by the share of clients that trained them
     takes_limits = True
 
     def start(self, run: LocalRun, initial: Tensor) -> None:

@@ -54,7 +54,7 @@ class FLoRIST(FedIT):
     summary = "LoRA of any ranks, stacked; SVD of the stack, cut at a share of its energy"
     reference = "Ramesh and Dass, MLSys 2026, arXiv 2506.09199"
     communication = "p (d_in + d_out) per matrix up and down, p <= r; at first r"
-    mean_is_enough = False
+    aggregates_mean_only = False
     needs_uploads = True
     takes_limits = True
 

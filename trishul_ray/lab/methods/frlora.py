@@ -42,7 +42,7 @@ class FRLoRA(FeDeRA):
     summary = "LoRA on the weight's principal components; their change folded into it each round"
     reference = "Yan et al., ICLR 2025"
     communication = "r (d_in + d_out) per matrix up, and down for each missed round"
-    mean_is_enough = False
+    aggregates_mean_only = False
     #: As the row's, on 2026-11-25, of 1e-3 to 5e-3.
     rates: ClassVar = {"cifar100 trishul/vit-s14-photos": 2.0e-3}
 

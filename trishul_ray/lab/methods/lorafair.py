@@ -41,7 +41,7 @@ class LoRAFair(FedIT):
     Config = LoRAFairConfig
     summary = "LoRA; A and B averaged, B corrected towards the mean product (nearly exact)"
     reference = "Bian et al., ICCV 2025, arXiv 2411.14961"
-    mean_is_enough = False  # reads the mean of the products
+    aggregates_mean_only = False  # reads the mean of the products
     contribution = FedIT.with_products
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:

@@ -137,7 +137,7 @@ class ExamplePrivacy(Stage):
     config: PrivacyConfig
 
     @property
-    def acts_on_changes(self) -> bool:
+    def transforms_changes(self) -> bool:
         """It acts on local steps, whatever a method sends."""
         return False
 

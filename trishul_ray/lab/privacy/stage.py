@@ -66,7 +66,7 @@ class Privacy(Stage):
     another z for the same ε.
     """
 
-    Config, wire, moves_beyond_mean, hides_clients = PrivacyConfig, 4, True, True
+    Config, wire, alters_mean, protects_clients = PrivacyConfig, 4, True, True
     example: ClassVar = {"noise": 1.0, "sampling": "fixed"}
     config: PrivacyConfig
 

@@ -55,7 +55,7 @@ class MethodConfig(Section):
     name: str
 
     @property
-    def in_short(self) -> str:
+    def label(self) -> str:
         """Text next to the method's name in a one-line run summary, or an empty string."""
         return ""
 
@@ -128,19 +128,19 @@ class Method:
     #: Whether the next global model differs from the clients' mean (momentum, a correction, or a
     #: model per cluster). If not, training with one client equals central training, which the tests
     #: of all methods and ``trishul check`` verify.
-    moves_beyond_mean: ClassVar[bool] = False
+    alters_mean: ClassVar[bool] = False
     #: Whether clients keep a part of the model: the trainables that are not in :meth:`wire`, which
     #: :meth:`upload` returns by name and :meth:`start` restores from ``run.client_state``. The
     #: metrics then score the global model without this part. With ``evaluation.per_client``, the
     #: personalized model of every client is also scored (``personal_mean``).
     personal: bool = False
     #: Whether the next state is a function of the mean of the uploads, weighted only by
-    #: ``federation.weighting``, and the broadcast has the ``shared`` of the state. Stages that act
-    #: on changes require it, and reject other methods; ``trishul check`` tests it. Subclasses that
-    #: change the average or the broadcast, or need all uploads, do not inherit it. An instance may
-    #: override the class attribute depending on its configuration; the same applies to
-    #: ``needs_uploads``.
-    mean_is_enough: bool = False
+    #: ``federation.weighting``, and the broadcast has the ``shared`` of the state. Stages that
+    #: transform changes require it, and reject other methods; ``trishul check`` tests it.
+    #: Subclasses that change the average or the broadcast, or need all uploads, do not inherit it.
+    #: An instance may override the class attribute depending on its configuration; the same
+    #: applies to ``needs_uploads``.
+    aggregates_mean_only: bool = False
     #: Whether :meth:`aggregate` reads each upload instead of only their mean, such as for a median
     #: or a clustering. The server then stores all uploads of a round, m W numbers, instead of
     #: running sums.
@@ -169,7 +169,7 @@ class Method:
         # Otherwise a method with another average would inherit a false declaration.
         changed = {"contribution", "weight", "broadcast", "needs_uploads"}
         if vars(cls).keys() & changed:
-            cls.mean_is_enough = vars(cls).get("mean_is_enough", False)
+            cls.aggregates_mean_only = vars(cls).get("aggregates_mean_only", False)
 
     def __init__(self, config: MethodConfig, lora_alpha: float | None = None) -> None:
         self.config: Any = config
