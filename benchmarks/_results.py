@@ -104,7 +104,7 @@ class Section:
         return "\n".join(lines) + "\n"
 
 
-def told_by(script: str | None, parts: Sequence[str] = ()) -> argparse.ArgumentParser:
+def argument_parser(script: str | None, parts: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Create an argument parser with a script's docstring as help, and an argument for parts."""
     parser = argparse.ArgumentParser(
         description=script, formatter_class=argparse.RawDescriptionHelpFormatter

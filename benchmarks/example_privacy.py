@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from _results import Goal, Report, Section, Times, told_by
+from _results import Goal, Report, Section, Times, argument_parser
 from _setups import large, small
 from _stepped import Stepped, answer_all
 
@@ -108,7 +108,7 @@ def measure(part: str, options: argparse.Namespace) -> Section:
 
 def main() -> None:
     """Measure and write the results."""
-    parser = told_by(__doc__, tuple(SETUPS))
+    parser = argument_parser(__doc__, tuple(SETUPS))
     parser.add_argument("--steps", type=int, default=12, help="measured steps of each kind")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of a process")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from _limit import Limit, first_steps, now
-from _results import Goal, Report, Section, told_by
+from _results import Goal, Report, Section, argument_parser
 from _setups import LARGE, dealt, has_real_data, random_vit, synthetic
 from torch import Tensor
 
@@ -365,7 +365,7 @@ PARTS: dict[str, Callable[[Place], None]] = {"steps": steps, "run": run, "prox":
 
 
 def main() -> None:
-    parser = told_by(__doc__, [*PARTS])
+    parser = argument_parser(__doc__, [*PARTS])
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU with tiny shapes")
     parser.add_argument("--hub", help="a mirror with CIFAR-100; default TRISHUL_HUB")
     options = parser.parse_args()

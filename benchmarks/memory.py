@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 import ray
-from _results import Goal, Report, Section, told_by
+from _results import Goal, Report, Section, argument_parser
 
 from trishul_ray.config.fields import ModelConfig
 from trishul_ray.federation.on_ray.session import ray_session
@@ -173,7 +173,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = told_by(__doc__)
+    parser = argument_parser(__doc__)
     add = parser.add_argument
     add("--model", default="google/vit-base-patch16-224-in21k", help="name of the backbone")
     add("--actors", type=int, default=4)

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from _backends import NICENESS, backends
 from _limit import time_steps
-from _results import Goal, Report, Section, paired, told_by
+from _results import Goal, Report, Section, argument_parser, paired
 from _setups import Setup, has_real_data, large, small
 
 ALL = ("backend", "small", "large")
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = told_by(__doc__, ALL)
+    parser = argument_parser(__doc__, ALL)
     add = parser.add_argument
     add("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: all)")
     add("--data", choices=["auto", "cifar100", "synthetic"], default="auto")

@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import psutil
-from _results import Goal, Report, Section, Times, paired, told_by
+from _results import Goal, Report, Section, Times, argument_parser, paired
 
 from trishul_ray.federation.on_ray import session
 from trishul_ray.federation.on_ray.fork_server import PRELOADED
@@ -119,7 +119,7 @@ def measure(what: str, way: str, count: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = told_by(__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--actors", type=int, default=12, help="actors that fit without forks")
     parser.add_argument("--forks", type=int, default=100, help="actors of the final fork test")
     parser.add_argument("--turns", type=int, default=3)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from _results import Goal, Report, Section, Times, told_by
+from _results import Goal, Report, Section, Times, argument_parser
 from rich.console import Console
 
 from trishul_ray.federation.on_ray.driver import Workers
@@ -158,7 +158,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = told_by(__doc__, PARTS)
+    parser = argument_parser(__doc__, PARTS)
     add = parser.add_argument
     add("--trials", type=int, default=40, help="number of short trials")
     add("--rounds", type=int, default=30, help="rounds of a long trial")

@@ -165,14 +165,14 @@ def inline_result(cache, tmp_path_factory):
 def finish(driver):
     """Return the result of a run, with all its reports as ``events``."""
     standing = driver.begin()
-    told, events = list(standing.records), list(standing.events)
+    records, events = list(standing.records), list(standing.events)
     while not standing.finished:
         standing = driver.step()
-        told += standing.records
+        records += standing.records
         events += standing.events
     final = driver.final()
     # Each record is reported once and in order after any fault.
-    assert [record.round for record in told] == [
+    assert [record.round for record in records] == [
         record.round for record in final.checkpoint.records
     ]
     final.__dict__["events"] = events

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from _results import Goal, Report, Section, Times, paired, told_by
+from _results import Goal, Report, Section, Times, argument_parser, paired
 from _stepped import Stepped
 from work import Work
 
@@ -121,7 +121,7 @@ def section(work: Work, seconds: dict[str, list[float]]) -> Section:
 
 
 def main() -> None:
-    parser = told_by(__doc__)
+    parser = argument_parser(__doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=10, help="measured rounds; one before them warms up")
     add("--batch", type=int, default=Work.batch)

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import pyarrow.parquet as pq
-from _results import Goal, Report, Section, Times, paired, told_by
+from _results import Goal, Report, Section, Times, argument_parser, paired
 from _stepped import Stepped, answer_all
 from compare import HERE, environment
 from safetensors.numpy import load_file
@@ -144,7 +144,7 @@ def compare(words: dict[str, Any], python: str) -> Section:
 
 
 def main() -> None:
-    parser = told_by(__doc__)
+    parser = argument_parser(__doc__)
     add = parser.add_argument
     add("--model", required=True, help="folder of a decoder with a chat template")
     add("--hub", type=Path, required=True, help="a mirror with Dolly")

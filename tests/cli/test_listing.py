@@ -158,5 +158,5 @@ def test_allowed_values_of_fields_are_described():
 
 def test_clients_are_named_worst_first():
     scores = {"Bern": 0.5, "Genf": 0.25} | {str(n): 0.75 for n in range(2)}
-    told = "mean accuracy of 4: 56.25%; worst: Genf 25.00%, Bern 50.00%, 0 75.00%"
-    assert _describe_scores(scores, "accuracy") == told
+    shown_text = "mean accuracy of 4: 56.25%; worst: Genf 25.00%, Bern 50.00%, 0 75.00%"
+    assert _describe_scores(scores, "accuracy") == shown_text

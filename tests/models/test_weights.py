@@ -169,7 +169,7 @@ def test_classifying_decoder_uses_the_tokenizers_padding(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["vit", "bert", "t5", "llama"])
-@pytest.mark.parametrize("damage", ["nan", "inf", "lacking", "cut"])
+@pytest.mark.parametrize("damage", ["nan", "inf", "missing", "cut"])
 def test_a_damaged_checkpoint_is_named(family, damage, tmp_path):
     save(family, tmp_path / "m")
     file = tmp_path / "m/model.safetensors"
@@ -180,7 +180,7 @@ def test_a_damaged_checkpoint_is_named(family, damage, tmp_path):
         file.write_bytes(file.read_bytes()[:-50])
         name = "cannot load"
     else:
-        if damage != "lacking":
+        if damage != "missing":
             tensors[name][0, 0] = float(damage)
         else:
             del tensors[name]

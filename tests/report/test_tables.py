@@ -186,8 +186,8 @@ def test_no_spread_decides_nothing(seeds, why):
 
 def test_gaps_are_named():
     sweep = initialization(seeds=1)
-    lacking = [dataclasses.replace(cell, metric="accuracy_matched") for cell in sweep.cells]
-    (table,) = build(dataclasses.replace(sweep, cells=tuple(lacking)))
+    without = [dataclasses.replace(cell, metric="accuracy_matched") for cell in sweep.cells]
+    (table,) = build(dataclasses.replace(sweep, cells=tuple(without)))
     assert {number.gap for row in table.rows for number in row.numbers} == {"not measured"}
     axes = {"method": ("a", "b"), "clients": ("20", "50"), "seed": ("0", "1")}
     sweep = invent_sweep(
@@ -209,7 +209,7 @@ def test_other_axes_are_averaged_within_a_seed():
         status=lambda x: ("missing" if x["seed"] + x["clients"] == "150" else "finished", ""),
     )  # fmt: skip
     number = numbers(build(incomplete)[0], "a")[0]
-    assert (number.count, number.lacks, number.gap) == (2, "2 of 3 seeds", "missing")
+    assert (number.count, number.missing, number.gap) == (2, "2 of 3 seeds", "missing")
 
 
 def test_where_selects_cells():

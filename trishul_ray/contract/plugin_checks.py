@@ -56,11 +56,11 @@ def check_plugin(plugin: Plugin) -> Iterator[Outcome]:
             f"plug-in {plugin.name} registers nothing that has checks: {', '.join(CHECKS)}"
         )
     for subject, checks in found:
-        told: set[str] = set()
+        reasons: set[str] = set()
         for check in checks:
             outcome = run_check(subject, check)
-            again = outcome.result == "failed" and outcome.reason in told
-            told.add(outcome.reason)
+            again = outcome.result == "failed" and outcome.reason in reasons
+            reasons.add(outcome.reason)
             yield replace(outcome, reason="for the same reason") if again else outcome
 
 

@@ -82,6 +82,6 @@ def call_repeats(folder: Path, name: str, executor: Executors) -> None:
     broadcast = server.broadcast().map(np.copy)
     broadcast.map(lambda array: array.setflags(write=False))
     job = TrainJob(1, 2, instructions=server.stages.instruct(1))
-    (first, told), (second, again) = (inline.train(broadcast, [job])[0] for _ in range(2))
+    (first, report), (second, again) = (inline.train(broadcast, [job])[0] for _ in range(2))
     same = state_digest(first.arrays) == state_digest(second.arrays)
-    require(same and told.stages == again.stages, "the upload of a repeated job differs")
+    require(same and report.stages == again.stages, "the upload of a repeated job differs")

@@ -42,9 +42,9 @@ def choose_rows(dataset: PreparedDataset, config: "DataConfig", *, cache: Path) 
         raise InputError(
             f"{field}: {unknown[0]!r} is not a group of dataset {info.name}; it has {known}{hint}"
         )
-    if groups and (lacking := {"group", *dataset.test.columns} - {*train.columns}):
+    if groups and (missing := {"group", *dataset.test.columns} - {*train.columns}):
         raise InputError(
-            f"{field}: the training rows of dataset {info.name} have no column {min(lacking)}"
+            f"{field}: the training rows of dataset {info.name} have no column {min(missing)}"
         )
     if config.drop_repeated and info.kind != "instruction":
         raise InputError(f"data.drop_repeated requires instructions, not dataset {info.name}")

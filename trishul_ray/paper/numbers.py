@@ -59,9 +59,9 @@ class Paper(Reference):
         found = [*figure["records"], *tables.get(figure["values_of"], ())]
         return _only([record for record in found if record["metric"] == metric], labels)
 
-    def slips(self, key: str) -> tuple[str, ...]:
+    def errata(self, key: str) -> tuple[str, ...]:
         """Return the paper's errata for a table or figure."""
-        return tuple(slip["text"] for slip in records()["slips"] if slip["of"] == key)
+        return tuple(erratum["text"] for erratum in records()["errata"] if erratum["of"] == key)
 
     def open_choices(self, runs: Sequence[RunSummary]) -> list[Choice]:
         """Count the values with which runs decide the choices that the paper leaves open.

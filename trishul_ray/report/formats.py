@@ -28,7 +28,7 @@ def number_text(number: Number | None) -> str:
         return number.gap
     text = number.format(number.mean)
     text += f" ± {number.format(number.deviation)}" if number.deviation is not None else ""
-    return f"{text} ({number.lacks})" if number.lacks else text
+    return f"{text} ({number.missing})" if number.missing else text
 
 
 def paper_text(number: Number | None) -> str:

@@ -175,14 +175,14 @@ class SweepOutcome(SweepHead):
             key=lambda labels: [o.index(label) for o, label in zip(orders, labels, strict=True)],
         )
 
-    def departures(self, cells: Iterable[CellOutcome]) -> tuple[str, ...]:
+    def deviations(self, cells: Iterable[CellOutcome]) -> tuple[str, ...]:
         """List the deviations of cells from the profile: overrides and incomplete datasets."""
         parts = dict.fromkeys(cell.part for cell in cells if cell.part)
         overridden = f"overridden: {', '.join(self.overrides)}"
         return (*[overridden] * bool(self.overrides), *parts)
 
     def is_comparable(self, cells: Iterable[CellOutcome]) -> bool:
-        return self.profile == "paper" and not self.departures(cells)
+        return self.profile == "paper" and not self.deviations(cells)
 
 
 def is_loss(metric: str) -> bool:

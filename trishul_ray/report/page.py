@@ -100,8 +100,8 @@ class SweepPart:
         return Counter({cell.id: cell.status for cell in self.sweep.cells}.values())
 
     @property
-    def departures(self) -> tuple[str, ...]:
-        return self.sweep.departures(self.sweep.cells)
+    def deviations(self) -> tuple[str, ...]:
+        return self.sweep.deviations(self.sweep.cells)
 
     @property
     def configuration(self) -> str:
@@ -166,11 +166,11 @@ class Page:
             parts.setdefault(part.sweep.profile, []).append(part)
         found = []
         for name, each in parts.items():
-            departures = tuple(dict.fromkeys(text for part in each for text in part.departures))
+            deviations = tuple(dict.fromkeys(text for part in each for text in part.deviations))
             text = COMPARABLE.get(name, COMPARABLE["custom"])
-            if name == "paper" and departures:
+            if name == "paper" and deviations:
                 text = _DEPARTED
-            found.append((name, " ".join([text, *_remarks(each)]), departures))
+            found.append((name, " ".join([text, *_remarks(each)]), deviations))
         return found
 
     @property

@@ -78,7 +78,7 @@ class Reference:
         """
         return None
 
-    def slips(self, key: str) -> Sequence[str]:
+    def errata(self, key: str) -> Sequence[str]:
         """List contradictions in the publication about a table or figure, as sentences."""
         return ()
 

@@ -269,12 +269,12 @@ def missing_scores(experiment: Experiment, scored: Iterable[int]) -> str:
     Returns:
         The description, or an empty string if no score is missing.
     """
-    lacking = experiment.scored_rounds - {*scored}
-    if not lacking:
+    missing = experiment.scored_rounds - {*scored}
+    if not missing:
         return ""
-    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     every = experiment.evaluation.every
-    return f"no score of round {min(lacking)}{more}, which evaluation.every={every} requires"
+    return f"no score of round {min(missing)}{more}, which evaluation.every={every} requires"
 
 
 def flatten(fields: Json, prefix: str = "") -> Json:

@@ -110,10 +110,10 @@ class Number:
         return str(self.values.index.name or SEED)
 
     @property
-    def lacks(self) -> str:
+    def missing(self) -> str:
         """Text such as ``2 of 3 seeds`` if values are missing, or an empty string."""
-        lacks = 0 < self.count < len(self.values)
-        return f"{self.count} of {len(self.values)} {self.axis}s" if lacks else ""
+        partial = 0 < self.count < len(self.values)
+        return f"{self.count} of {len(self.values)} {self.axis}s" if partial else ""
 
     def format(self, value: float, sign: str = "") -> str:
         """Format a value without its unit; ``sign="+"`` also marks positive differences."""
@@ -211,8 +211,8 @@ class SweepTable:
         comparable = self.sweep.is_comparable(self.cells)
         if comparable or self.layout.paper is None or self.sweep.profile == "custom":
             return ""
-        departures = self.sweep.departures(self.cells)
-        return "; ".join(("not comparable with the paper's numbers", *departures))
+        deviations = self.sweep.deviations(self.cells)
+        return "; ".join(("not comparable with the paper's numbers", *deviations))
 
     @property
     def caption(self) -> str:
@@ -235,9 +235,9 @@ class SweepTable:
         return f"Table {number} of the paper ({self.layout.paper})" if number else ""
 
     @property
-    def slips(self) -> tuple[str, ...]:
+    def errata(self) -> tuple[str, ...]:
         """Contradictions in the reproduced table of the paper."""
-        return tuple(reference_of(self.layout.paper).slips(self.layout.paper or ""))
+        return tuple(reference_of(self.layout.paper).errata(self.layout.paper or ""))
 
     @property
     def caveats(self) -> list[str]:

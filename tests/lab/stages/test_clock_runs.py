@@ -149,8 +149,8 @@ def test_abandoned_attempts_count_and_send_bases_once(edge_run):
     found = edge_run(*words)
     assert sum(record.stages["abandoned"] for record in found.checkpoint.records[1:]) > 2
     for record in found.checkpoint.records[1:]:
-        told = record.stages
-        assert told["asked"] == told["came"] + told["late"] + told["lost"]
+        reported = record.stages
+        assert reported["asked"] == reported["came"] + reported["late"] + reported["lost"]
         assert "kept" not in record.missing.values()
 
 

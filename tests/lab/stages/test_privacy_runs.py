@@ -123,14 +123,14 @@ def test_survey_response_is_clipped_noisy_and_normalized(small, tmp_path):
             total[layer] = total.get(layer, 0) + answer.astype(np.float64)
     assert [upload.client for upload in executor.uploads] == clients != []
     assert max(norms) <= SURVEY_NORM and min(norms) > 0.999 * SURVEY_NORM
-    told = server.survey()
-    noise = np.concatenate([(told[layer] - total[layer] / 2).ravel() for layer in told])
+    mean = server.survey()
+    noise = np.concatenate([(mean[layer] - total[layer] / 2).ravel() for layer in mean])
     assert noise.std() == pytest.approx(3 * SURVEY_NORM / 2, rel=5 / np.sqrt(2 * noise.size))
     assert server.checkpoint.records[0].uploaded_parameters == len(clients) * noise.size
     server.stages.cohort = lambda number, cohort: Cohort([])
     again = server.survey()
     for layer, answer in again.items():  # only the same noise
-        np.testing.assert_allclose(answer, told[layer] - total[layer] / 2, atol=1e-12)
+        np.testing.assert_allclose(answer, mean[layer] - total[layer] / 2, atol=1e-12)
     assert server.checkpoint.records[0].uploaded_parameters == 0
     inline.close()
 

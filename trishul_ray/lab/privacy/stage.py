@@ -254,20 +254,20 @@ class Privacy(Stage):
         """Return the units of the runs with a guarantee, and the content that it does not cover."""
         examples = [each for each in reports if each["epsilon"] and "cohort" not in each]
         private = [each for each in reports if each["epsilon"] and "cohort" in each]
-        told = ""
+        of_examples = ""
         if examples:
-            told = (
+            of_examples = (
                 f"Privacy of examples ({len(examples)} runs): ε of the client with the largest ε, "
                 "to add or remove one of its examples. It is a simulation: noise is reproducible "
                 f"from the seed. Outside the guarantee: {OUTSIDE_EXAMPLES}."
             )
         if not private:
-            return told
+            return of_examples
         sizes = sorted({(each["clients"], each["cohort"]) for each in private})
         return (
             f"Privacy of clients ({len(private)} runs) is accounted for cohorts of "
             f"{', '.join(f'{m:,} of {n:,}' for n, m in sizes)}. It is a simulation: noise is "
-            f"reproducible from the seed. Outside the guarantee: {OUTSIDE}. {told}"
+            f"reproducible from the seed. Outside the guarantee: {OUTSIDE}. {of_examples}"
         ).rstrip()
 
 
