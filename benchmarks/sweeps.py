@@ -44,9 +44,9 @@ class Timed(SweepProgress):
         self.ends: list[float] = []
 
     def round(
-        self, id: str, round_: int, metrics: Mapping[str, float], headline: str = "accuracy"
+        self, id: str, round_: int, metrics: Mapping[str, float], primary_metric: str = "accuracy"
     ) -> None:
-        super().round(id, round_, metrics, headline)
+        super().round(id, round_, metrics, primary_metric)
         self.rounds.setdefault(id, []).append(time.perf_counter())
 
     def end(self, id: str, *, failure: str | None = None) -> None:

@@ -33,7 +33,7 @@ class Result:
         summary: Content of ``result.json``.
         config: All fields of the experiment, by section.
         final: Metrics after the last round, and its number as ``round``.
-        best: Metrics of the round with the best headline metric, and its number. ``chosen_on`` is
+        best: Metrics of the round with the best primary metric, and its number. ``chosen_on`` is
             the split that selects the round: ``validation``, or ``test`` if the run has no
             validation rows (``data.validation_share``), which biases the score.
         untouched: Metrics of the untuned model.
@@ -67,15 +67,15 @@ class Result:
         self.participation = summary.participation
 
     def __repr__(self) -> str:
-        final, headline = self.final, self.summary["headline"]
+        final, metric = self.final, self.summary["headline"]
         return (
             f"<Result {self.id}: {self.config['method']['name']} on {self.config['data']['name']}, "
-            f"{headline} {final[headline]:.2%} after round {final['round']}>"
+            f"{metric} {final[metric]:.2%} after round {final['round']}>"
         )
 
     def _repr_html_(self) -> str:
         """Return an HTML table for notebooks."""
-        config, final, headline = self.config, self.final, self.summary["headline"]
+        config, final, metric = self.config, self.final, self.summary["headline"]
         federation = config["federation"]
         cells = {
             "id": self.id,
@@ -84,8 +84,8 @@ class Result:
             "model": config["model"]["name"],
             "rounds": f"{final['round']} of {federation['clients_per_round']} of "
             f"{federation['clients']} clients",
-            headline: f"{final[headline]:.2%} (untouched backbone {self.untouched[headline]:.2%}, "
-            f"best {self.best[headline]:.2%} in round {self.best['round']})",
+            metric: f"{final[metric]:.2%} (untouched backbone {self.untouched[metric]:.2%}, "
+            f"best {self.best[metric]:.2%} in round {self.best['round']})",
             "loss": f"{final['loss']:.4g}",
             "trained parameters": f"{sum(self.summary['parameters'].values()):,}",
             "traffic of all clients": f"{format_bytes(self.summary['uploaded_bytes'])} up, "
@@ -114,7 +114,7 @@ class Result:
         """The score of every test row after the last round, indexed by position in the test split.
 
         The score of a class is 1 if it is right, otherwise 0. The score of an answer is its F1. The
-        mean is the headline metric.
+        mean is the primary metric.
 
         Raises:
             InputError: The task does not score single rows, or the run is from an older version.

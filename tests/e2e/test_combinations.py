@@ -101,10 +101,10 @@ def one_round(hub, cache, tmp_path, drive_to_end):
     return run
 
 
-def check(final, headline, method="trishul"):
+def check(final, metric, method="trishul"):
     before, after = final.checkpoint.records
     for record in (before, after):
-        assert 0.0 <= record.scores[headline] <= 1.0 and math.isfinite(record.scores["loss"])
+        assert 0.0 <= record.scores[metric] <= 1.0 and math.isfinite(record.scores["loss"])
     assert math.isfinite(after.train_loss) and after.refused == {}
     if not method_class(method).personal:  # those may keep all trained parameters on the clients
         assert after.uploaded_parameters > 0

@@ -59,8 +59,8 @@ class Followed(SweepProgress):
         super().__init__(Console(file=self.text, width=200))
         self.strike, self.retries, self.ended = strike, [], {}
 
-    def round(self, id, round_, metrics, headline):
-        super().round(id, round_, metrics, headline)
+    def round(self, id, round_, metrics, primary_metric):
+        super().round(id, round_, metrics, primary_metric)
         if round_ == 1:
             strike, self.strike = self.strike, lambda: None
             strike()

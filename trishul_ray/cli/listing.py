@@ -129,7 +129,7 @@ def _runs(place: str) -> list[Row]:
     for id in run_ids(Store.open(place)):
         run = finished.get(id, {})
         columns = ("method", "dataset", "model", "alpha", "seed", "rounds")
-        score = f"{run['headline']} {run['final']:.2%}" if run else "not finished"
+        score = f"{run['primary_metric']} {run['final']:.2%}" if run else "not finished"
         traffic = [format_bytes(run[f"{way}_bytes"]) for way in ("uploaded", "downloaded") if run]
         rows.append(
             {

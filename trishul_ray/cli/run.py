@@ -148,14 +148,14 @@ def _summary_table(results: "Sequence[tuple[str, RunSummary]]") -> "Table":
 
     from trishul_ray.tracking.progress import format_bytes, format_count, format_duration
 
-    headline, first = results[0][1].headline, results[0][1].untouched
-    table = Table("", headline, "loss", "trained", "up / down", "time")
-    table.add_row("untouched backbone", f"{first[headline]:.2%}", f"{first['loss']:.4f}")
+    metric, first = results[0][1].headline, results[0][1].untouched
+    table = Table("", metric, "loss", "trained", "up / down", "time")
+    table.add_row("untouched backbone", f"{first[metric]:.2%}", f"{first['loss']:.4f}")
     for label, summary in results:
         part = " (part of the data)" * summary.data.part
         table.add_row(
             f"{label} {summary.config['method']['name']}{part}".strip(),
-            f"{summary.final[headline]:.2%}",
+            f"{summary.final[metric]:.2%}",
             f"{summary.final['loss']:.4f}",
             format_count(sum(summary.parameters.values())),
             f"{format_bytes(summary.uploaded_bytes)} / {format_bytes(summary.downloaded_bytes)}",

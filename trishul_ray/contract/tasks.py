@@ -85,8 +85,8 @@ def batches_are_free(context: WorkerContext) -> None:
     for name, value in whole.items():
         close = math.isclose(found[name], value, rel_tol=1e-4, abs_tol=1e-6)
         require(close, f"{name} is {found[name]:.6g} over three batches, but {value:.6g} over one")
-    headline = found[context.task.headline]
-    require(0 <= headline <= 1, f"headline {context.task.headline}={headline:g} is not in [0, 1]")
+    metric = context.task.primary_metric
+    require(0 <= found[metric] <= 1, f"primary metric {metric}={found[metric]:g} is not in [0, 1]")
 
 
 def loss_is_reported(context: WorkerContext) -> None:
@@ -107,19 +107,19 @@ def padding_is_free(context: WorkerContext) -> None:
     require_close(alone, together, "losses of single rows and of a batch", atol=1e-5, rtol=1e-4)
 
 
-def headline_is_a_mean(context: WorkerContext) -> None:
+def primary_metric_is_a_mean(context: WorkerContext) -> None:
     """Check that the primary metric is the mean of the rows' scores, each in [0, 1]."""
     batch, outputs = outputs_of(context, range(16))
-    scores = context.task.score(outputs, batch).scores[context.task.headline].double()
+    scores = context.task.score(outputs, batch).scores[context.task.primary_metric].double()
     require(scores.shape == (16,), f"score() returns {tuple(scores.shape)} for 16 rows")
     require(bool(((scores >= 0) & (scores <= 1)).all()), "a score is not in [0, 1]")
     found = context.task.metrics.merge([context.task.evaluate(outputs, batch)])[
-        context.task.headline
+        context.task.primary_metric
     ]
     close = math.isclose(float(scores.mean()), found, rel_tol=1e-6, abs_tol=1e-9)
     require(
         close,
-        f"headline {found:.6g} is not the mean of the rows' scores {float(scores.mean()):.6g}",
+        f"primary metric {found:.6g} is not the mean of the rows, {float(scores.mean()):.6g}",
     )
 
 
@@ -152,7 +152,7 @@ PROMISES: dict[str, Callable[[WorkerContext], None]] = {
     "metrics do not depend on the batches": batches_are_free,
     "reports the loss that it trains": loss_is_reported,
     "gives a row the same loss without other rows": padding_is_free,
-    "has a headline that is the mean over rows": headline_is_a_mean,
+    "has a primary metric that is the mean over rows": primary_metric_is_a_mean,
     "answers every row": rows_get_answers,
     "can be sent to another process": can_be_sent,
 }

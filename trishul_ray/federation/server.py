@@ -65,7 +65,7 @@ class RoundReport:
     events: list[str]
     round: int  # the last aggregated round
     finished: bool
-    headline: str  # primary metric of the task
+    primary_metric: str
 
 
 @dataclass(frozen=True)
@@ -441,8 +441,8 @@ class Server:
 
     def _report(self, records: list[RoundRecord]) -> RoundReport:
         events, self.events = self.events, []
-        headline = self.spec.metrics.headline
-        return RoundReport(records, events, self.checkpoint.round, self.finished, headline)
+        primary_metric = self.spec.metrics.primary_metric
+        return RoundReport(records, events, self.checkpoint.round, self.finished, primary_metric)
 
     def result(self) -> RunResult:
         """Return the result of a finished run."""

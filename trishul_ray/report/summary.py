@@ -69,12 +69,12 @@ class Hardware:
 class RunSummary:
     """The content of result.json, which marks a run as finished.
 
-    The primary result is the last round. The best round is the round with the largest headline
+    The primary result is the last round. The best round is the round with the largest primary
     metric on the validation rows, or on the test rows without validation rows (``chosen_on``). The
     untuned backbone is never selected as the best round.
 
     Attributes:
-        headline: Name of the primary metric; see ``Task.headline``.
+        headline: Name of the primary metric; see ``Task.primary_metric``.
         data: The rows that the run used.
         final: Metrics after the last round, and its number as ``round``.
         best: Metrics of the best round, its number as ``round``, and ``chosen_on``, the rows used
@@ -321,9 +321,9 @@ def list_runs(store: str | Path = "runs") -> "DataFrame":
 
     Returns:
         One row per run, indexed by id. The columns are the fields in which runs usually differ,
-        the name of the primary metric (``headline``), its value after the last round (``final``)
-        and in the best round (``best``), and the bytes that all clients sent and received. Runs
-        with an unreadable result are skipped.
+        the name of the primary metric (``primary_metric``), its value after the last round
+        (``final``) and in the best round (``best``), and the bytes that all clients sent and
+        received. Runs with an unreadable result are skipped.
 
     Raises:
         InputError: The storage cannot be opened.
@@ -344,13 +344,13 @@ def list_runs(store: str | Path = "runs") -> "DataFrame":
 
 
 def _row_of(summary: RunSummary) -> Json:
-    fields, headline = flatten(summary.config), summary.headline
+    fields, metric = flatten(summary.config), summary.headline
     return {
         "id": summary.id,
         **{name: fields[field] for name, field in _COLUMNS.items()},
-        "headline": headline,
-        "final": summary.final[headline],
-        "best": summary.best[headline],
+        "primary_metric": metric,
+        "final": summary.final[metric],
+        "best": summary.best[metric],
         "uploaded_bytes": summary.uploaded_bytes,
         "downloaded_bytes": summary.downloaded_bytes,
     }

@@ -44,9 +44,9 @@ def _add_model(experiment: Experiment, summary: RunSummary, home: Store) -> RunS
 
         run = load_trained(experiment)
         name = "adapter" if fits_adapter(run.context) else "model"
-        headline, federation = summary.headline, experiment.federation
+        metric, federation = summary.headline, experiment.federation
         notes = {
-            headline: f"{summary.final[headline]:.4f} ({summary.data.sentence})",
+            metric: f"{summary.final[metric]:.4f} ({summary.data.sentence})",
             "clients": f"{federation.clients}, partition {experiment.partition.kind}",
         }
         place = f"{home.root}/{name}" if home.is_local else name

@@ -152,12 +152,12 @@ def close_run(
     """End the MLflow run with the run's totals and files; return the parts that MLflow rejected."""
     if not isinstance(run, MlflowRun):
         return []
-    headline, hardware = summary.headline, summary.hardware
+    metric, hardware = summary.headline, summary.hardware
     chosen = f"best_on_{summary.best['chosen_on']}"
     metrics = {
-        f"{chosen}/{headline}": summary.best[headline],
+        f"{chosen}/{metric}": summary.best[metric],
         f"{chosen}/round": summary.best["round"],
-        f"untouched/{headline}": summary.untouched[headline],
+        f"untouched/{metric}": summary.untouched[metric],
         "total/uploaded_parameters": summary.uploaded_parameters,
         "total/downloaded_parameters": summary.downloaded_parameters,
         "total/uploaded_bytes": summary.uploaded_bytes,

@@ -84,11 +84,11 @@ def summarize(
 ) -> RunSummary:  # fmt: skip
     """Build the summary of a result, without the fields that depend on its files."""
     records, spec = result.checkpoint.records, result.spec
-    headline = spec.metrics.headline
+    metric = spec.metrics.primary_metric
     rows = [record.row() for record in records]
     measured = [record for record in records if record.scored]
     chosen_on: ScoredSplit = "validation" if "validation" in spec.scored else "test"
-    best = max(measured[1:], key=lambda r: r.scores[score_name(headline, chosen_on)])
+    best = max(measured[1:], key=lambda r: r.scores[score_name(metric, chosen_on)])
     names = [score_name(n, rows) for rows in spec.scored for n in spec.metrics.names]
     last = measured[-1]
 
@@ -99,7 +99,7 @@ def summarize(
         id=experiment.id,
         name=experiment.name,
         status="finished",
-        headline=headline,
+        headline=metric,
         data=coverage,
         scored_rounds=[record.round for record in measured],
         final={"round": last.round} | _scores(last, names),

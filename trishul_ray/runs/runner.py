@@ -326,7 +326,7 @@ def _train(
 
 def _log(report: RoundReport, tracker: Tracker, progress: RunProgress, *, shown: int) -> None:
     """Log all records of a report, and display its events and its last ``shown`` records."""
-    progress.headline = report.headline
+    progress.primary_metric = report.primary_metric
     for event in report.events:
         progress.note(event)
     for record in report.records:

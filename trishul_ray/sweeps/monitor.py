@@ -10,7 +10,14 @@ from trishul_ray.federation.on_ray.metrics import RunMetrics
 from trishul_ray.federation.on_ray.pool import cause_of
 from trishul_ray.sweeps.cells import CellRun, FindRun, TuneOptions
 from trishul_ray.sweeps.status import record_failure
-from trishul_ray.sweeps.trial import FAILURE, FINISHED, HEADLINE_NAME, NOTES, ROUND, TuneResult
+from trishul_ray.sweeps.trial import (
+    FAILURE,
+    FINISHED,
+    NOTES,
+    PRIMARY_METRIC_NAME,
+    ROUND,
+    TuneResult,
+)
 from trishul_ray.tracking.progress import SweepProgress
 
 
@@ -44,8 +51,8 @@ class Monitor(tune.Callback):
         for note in result.get(NOTES, ()):
             self.progress.note(f"{run.name}: {note}")
         if ROUND in result:
-            headline = result.get(HEADLINE_NAME, "accuracy")
-            self.progress.round(run.experiment.id, int(result[ROUND]), result, headline)
+            metric = result.get(PRIMARY_METRIC_NAME, "accuracy")
+            self.progress.round(run.experiment.id, int(result[ROUND]), result, metric)
 
     def on_trial_recover(
         self, iteration: int, trials: list[Trial], trial: Trial, **info: Any

@@ -10,8 +10,8 @@ from trishul_ray.report.layouts import Text
 from trishul_ray.report.outcomes import is_loss
 from trishul_ray.runtime.lazy import ray
 
-#: Key of the primary metric in the results of a trial; see ``Task.headline``.
-HEADLINE = "headline"
+#: Key of the primary metric in the results of a trial; see ``Task.primary_metric``.
+PRIMARY_METRIC = "primary_metric"
 
 
 class Space(Section):
@@ -67,7 +67,7 @@ class Search(Section):
     @property
     def compared(self) -> str:
         """Key of the compared metric in the results of a trial."""
-        return score_name(self.metric or HEADLINE, self.rows)
+        return score_name(self.metric or PRIMARY_METRIC, self.rows)
 
     def domains(self) -> dict[str, Any]:
         return {name: space.domain() for name, space in self.space.items()}

@@ -24,14 +24,14 @@ from trishul_ray.report.summary import ATTEMPT, NUMBERS, read_note
 from trishul_ray.runs.folder import RunFolder
 from trishul_ray.runs.runner import FinishedRun, RunSteps, run_steps
 from trishul_ray.sweeps.cells import CellRun, FindRun
-from trishul_ray.sweeps.search import HEADLINE
+from trishul_ray.sweeps.search import PRIMARY_METRIC
 from trishul_ray.tracking.progress import RunProgress
 
-#: Keys of a trial's results, in addition to the metrics of the round and :data:`HEADLINE`: number
-#: of the round, notices, reason of a failure that a retry would repeat, whether the run has
+#: Keys of a trial's results, in addition to the metrics of the round and :data:`PRIMARY_METRIC`:
+#: number of the round, notices, reason of a failure that a retry would repeat, whether the run has
 #: finished, and the name of the primary metric.
 ROUND, NOTES, FAILURE, FINISHED = "round", "notes", "failure", "finished"
-HEADLINE_NAME = "headline_name"
+PRIMARY_METRIC_NAME = "primary_metric_name"
 #: A round may take up to this multiple of the longest round so far.
 LONGEST_ROUNDS = 5.0
 #: Result of a trial after a round: metrics, and values of the keys above.
@@ -145,20 +145,20 @@ class CellTrial(tune.Trainable):
                 next(self._steps)  # write the results in the same step
         except StopIteration as end:
             finished: FinishedRun = end.value
-            self._progress.headline = finished.summary.headline
+            self._progress.primary_metric = finished.summary.headline
             self._metrics |= finished.summary.final
             return self._result(self._progress.notes, **{FINISHED: True, DONE: True})
         return self._result(self._progress.notes)
 
     def _result(self, notes: list[str], **fields: Any) -> TuneResult:
-        name, self._progress.notes = self._progress.headline, []
-        headline = {
-            score_name(HEADLINE, rows): self._metrics[score_name(name, rows)]
+        name, self._progress.notes = self._progress.primary_metric, []
+        primary_metric = {
+            score_name(PRIMARY_METRIC, rows): self._metrics[score_name(name, rows)]
             for rows in get_args(ScoredSplit)
             if score_name(name, rows) in self._metrics
         }
-        known = {NOTES: notes, DONE: False, HEADLINE_NAME: name}
-        return {**self._metrics, **headline, **known, **fields}
+        known = {NOTES: notes, DONE: False, PRIMARY_METRIC_NAME: name}
+        return {**self._metrics, **primary_metric, **known, **fields}
 
     def _close_run(self) -> None:
         with suppress(Exception):  # the run failed, or Tune stopped it

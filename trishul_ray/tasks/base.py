@@ -111,7 +111,7 @@ class Task(ABC):
         raise NotImplementedError(f"{cls.__name__} must define build()")
 
     @property
-    def headline(self) -> str:
+    def primary_metric(self) -> str:
         """The primary metric."""
         return self.row_metrics[0]
 

@@ -107,21 +107,19 @@ class EvalSums:
             The sums.
         """
         scores = {name: _on_host(values) for name, values in rows.scores.items()}
-        headline = scores[metrics.headline]
-        count = float(len(headline))
-        group = (
-            batch["group"].cpu() if "group" in batch else headline.new_full((len(headline),), -1)
-        )
-        client = batch["client"].cpu() if "client" in batch else headline.new_zeros(0)
+        values = scores[metrics.primary_metric]
+        count = float(len(values))
+        group = batch["group"].cpu() if "group" in batch else values.new_full((len(values),), -1)
+        client = batch["client"].cpu() if "client" in batch else values.new_zeros(0)
         clients = np.unique(client.numpy()).astype(np.int64)
         return cls(
             loss=float(_on_host(rows.loss).sum()),
             terms=count if rows.terms is None else float(_on_host(rows.terms).sum()),
             count=count,
             scores={name: float(values.sum()) for name, values in scores.items()},
-            by_group=_sums_where([group == g for g in range(len(metrics.groups))], headline),
+            by_group=_sums_where([group == g for g in range(len(metrics.groups))], values),
             clients=clients,
-            by_client=_sums_where([client == int(c) for c in clients], headline),
+            by_client=_sums_where([client == int(c) for c in clients], values),
             by_class=_count_classes(rows, metrics.classes or 0),
             kept=_no_rows(0, 0) if rows.kept is None else _on_host(rows.kept).numpy(),
         )
@@ -202,7 +200,7 @@ class Metrics:
     classes: int | None = None
 
     @property
-    def headline(self) -> str:
+    def primary_metric(self) -> str:
         """The primary metric, in [0, 1]; higher is better."""
         return self.scores[0]
 
@@ -214,8 +212,8 @@ class Metrics:
             of_classes = ("macro_f1",)
         if self.classes == 2:
             of_classes = (*of_classes, "positive_f1", "matthews")
-        by_group = group_metrics(self.headline, self.groups)
-        return (self.headline, "loss", *of_classes, *self.scores[1:], *by_group)
+        by_group = group_metrics(self.primary_metric, self.groups)
+        return (self.primary_metric, "loss", *of_classes, *self.scores[1:], *by_group)
 
     def merge(self, parts: Sequence[EvalSums]) -> dict[str, float]:
         """Compute the metrics from the sums of all batches.
@@ -236,7 +234,7 @@ class Metrics:
             found["macro_f1"] = macro_f1(total)
         if self.classes == 2:
             found |= {"positive_f1": positive_f1(total), "matthews": matthews(total)}
-        by_group = group_metrics(self.headline, self.groups)
+        by_group = group_metrics(self.primary_metric, self.groups)
         for name, (score, count) in zip(by_group, total.by_group.tolist(), strict=True):
             if count:
                 found[name] = score / count
@@ -268,13 +266,13 @@ class Metrics:
         return {client: score / count for client, (score, count) in cells}
 
 
-def group_metrics(headline: str, groups: Sequence[str]) -> tuple[str, ...]:
+def group_metrics(primary_metric: str, groups: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the primary metric for groups.
 
     They contain letters of any script and digits, as MLflow accepts; equal names are numbered.
 
     Args:
-        headline: Name of the primary metric, such as ``f1``.
+        primary_metric: Name of the primary metric, such as ``f1``.
         groups: Names of the groups, such as ``SQuAD``.
 
     Returns:
@@ -283,7 +281,7 @@ def group_metrics(headline: str, groups: Sequence[str]) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for group in groups:
         letters = re.sub(r"[\W_]+", "_", group.lower())
-        found[free_name(f"{headline}_{letters}"[:MAX_NAME], found)] = None
+        found[free_name(f"{primary_metric}_{letters}"[:MAX_NAME], found)] = None
     return tuple(found)
 
 

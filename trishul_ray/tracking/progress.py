@@ -53,10 +53,10 @@ class RunProgress:
     Displays a live bar on a terminal, and prints a line per round to a file, pipe or notebook.
 
     Attributes:
-        headline: Name of the metric to display with the loss; see ``Task.headline``.
+        primary_metric: Name of the metric to display with the loss; see ``Task.primary_metric``.
     """
 
-    headline = "accuracy"
+    primary_metric = "accuracy"
 
     def __init__(self, total_rounds: int, console: Console | None = None) -> None:
         self._total, self._console = total_rounds, console or PlainConsole(stderr=True)
@@ -93,7 +93,7 @@ class RunProgress:
 
     def advance(self, round_: int, metrics: Mapping[str, float]) -> None:
         """Display a finished round. Round 0 is the evaluation of the backbone before training."""
-        scores = {k: float(metrics[k]) for k in (self.headline, "loss") if k in metrics}
+        scores = {k: float(metrics[k]) for k in (self.primary_metric, "loss") if k in metrics}
         self._scores |= scores
         self.count_earlier([metrics])
         title = f"round {round_}/{self._total}" if round_ else "untouched backbone"
@@ -193,11 +193,11 @@ class SweepProgress(RunProgress):
         self._show()
 
     def round(
-        self, id: str, round_: int, metrics: Mapping[str, float], headline: str = "accuracy"
+        self, id: str, round_: int, metrics: Mapping[str, float], primary_metric: str = "accuracy"
     ) -> None:
         cell = self._cells[id]
         cell.round = round_
-        cell.metrics |= {k: float(metrics[k]) for k in (headline, "loss") if k in metrics}
+        cell.metrics |= {k: float(metrics[k]) for k in (primary_metric, "loss") if k in metrics}
         self._show()
 
     def retry(self, id: str, why: str, attempt: int, attempts: int) -> None:

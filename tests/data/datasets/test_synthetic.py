@@ -81,7 +81,7 @@ def test_preset_lengths_do_not_cut_texts(name, experiment):
 
 
 @pytest.mark.parametrize(
-    ("name", "headline", "groups"),
+    ("name", "metric", "groups"),
     [
         ("topics", "accuracy", 0),
         ("questions", "f1", len(SUBSETS)),
@@ -89,12 +89,12 @@ def test_preset_lengths_do_not_cut_texts(name, experiment):
         ("shapes", "accuracy", 0),
     ],
 )
-def test_round_has_metrics_of_the_real_dataset(name, headline, groups, experiment, drive_to_end):
+def test_round_has_metrics_of_the_real_dataset(name, metric, groups, experiment, drive_to_end):
     words = ["model.init=random", "federation.rounds=1", "federation.local_steps=1"]
     made = experiment(name, *words)
     before, after = drive_to_end(InlineDriver(made, prepare_run(made), "a")).checkpoint.records
-    assert before.scores["loss"] != after.scores["loss"] and 0 <= after.scores[headline] <= 1
-    assert sum(metric.startswith(f"{headline}_") for metric in after.scores) == groups
+    assert before.scores["loss"] != after.scores["loss"] and 0 <= after.scores[metric] <= 1
+    assert sum(name.startswith(f"{metric}_") for name in after.scores) == groups
 
 
 @pytest.mark.parametrize("method", ["trishul", "fedit"])

@@ -84,6 +84,6 @@ def evaluate_chunk(model: EvaluatedModel, broadcast: ArrayState, job: EvalJob) -
     each: Arrays = {}
     if job.each:
         each["row"] = np.asarray(rows[job.start : job.stop], dtype=np.int64)
-        each["score"] = scored.scores[context.task.headline].cpu().numpy().astype(np.float32)
+        each["score"] = scored.scores[context.task.primary_metric].cpu().numpy().astype(np.float32)
     memory = peak_memory(context.device)
     return EvalReport(job.round, job.start, sums, job.rows, job.client, each, memory)

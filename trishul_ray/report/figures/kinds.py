@@ -357,8 +357,8 @@ def personal(runs: FigureRuns) -> Iterator[Panel]:
     ]
     gains = pd.DataFrame(rows, columns=["cell", "clients", "gain"])
     frame, x = gains.join(runs.runs, on="cell"), "fraction of clients, sorted by gain"
-    headline = " or ".join(dict.fromkeys(cell.result.headline for cell in runs.cells))
-    draw, metric = partial(lines, level=0.0), f"{headline}: personalized − global, points"
+    metric = " or ".join(dict.fromkeys(cell.result.headline for cell in runs.cells))
+    draw, metric = partial(lines, level=0.0), f"{metric}: personalized − global, points"
     for title, part in frame.groupby("panel", observed=True):
         yield Panel(str(title), x, metric, runs.means(part, "gain", "clients"), draw)
 
