@@ -88,7 +88,7 @@ def test_the_history_is_a_table_by_round(tiny):
     assert list(result.history.index) == [0, 1, 2, 3] and result.history.index.name == "round"
     accuracy = result.history["accuracy"]
     assert np.isnan(accuracy[1]) and accuracy[3] == result.final["accuracy"]
-    assert accuracy.max() == result.best["accuracy"] and accuracy[0] == result.untouched["accuracy"]
+    assert accuracy.max() == result.best["accuracy"] and accuracy[0] == result.untuned["accuracy"]
     assert result.config["federation"]["rounds"] == 3
     assert result.id in repr(result) and "after round 3" in repr(result)
 

@@ -92,7 +92,7 @@ def run(
     Example:
         >>> import trishul_ray
         >>> result = trishul_ray.run("digits", method="fedit", rounds=10)  # doctest: +SKIP
-        >>> result.final["accuracy"] > result.untouched["accuracy"]  # doctest: +SKIP
+        >>> result.final["accuracy"] > result.untuned["accuracy"]  # doctest: +SKIP
         True
     """
     if on_round is not None and not callable(on_round):

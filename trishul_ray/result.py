@@ -36,7 +36,7 @@ class Result:
         best: Metrics of the round with the best primary metric, and its number. ``chosen_on`` is
             the split that selects the round: ``validation``, or ``test`` if the run has no
             validation rows (``data.validation_share``), which biases the score.
-        untouched: Metrics of the untuned model.
+        untuned: Metrics of the untuned model.
         recall: Recall of every class after the last round, or None for a class without test rows.
         per_client: Headline metric of the global model for every client after the last round; empty
             without ``evaluation.per_client``.
@@ -62,7 +62,7 @@ class Result:
         self.repeated = repeated
         self.id, self.path = summary.id, home.uri
         self.config, self.final, self.best = summary.config, summary.final, summary.best
-        self.untouched, self.recall = summary.untouched, summary.recall
+        self.untuned, self.recall = summary.untouched, summary.recall
         self.per_client, self.personal = summary.per_client, summary.personal
         self.participation = summary.participation
 
@@ -84,7 +84,7 @@ class Result:
             "model": config["model"]["name"],
             "rounds": f"{final['round']} of {federation['clients_per_round']} of "
             f"{federation['clients']} clients",
-            metric: f"{final[metric]:.2%} (untouched backbone {self.untouched[metric]:.2%}, "
+            metric: f"{final[metric]:.2%} (untuned model {self.untuned[metric]:.2%}, "
             f"best {self.best[metric]:.2%} in round {self.best['round']})",
             "loss": f"{final['loss']:.4g}",
             "trained parameters": f"{sum(self.summary['parameters'].values()):,}",

@@ -148,7 +148,7 @@ def test_finished_run_is_logged_once_per_store(tiny, tmp_path):
         assert each.data.metrics["total/wall_seconds"] == summary.wall_seconds
         assert each.data.metrics.keys() >= run.data.metrics.keys()
         assert each.data.metrics["best_on_test/accuracy"] == summary.best["accuracy"]
-        assert each.data.metrics["untouched/accuracy"] == summary.untouched["accuracy"]
+        assert each.data.metrics["untuned/accuracy"] == summary.untouched["accuracy"]
         assert each.data.tags["hardware.processor"] == summary.hardware.processor
         assert each.data.tags["source.rows"] == summary.sources["rows"]
         assert {i.dataset.name for i in each.inputs.dataset_inputs} >= {

@@ -78,7 +78,7 @@ def test_round_zero_is_the_untuned_backbone(clock):
         progress.advance(0, {"accuracy": 0.1, "loss": 2.3})
         progress.advance(1, {"accuracy": 0.2, "seconds": 2})
     assert lines(console) == [
-        "untouched backbone  accuracy 10.00%  loss 2.3",
+        "untuned model  accuracy 10.00%  loss 2.3",
         "round 1/3  accuracy 20.00%  2.0 s  4.0 s left",
     ]
 

@@ -130,7 +130,7 @@ def print_result(results: "Sequence[tuple[str, RunSummary]]", home: "Store") -> 
     first = results[0][1]
     print_table(_summary_table(results))
     print_field("data", first.data.sentence)
-    for label, scores in (("clients", first.per_client), ("own model", first.personal)):
+    for label, scores in (("clients", first.per_client), ("personal", first.personal)):
         if scores:
             print_field(label, _describe_scores(scores, first.headline))
     for name, report in first.reports.items():
@@ -150,7 +150,7 @@ def _summary_table(results: "Sequence[tuple[str, RunSummary]]") -> "Table":
 
     metric, first = results[0][1].headline, results[0][1].untouched
     table = Table("", metric, "loss", "trained", "up / down", "time")
-    table.add_row("untouched backbone", f"{first[metric]:.2%}", f"{first['loss']:.4f}")
+    table.add_row("untuned model", f"{first[metric]:.2%}", f"{first['loss']:.4f}")
     for label, summary in results:
         part = " (part of the data)" * summary.data.part
         table.add_row(

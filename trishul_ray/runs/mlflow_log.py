@@ -157,7 +157,7 @@ def close_run(
     metrics = {
         f"{chosen}/{metric}": summary.best[metric],
         f"{chosen}/round": summary.best["round"],
-        f"untouched/{metric}": summary.untouched[metric],
+        f"untuned/{metric}": summary.untouched[metric],
         "total/uploaded_parameters": summary.uploaded_parameters,
         "total/downloaded_parameters": summary.downloaded_parameters,
         "total/uploaded_bytes": summary.uploaded_bytes,

@@ -96,7 +96,7 @@ class RunProgress:
         scores = {k: float(metrics[k]) for k in (self.primary_metric, "loss") if k in metrics}
         self._scores |= scores
         self.count_earlier([metrics])
-        title = f"round {round_}/{self._total}" if round_ else "untouched backbone"
+        title = f"round {round_}/{self._total}" if round_ else "untuned model"
         left, recent, seconds = self._total - round_, self._recent_seconds, ""
         if round_ and "seconds" in metrics:
             recent.append(metrics["seconds"])

@@ -6,7 +6,7 @@ Li et al.: "Ditto: Fair and Robust Federated Learning Through Personalization", 
 The global model w is FedAvg's. In each of its rounds a client also takes K steps, on the same
 mini-batches and with the same optimizer, along the gradient of ``L_c(v) + (lam/2) ||v - w||^2``,
 where w is the broadcast (algorithm 1). Its v starts untrained and stays with the client. With
-lam = 0 it is local training. The metrics score the global model; compare clients' own models
+lam = 0 it is local training. The metrics score the global model; compare personalized models
 (``evaluation.per_client``), where a client that was never sampled has the global model.
 
 A round costs a client 2 K steps. Time estimates count K.
@@ -35,13 +35,15 @@ class DittoConfig(AnyAdapterConfig):
     """Hyper-parameters of Ditto."""
 
     lam: float = Field(
-        0.1, ge=0, description="λ: pull of a client's own model to the broadcast; 0: local training"
+        0.1,
+        ge=0,
+        description="λ: pull of personalized models to the broadcast; 0: local training",
     )
 
 
 @dataclass(frozen=True)
 class Own:
-    """The client's own model v before the round, [P]."""
+    """The client's personalized model v before the round, [P]."""
 
     vector: Tensor
 
@@ -51,12 +53,12 @@ class Ditto(FedAvg):
     """FedAvg, and a model of each client near the global one."""
 
     Config = DittoConfig
-    summary = "FedAvg, and each client's own model, pulled to the global model (personal models)"
+    summary = "FedAvg, and a personalized model per client, pulled to the global model"
     reference = "Li et al., ICML 2021, arXiv 2012.04221"
     personal = True
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Take the broadcast; to score a client's own model, that model."""
+        """Take the broadcast; to score a client's personalized model, that model."""
         run.vector.copy_(initial)
         self.unpack(run.layout, run.vector, run.broadcast.shared)
         own = run.client_state.get("vector", initial)
@@ -66,7 +68,7 @@ class Ditto(FedAvg):
             run.vector.copy_(own)
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
-        """Send the global model's trainables; train and keep the client's own model."""
+        """Send the global model's trainables; train and keep the personalized model."""
         sent = State(self.pack(run.layout, run.vector))
         own = run.state_of(Own).vector
         run.vector.copy_(own)
@@ -86,7 +88,8 @@ class Ditto(FedAvg):
         run.metrics["own_loss"] = loss = float(torch.stack(losses).double().mean())
         if not torch.isfinite(run.vector).all():
             raise FailsAgainError(
-                f"the own model of client {run.client} is not finite after round {run.round} "
+                f"the personalized model of client {run.client} is not finite after "
+                f"round {run.round} "
                 f"(optimizer.lr={run.optimizer.lr}, mean loss {loss}): try a smaller learning rate"
             )
         return sent, {"vector": run.vector.clone()}

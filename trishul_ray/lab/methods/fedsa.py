@@ -5,7 +5,7 @@ arXiv 2410.01463.
 
 A client starts its first round with B = 0, and each later one with the B from the end of its last.
 The classification head is shared. The global model has B = 0: it is the backbone with the shared
-head, and A has no effect in it. The method is meant for the clients' own models
+head, and A has no effect in it. The method is meant for personalized models
 (``evaluation.per_client``).
 """
 
