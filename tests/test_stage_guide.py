@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from example_plugins import unloaded_after
 from method_runs import resumed, run
-from newcomers import unloaded_after
 
 from trishul_ray.contract.plugin_checks import check_plugin
 from trishul_ray.plugins.loading import load_plugin

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
-from newcomers import unloaded_after
+from example_plugins import unloaded_after
 from PIL import Image
 from public_mirror import COLUMNS, texts, write_mirror, write_table
 from transformers import ViTConfig

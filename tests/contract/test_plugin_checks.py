@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from newcomers import unloaded_after
+from example_plugins import unloaded_after
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.lora import LoRA
@@ -209,7 +209,7 @@ def test_an_adapter_that_contradicts_itself_is_named(tmp_path):
 
 def test_the_exit_code_says_whether_all_is_kept(tmp_path, called):
     pytest.importorskip("trishul_ray.lab")
-    good = Path(__file__).parents[1] / "lab" / "stages" / "newcomers" / "half.py"
+    good = Path(__file__).parents[1] / "lab" / "stages" / "example_plugins" / "half.py"
     code, said, error = called("check", "--plugin", str(good))
     assert (code, error) == (0, "") and said.splitlines()[0].startswith("ok       codec=half  ")
     (tmp_path / "lossy.py").write_text(CODEC)

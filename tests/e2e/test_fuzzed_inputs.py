@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from example_plugins import unloaded_after
 from fuzz import ODD_VALUES, change_bytes, change_json, change_text
-from newcomers import unloaded_after
 from PIL import Image
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors

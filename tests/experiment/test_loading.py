@@ -270,19 +270,19 @@ def test_the_rate_and_its_source(overrides, rate, source):
     assert (options.lr, options.lr_source) == (rate, source)
 
 
-def test_backbone_has_separate_rates_on_a_dataset(register_newcomer):
+def test_backbone_has_separate_rates_on_a_dataset(register_example):
     words = ["dataset=cifar100", "model=trishul/vit-s14-photos", "budget=8"]
     options = load_experiment(None, [*words, "method=scaffold"]).optimizer
     source = "chosen on validation rows (Dirichlet 0.3, rank 8) of cifar100"
     assert (options.lr, options.lr_source) == (1e-3, source)
-    register_newcomer(rates_like="fedit")
-    borrowed = load_experiment(None, [*words, "method=newcomer"]).optimizer.lr_source
-    assert borrowed == f"{source}; borrowed from method fedit, for newcomer"
+    register_example(rates_like="fedit")
+    borrowed = load_experiment(None, [*words, "method=example_method"]).optimizer.lr_source
+    assert borrowed == f"{source}; borrowed from method fedit, for example_method"
 
 
-def test_the_source_without_a_look_up(register_newcomer):
-    register_newcomer(rates_like=None)
-    options = load_experiment(None, ["method=newcomer"]).optimizer
+def test_the_source_without_a_look_up(register_example):
+    register_example(rates_like=None)
+    options = load_experiment(None, ["method=example_method"]).optimizer
     assert options.lr == 5e-4 and options.lr_source is RateSource.GENERAL
     assert build_experiment({}).optimizer.lr_source is RateSource.GENERAL
     assert build_experiment({"optimizer": {"lr": 0.1}}).optimizer.lr_source is RateSource.USER
@@ -357,38 +357,40 @@ def test_every_built_in_method_has_a_rate(dataset):
 
 
 @pytest.fixture
-def register_newcomer():
-    """``register_newcomer(rates_like=...)`` registers a subclass of FedIT as ``newcomer``."""
+def register_example():
+    """``register_example(rates_like=...)`` registers a subclass of FedIT as ``example_method``."""
 
     def make(**attributes):
-        return register("newcomer")(
+        return register("example_method")(
             type("Newcomer", (FedIT,), attributes | {"__module__": FedIT.__module__})
         )
 
     method_names()
     yield make
-    METHODS.items.pop("newcomer", None)
+    METHODS.items.pop("example_method", None)
 
 
 @pytest.mark.parametrize(
     ("attributes", "like"), [({"rates_like": "ffalora"}, "ffalora"), ({}, "fedit")]
 )
-def test_new_method_borrows_rates(register_newcomer, attributes, like):
-    register_newcomer(**attributes)
-    options = load_experiment(None, ["method=newcomer"]).optimizer
+def test_new_method_borrows_rates(register_example, attributes, like):
+    register_example(**attributes)
+    options = load_experiment(None, ["method=example_method"]).optimizer
     assert options.lr == load_experiment(None, [f"method={like}"]).optimizer.lr
-    assert f"borrowed from method {like}, for newcomer" in options.lr_source
+    assert f"borrowed from method {like}, for example_method" in options.lr_source
 
 
-def test_new_method_may_define_rates(register_newcomer):
+def test_new_method_may_define_rates(register_example):
     row = "cifar100 trishul/vit-s14-photos"
-    register_newcomer(rates={row: 0.07, "digits": 0.08}, rates_like="newcomer")
+    register_example(rates={row: 0.07, "digits": 0.08}, rates_like="example_method")
     words = ["dataset=cifar100", "model=trishul/vit-s14-photos"]
-    own = load_experiment(None, ["method=newcomer", *words]).optimizer
+    own = load_experiment(None, ["method=example_method", *words]).optimizer
     known = load_experiment(None, ["method=fedit", *words]).optimizer
     assert (own.lr, own.lr_source) == (0.07, known.lr_source)
     # The table has no row for this dataset, so the method's rate for it is not read.
-    assert load_experiment(None, ["method=newcomer"]).optimizer.lr_source is RateSource.GENERAL
+    assert (
+        load_experiment(None, ["method=example_method"]).optimizer.lr_source is RateSource.GENERAL
+    )
 
 
 @pytest.mark.parametrize(
@@ -400,13 +402,18 @@ def test_new_method_may_define_rates(register_newcomer):
     ],
 )
 def test_a_run_reports_its_rate_and_the_source(
-    register_newcomer, called, tmp_path, monkeypatch, cache, attributes, overrides, expected
+    register_example, called, tmp_path, monkeypatch, cache, attributes, overrides, expected
 ):
-    register_newcomer(**attributes)
+    register_example(**attributes)
     monkeypatch.setenv("TRISHUL_CACHE", str(cache))
     monkeypatch.chdir(tmp_path)
     # There are more clients than rows: the run is rejected before the first round.
-    words = ["method=newcomer", "federation.clients=2000", "resources.backend=inline", *overrides]
+    words = [
+        "method=example_method",
+        "federation.clients=2000",
+        "resources.backend=inline",
+        *overrides,
+    ]
     code, _, error = called("run", *words)
     lines = [line for line in error.splitlines() if "learning rate" in line]
     assert code == 2 and len(lines) == 1

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from newcomers import unloaded_after
+from example_plugins import unloaded_after
 
 from trishul_ray.config.section import Section
 from trishul_ray.federation.aggregate import UploadReader

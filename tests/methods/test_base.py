@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from example_plugins import EXAMPLES, unloaded_after
 from hypothesis import given
 from hypothesis import strategies as st
 from method_runs import SINGLE, Recording, run, server_of
-from newcomers import NEWCOMERS, unloaded_after
 
 from trishul_ray.federation.messages import to_tensor
 from trishul_ray.federation.worker.context import new_run
@@ -129,8 +129,8 @@ def test_mean_claim_is_inherited_only_with_uploads():
 
     classes = (Renamed, Weighted, Promised)
     assert [each.aggregates_mean_only for each in classes] == [True, False, True]
-    newcomers = {name: method_class(name).aggregates_mean_only for name in NEWCOMERS}
-    assert newcomers == {"fedmedian": False, "fedsam": True, "hira": True}
+    example_plugins = {name: method_class(name).aggregates_mean_only for name in EXAMPLES}
+    assert example_plugins == {"fedmedian": False, "fedsam": True, "hira": True}
 
 
 @pytest.fixture

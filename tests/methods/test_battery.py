@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from example_plugins import EXAMPLES
 from method_runs import KINDS, SINGLE, run, server_of
-from newcomers import NEWCOMERS
 from pydantic import ValidationError
 
 from trishul_ray.contract import methods
@@ -16,7 +16,7 @@ from trishul_ray.federation.checkpoint import state_digest
 from trishul_ray.federation.worker.context import global_model
 from trishul_ray.methods.base import method_class
 
-METHODS = [*SINGLE, *NEWCOMERS]
+METHODS = [*SINGLE, *EXAMPLES]
 #: One method per algebra on the server: factors, cores and state; full matrices, their sum with a
 #: base, decompositions of a step.
 KINDS_OF_SERVERS = [

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from example_plugins import unloaded_after
 from method_runs import same_run, server_of
-from newcomers import unloaded_after
 
 from trishul_ray.methods.base import register
 from trishul_ray.methods.fedprox import Anchor

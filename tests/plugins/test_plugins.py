@@ -7,7 +7,7 @@ import textwrap
 from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
-from newcomers import FOLDER, unloaded_after
+from example_plugins import FOLDER, unloaded_after
 from rich.console import Console
 from tiny_run import TINY
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from newcomers import unloaded_after
+from example_plugins import unloaded_after
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.contract import tasks
@@ -30,7 +30,7 @@ NEWCOMER = ("rating", "text", "sequence-classification")
 def context(request, tmp_path_factory):
     with unloaded_after():
         if request.param == NEWCOMER:
-            load_plugin(Path(__file__).parent / "newcomers" / "rating.py")
+            load_plugin(Path(__file__).parent / "example_plugins" / "rating.py")
         yield made(request.param, tmp_path_factory)
 
 

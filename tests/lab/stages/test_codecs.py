@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from example_plugins import unloaded_after
 from hypothesis import given
 from hypothesis import strategies as st
-from newcomers import unloaded_after
 from pydantic import ValidationError
 
 from trishul_ray.lab.codecs.base import CODECS, CodecFields, build_codec, changed_units
@@ -19,13 +19,13 @@ from trishul_ray.lab.codecs.checks import (
 )
 from trishul_ray.plugins.loading import load_plugin
 
-FOLDER = Path(__file__).parent / "newcomers"
+FOLDER = Path(__file__).parent / "example_plugins"
 NAMES = [*CODECS.names(), *sorted(file.stem for file in FOLDER.glob("*.py"))]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def example_codecs():
-    """Register the codecs of ``newcomers/`` for these tests."""
+    """Register the codecs of ``example_plugins/`` for these tests."""
     with unloaded_after():
         for file in sorted(FOLDER.glob("*.py")):
             load_plugin(file)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from newcomers import unloaded_after
+from example_plugins import unloaded_after
 
 from trishul_ray.adapters.layout import Unit
 from trishul_ray.lab.codecs.base import CodecFields, build_codec

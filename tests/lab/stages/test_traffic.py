@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from example_plugins import unloaded_after
 from hypothesis import given
 from hypothesis import strategies as st
 from method_runs import Recording
-from newcomers import unloaded_after
 from tolerances import rounding
 
 from trishul_ray.adapters.layout import Unit
@@ -23,7 +23,7 @@ from trishul_ray.lab.codecs.stage import DownloadsConfig, Uploads, UploadsConfig
 from trishul_ray.runtime.random_streams import numpy_rng
 from trishul_ray.stages import Change, ClientRoundInfo, stage_names
 
-HALF = Path(__file__).parent / "newcomers" / "half.py"
+HALF = Path(__file__).parent / "example_plugins" / "half.py"
 #: A core head, another one, and a tensor.
 UNITS = tuple(
     Unit("name", kind, slice(first, last), slice(first, last), rank)

@@ -1,4 +1,4 @@
-"""Contract checks of the methods of newcomers/; test_battery.py also runs them."""
+"""Contract checks of the methods of example_plugins/; test_battery.py also runs them."""
 
 from dataclasses import replace
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from trishul_ray.plugins import loading
 from trishul_ray.plugins.registry import REGISTRIES
 
-FOLDER = Path(__file__).parent / "methods" / "newcomers"
-NEWCOMERS = sorted(file.stem for file in FOLDER.glob("*.py"))
+FOLDER = Path(__file__).parent / "methods" / "example_plugins"
+EXAMPLES = sorted(file.stem for file in FOLDER.glob("*.py"))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ class Rating(SequenceClassification):
     """Predict a number."""
 
     row_metrics = ("closeness",)
-    sample = ("dataset=table", "data.path=tests/tasks/newcomers/ratings.csv")
+    sample = ("dataset=table", "data.path=tests/tasks/example_plugins/ratings.csv")
     numbers: tuple[float, ...] = ()
 
     @classmethod
