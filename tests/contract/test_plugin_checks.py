@@ -125,8 +125,8 @@ class Doubled(LoRA):
 class Method(FedIT):
     "FedIT with an update that differs from its forward."
     summary = reference = communication = "none"
-    def adapters(self, site):
-        return {n: Doubled(a.rank, a.scale) for n, a in super().adapters(site).items()}
+    def adapters(self, targets):
+        return {n: Doubled(a.rank, a.scale) for n, a in super().adapters(targets).items()}
 """
 
 

@@ -362,7 +362,7 @@ def register_example():
 
     def make(**attributes):
         return register("example_method")(
-            type("Newcomer", (FedIT,), attributes | {"__module__": FedIT.__module__})
+            type("Example", (FedIT,), attributes | {"__module__": FedIT.__module__})
         )
 
     method_names()

@@ -9,7 +9,7 @@ from trishul_ray.config.paths import StoragePaths
 from trishul_ray.data.dataset import DatasetInfo
 from trishul_ray.data.public import DATASETS
 from trishul_ray.errors import InputError
-from trishul_ray.experiment.compatibility import build_site
+from trishul_ray.experiment.compatibility import target_layers
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.backbone import Backbone
@@ -201,8 +201,8 @@ def shapes_of(config):
 
 
 def adapters_of(experiment):
-    site = build_site(shapes_of(experiment.model), experiment)
-    return list(build_method(experiment.method).adapters(site).values())
+    targets = target_layers(shapes_of(experiment.model), experiment)
+    return list(build_method(experiment.method).adapters(targets).values())
 
 
 def test_preset_ranks_apply_only_to_its_backbone():

@@ -79,10 +79,10 @@ def test_heads_are_divided_by_the_unquantized_weights(small):
     for kind in ("none", "nf4", "int8"):
         run = small("method=trishul", f"model.quantize={kind}")
         context = build_model_context(run, prepare_run(run).dataset.info)
-        linear = context.site.layers[0].name
+        linear = context.targets.layers[0].name
         stored = getattr(context.model.model.get_submodule(linear), "stored", None)
         assert (stored is None) == (kind == "none")
-        blocks.append((context.site.squared_norms, context.model.layout))
+        blocks.append((context.targets.squared_norms, context.model.layout))
     assert blocks[0] == blocks[1] == blocks[2]
 
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from trishul_ray.adapters.budget import count_parameters
 from trishul_ray.config.paths import StoragePaths
-from trishul_ray.experiment.compatibility import build_site
+from trishul_ray.experiment.compatibility import target_layers
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.lab.privacy.accounting import Guarantee
 from trishul_ray.methods.base import build_method
@@ -42,8 +42,8 @@ STUDY = {
 def sent(*words):
     """Numbers of an adapter that a client sends in a round."""
     made = load_experiment(None, ["model.init=random", *words])
-    site = build_site(Backbone(made.model, NOWHERE).meta_model(), made)
-    return count_parameters(build_method(made.method).adapters(site), site.layers).adapter
+    targets = target_layers(Backbone(made.model, NOWHERE).meta_model(), made)
+    return count_parameters(build_method(made.method).adapters(targets), targets.layers).adapter
 
 
 @pytest.mark.parametrize(

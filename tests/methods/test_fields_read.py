@@ -10,7 +10,7 @@ from method_runs import SINGLE
 
 from trishul_ray.adapters.model import AdaptedModel
 from trishul_ray.errors import InputError
-from trishul_ray.experiment.compatibility import build_site
+from trishul_ray.experiment.compatibility import target_layers
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.methods.base import build_method, method_class
 from trishul_ray.models.choose_backbone import backbone_of
@@ -68,7 +68,7 @@ def built(words):
     model = copy.deepcopy(backbone())
     method = build_method(experiment.method, experiment.adapter)
     try:
-        adapters = method.adapters(build_site(model, experiment))
+        adapters = method.adapters(target_layers(model, experiment))
         adapted = AdaptedModel(
             model, adapters, seed=1, train_head=True, train_all=method.train_all,
             path=experiment.adapter.path,

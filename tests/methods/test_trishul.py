@@ -22,7 +22,7 @@ def test_measured_allocations(executor, tmp_path, allocation):
     asked = server.checkpoint.records[0].uploaded_parameters
     assert asked == 4 * len(inline.context.model.specs), "one number per layer and asked client"
     heads = server.spec.heads
-    assert sum(heads.values()) == 4 * len(inline.context.site.blocks())
+    assert sum(heads.values()) == 4 * len(inline.context.targets.blocks())
     blocks = {}
     for spec in inline.context.model.specs:
         score = float(server.checkpoint.state.survey[spec.name][0])
@@ -38,17 +38,17 @@ def test_measured_allocations(executor, tmp_path, allocation):
 def test_measured_scores_cannot_give_one_block_all_heads(executor, allocation, caplog):
     def heads(*words):
         inline = executor("method=trishul", f"method.allocation={allocation}", *words)
-        site = inline.context.site
-        blocks = list(site.blocks())
+        targets = inline.context.targets
+        blocks = list(targets.blocks())
         survey = {
             layer.name: torch.tensor([1e9 if layer.block == blocks[0] else 1e-9])
-            for layer in site.layers
+            for layer in targets.layers
         }
-        found = inline.context.method.adapters(replace(site, survey=survey))
-        return {layer.block: found[layer.name].heads for layer in site.layers}, site, found
+        found = inline.context.method.adapters(replace(targets, survey=survey))
+        return {layer.block: found[layer.name].heads for layer in targets.layers}, targets, found
 
-    counts, site, found = heads()
-    layer = site.layers[0]
+    counts, targets, found = heads()
+    layer = targets.layers[0]
     cap = min(layer.d_out, layer.d_in) // found[layer.name].rank
     total = 4 * len(counts)
     assert counts[layer.block] == cap < total == sum(counts.values())
@@ -71,27 +71,27 @@ def test_water_filling_reallocates_heads_and_keeps_total(executor):
 def test_blocks_are_scored_by_the_configured_weights(executor):
     for scores, count in (("adapted", 2), ("attention", 4), ("all", 6)):
         inline = executor("method=trishul", f"method.block_scores={scores}")
-        site = inline.context.site
+        targets = inline.context.targets
         weights = {
             n: p.double().square().sum()
             for n, p in inline.context.model.merge(
                 Trained(inline.context.initial)
             ).named_parameters()
         }
-        assert len(site.scored) == count * len(site.blocks())
-        for layer in site.scored:
-            assert site.squared_norms[layer.name] == pytest.approx(
+        assert len(targets.scored) == count * len(targets.blocks())
+        for layer in targets.scored:
+            assert targets.squared_norms[layer.name] == pytest.approx(
                 float(weights[layer.name + ".weight"]), rel=1e-9
             )
     # A block whose MLP outweighs the others' gets more heads only if all weights score.
-    heavy = site.scored[-1]
+    heavy = targets.scored[-1]
     assert "mlp" in heavy.name
-    norms = dict(site.squared_norms) | {heavy.name: 1e6}
-    found = inline.context.method.adapters(replace(site, squared_norms=norms))
-    heads = {layer.block: found[layer.name].heads for layer in site.layers}
+    norms = dict(targets.squared_norms) | {heavy.name: 1e6}
+    found = inline.context.method.adapters(replace(targets, squared_norms=norms))
+    heads = {layer.block: found[layer.name].heads for layer in targets.layers}
     assert max(heads, key=heads.get) == heavy.block
     plain = executor("method=trishul", "method.block_scores=adapted").context
-    found = plain.method.adapters(replace(plain.site, squared_norms=norms))
+    found = plain.method.adapters(replace(plain.targets, squared_norms=norms))
     assert max(adapter.heads for adapter in found.values()) < max(heads.values())
 
 

@@ -23,13 +23,13 @@ CASES = [
     for family in task.families
 ]
 #: A task in a file with rows that it accepts.
-NEWCOMER = ("rating", "text", "sequence-classification")
+EXAMPLE = ("rating", "text", "sequence-classification")
 
 
-@pytest.fixture(scope="module", params=[*CASES, NEWCOMER], ids="-".join)
+@pytest.fixture(scope="module", params=[*CASES, EXAMPLE], ids="-".join)
 def context(request, tmp_path_factory):
     with unloaded_after():
-        if request.param == NEWCOMER:
+        if request.param == EXAMPLE:
             load_plugin(Path(__file__).parent / "example_plugins" / "rating.py")
         yield made(request.param, tmp_path_factory)
 

@@ -23,7 +23,7 @@ from trishul_ray.data.user.user_data import USER_DATA
 from trishul_ray.errors import InputError
 from trishul_ray.experiment.experiment import Experiment
 from trishul_ray.methods.base import build_method
-from trishul_ray.methods.base.messages import Site
+from trishul_ray.methods.base.messages import TargetLayers
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.stages import Stages
 from trishul_ray.storage.durable import write_file
@@ -103,16 +103,18 @@ def check_layers(experiment: Experiment) -> str:
             tuple(LayerSpec(**spec) for spec in stored[each]) for each in ("layers", "scored")
         )
         norms = dict.fromkeys((spec.name for spec in (*layers, *scored)), 0.0)
-        site = Site(layers, norms, experiment.lora_rank, experiment.adapter, scored=scored)
-        _check_site(site, experiment)
+        targets = TargetLayers(
+            layers, norms, experiment.lora_rank, experiment.adapter, scored=scored
+        )
+        _check_targets(targets, experiment)
         return ""
     try:
         shapes = _shapes(experiment)
     except InputError as error:
         return str(error)
-    site = build_site(shapes, experiment)
-    _check_site(site, experiment)
-    found = {"layers": [*map(asdict, site.layers)], "scored": [*map(asdict, site.scored)]}
+    targets = target_layers(shapes, experiment)
+    _check_targets(targets, experiment)
+    found = {"layers": [*map(asdict, targets.layers)], "scored": [*map(asdict, targets.scored)]}
     with suppress(OSError):
         write_file(note, json.dumps(found).encode())
     return ""
@@ -129,7 +131,7 @@ def _layers_note(experiment: Experiment) -> Path:
 
 def check_adapters(experiment: Experiment) -> None:
     shapes = _shapes(experiment)
-    _check_site(build_site(shapes, experiment), experiment)
+    _check_targets(target_layers(shapes, experiment), experiment)
     stages = Stages.of(experiment)
     stacked = experiment.federation.stacked > 1 or stages.of_gradients is not None
     if stacked and experiment.model.train_head:
@@ -144,9 +146,9 @@ def _shapes(experiment: Experiment) -> nn.Module:
     return backbone_of(experiment.model, experiment.storage.paths).shapes
 
 
-def _check_site(site: Site, experiment: Experiment) -> None:
-    adapters = build_method(experiment.method, experiment.adapter).adapters(site)
-    for layer in site.layers:
+def _check_targets(targets: TargetLayers, experiment: Experiment) -> None:
+    adapters = build_method(experiment.method, experiment.adapter).adapters(targets)
+    for layer in targets.layers:
         rank = getattr(adapters.get(layer.name), "rank", 0)
         width = min(layer.d_out, layer.d_in)
         if rank > width:
@@ -167,9 +169,9 @@ def _may_have_gpu() -> bool:
     return torch.cuda.is_available() or on_cluster or (ray is not None and ray.is_initialized())
 
 
-def build_site(
+def target_layers(
     model: torch.nn.Module, experiment: Experiment, known: dict[str, float] | None = None
-) -> Site:
+) -> TargetLayers:
     """Find the layers of a backbone to adapt, with the squared norms of their weights.
 
     ``known`` maps layers to squared norms, and receives those computed here. Norms of layers on the
@@ -187,4 +189,4 @@ def build_site(
             square = squared_norm(linear)
             known[layer.name] = 0.0 if square.is_meta else float(square)
         norms[layer.name] = known[layer.name]
-    return Site(layers, norms, experiment.lora_rank, experiment.adapter, scored=scored)
+    return TargetLayers(layers, norms, experiment.lora_rank, experiment.adapter, scored=scored)

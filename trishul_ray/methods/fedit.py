@@ -20,7 +20,7 @@ from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import Method, register
 from trishul_ray.methods.base.adapters import FIELDS_READ, attach_adapters, lora_pairs, lora_scale
-from trishul_ray.methods.base.messages import LocalRun, Site, State, Tensors
+from trishul_ray.methods.base.messages import LocalRun, State, TargetLayers, Tensors
 from trishul_ray.runtime.proportions import exact_fraction
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ class FedIT(Method):
     rates_like = "fedit"
     fields_read = FIELDS_READ["lora"]
 
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+    def adapters(self, targets: TargetLayers) -> dict[str, LayerAdapter]:
         """Attach LoRA to every target."""
-        return attach_adapters("lora", site)
+        return attach_adapters("lora", targets)
 
     def with_products(self, upload: State, layout: Layout) -> State:
         """Add the products [d_out, d_in] of the factors, in float64, to an upload.

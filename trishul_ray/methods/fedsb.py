@@ -27,7 +27,7 @@ from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.budget import fed_sb_rank
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import ADAPTED, Method, MethodConfig, register
-from trishul_ray.methods.base.messages import Round, Site, State, SurveyPlan, Tensors
+from trishul_ray.methods.base.messages import Round, State, SurveyPlan, TargetLayers, Tensors
 from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -56,19 +56,19 @@ class FedSB(Method):
     aggregates_mean_only = True
     fields_read = ADAPTED | {"matching"}
 
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+    def adapters(self, targets: TargetLayers) -> dict[str, LayerAdapter]:
         """Attach one core of the budget's rank; the survey replaces its bases."""
         from trishul_ray.adapters.multihead import MultiHead  # imports torch
 
-        options = site.adapter
+        options = targets.adapter
         return {
             layer.name: MultiHead(
                 heads=1,
-                rank=options.rank or fed_sb_rank(layer, site.lora_rank, options.matching),
+                rank=options.rank or fed_sb_rank(layer, targets.lora_rank, options.matching),
                 init="gram_schmidt",
                 train_scale=False,
             )
-            for layer in site.layers
+            for layer in targets.layers
         }
 
     @property

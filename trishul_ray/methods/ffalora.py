@@ -11,7 +11,7 @@ rank this is half the parameters of LoRA on a square matrix, hence twice the ran
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.methods.base import Method, register
 from trishul_ray.methods.base.adapters import FIELDS_READ, attach_adapters
-from trishul_ray.methods.base.messages import Site
+from trishul_ray.methods.base.messages import TargetLayers
 
 
 @register("ffalora")
@@ -25,6 +25,6 @@ class FFALoRA(Method):
     rates_like = "ffalora"
     fields_read = FIELDS_READ["ffa"]
 
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+    def adapters(self, targets: TargetLayers) -> dict[str, LayerAdapter]:
         """Attach LoRA with A frozen to every target."""
-        return attach_adapters("ffa", site)
+        return attach_adapters("ffa", targets)

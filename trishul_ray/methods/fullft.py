@@ -6,7 +6,7 @@ reference of the paper's tables. The whole model is sent up and down each round.
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.methods.base import Method, register
-from trishul_ray.methods.base.messages import Site
+from trishul_ray.methods.base.messages import TargetLayers
 
 
 @register("fullft")
@@ -21,6 +21,6 @@ class FullFT(Method):
     train_all = True
     fields_read: frozenset[str] = frozenset()
 
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+    def adapters(self, targets: TargetLayers) -> dict[str, LayerAdapter]:
         """Attach no adapters."""
         return {}

@@ -28,7 +28,7 @@ from trishul_ray.adapters.budget import check_heads_fit
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import Method, MethodConfig, register
 from trishul_ray.methods.base.adapters import FIELDS_READ, core_rank
-from trishul_ray.methods.base.messages import LocalRun, Site, State, Tensors
+from trishul_ray.methods.base.messages import LocalRun, State, TargetLayers, Tensors
 from trishul_ray.runtime.lazy import torch
 from trishul_ray.runtime.proportions import exact_fraction
 from trishul_ray.spectral.bases import BasisInit, heads_that_fit
@@ -77,45 +77,47 @@ class Ravan(Method):
         selection = self.config.selection
         return "" if selection == "random" else f"method.selection={selection!r}"
 
-    def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
+    def heads_by_block(self, targets: TargetLayers, caps: dict[str, int]) -> dict[str, int]:
         """Return the number of core heads on each adapted matrix, keyed by transformer block.
 
         ``caps`` are the maximum numbers with mutually orthogonal bases.
         """
-        return dict.fromkeys(site.blocks(), site.adapter.heads)
+        return dict.fromkeys(targets.blocks(), targets.adapter.heads)
 
-    def ranks(self, site: Site) -> dict[str, int]:
+    def ranks(self, targets: TargetLayers) -> dict[str, int]:
         """Return the rank of each core head of a layer, from the budget, keyed by layer name."""
-        return {layer.name: core_rank(layer, site) for layer in site.layers}
+        return {layer.name: core_rank(layer, targets) for layer in targets.layers}
 
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+    def adapters(self, targets: TargetLayers) -> dict[str, LayerAdapter]:
         """Attach :meth:`heads_by_block` cores of the budget's rank to each layer."""
-        options, ranks = site.adapter, self.ranks(site)
-        if self.init(site) == "gram_schmidt" and options.overflow != "independent":
-            for layer in site.layers:
+        options, ranks = targets.adapter, self.ranks(targets)
+        if self.init(targets) == "gram_schmidt" and options.overflow != "independent":
+            for layer in targets.layers:
                 check_heads_fit(layer, options.heads, ranks[layer.name])
         caps = {
             block: min(heads_that_fit(ranks[m.name], m.d_out, m.d_in) for m in members)
-            for block, members in site.blocks().items()
+            for block, members in targets.blocks().items()
         }
-        heads = self.heads_by_block(site, caps)
-        return {m.name: self.cores(site, m, heads[m.block], ranks[m.name]) for m in site.layers}
+        heads = self.heads_by_block(targets, caps)
+        return {
+            m.name: self.cores(targets, m, heads[m.block], ranks[m.name]) for m in targets.layers
+        }
 
-    def init(self, site: Site) -> BasisInit:
+    def init(self, targets: TargetLayers) -> BasisInit:
         """Return the initialization of the bases."""
-        return site.adapter.init or self.default_init
+        return targets.adapter.init or self.default_init
 
-    def cores(self, site: Site, layer: LayerSpec, heads: int, rank: int) -> LayerAdapter:
+    def cores(self, targets: TargetLayers, layer: LayerSpec, heads: int, rank: int) -> LayerAdapter:
         """Create the adapter of one layer."""
         from trishul_ray.adapters.multihead import MultiHead  # imports torch
 
         return MultiHead(
             heads,
             rank,
-            self.init(site),
-            site.adapter.sigma,
+            self.init(targets),
+            targets.adapter.sigma,
             # With "cap", the allocation is already limited to the width.
-            "error" if site.adapter.overflow == "cap" else "independent",
+            "error" if targets.adapter.overflow == "cap" else "independent",
             train_scale=self.config.scalars == "trainable",
         )
 

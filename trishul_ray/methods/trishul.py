@@ -29,7 +29,7 @@ from pydantic import Field
 from trishul_ray.adapters.targets import BlockScores
 from trishul_ray.errors import warn_once
 from trishul_ray.methods.base import register
-from trishul_ray.methods.base.messages import LocalRun, Site, State, SurveyPlan, Tensors
+from trishul_ray.methods.base.messages import LocalRun, State, SurveyPlan, TargetLayers, Tensors
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.runtime.lazy import torch
 from trishul_ray.spectral.allocation import round_to_total, uniform, water_fill
@@ -125,17 +125,17 @@ class Trishul(Ravan):
     default_init = "gram_schmidt"
 
     # Prong 3: head allocation.
-    def heads_by_block(self, site: Site, caps: dict[str, int]) -> dict[str, int]:
+    def heads_by_block(self, targets: TargetLayers, caps: dict[str, int]) -> dict[str, int]:
         """Distribute ``heads`` x blocks core heads over the blocks, by their scores."""
-        blocks = site.blocks()
-        total = site.adapter.heads * len(blocks)
-        limits = self.head_limits(site, caps)
+        blocks = targets.blocks()
+        total = targets.adapter.heads * len(blocks)
+        limits = self.head_limits(targets, caps)
         if self.config.allocation == "uniform":
             heads = uniform(len(blocks), total, limits)
         else:
-            scores = self.scores(site)
+            scores = self.scores(targets)
             heads = round_to_total(water_fill(scores, total, limits), total, limits)
-            if site.adapter.overflow == "auto" and limits is not None:
+            if targets.adapter.overflow == "auto" and limits is not None:
                 largest = max(round_to_total(water_fill(scores, total), total))
                 if largest > max(limits):
                     warn_once(
@@ -145,29 +145,31 @@ class Trishul(Ravan):
                     )
         return dict(zip(blocks, heads, strict=True))
 
-    def scores(self, site: Site) -> list[float]:
+    def scores(self, targets: TargetLayers) -> list[float]:
         measured = self.survey_plan is not None
-        layers = site.layers if measured else site.scored
-        known = {n: float(x) for n, x in site.survey.items()} if measured else site.squared_norms
+        layers = targets.layers if measured else targets.scored
+        known = (
+            {n: float(x) for n, x in targets.survey.items()} if measured else targets.squared_norms
+        )
         return [
             sum(known.get(layer.name, 0.0) for layer in layers if layer.block == block)
             + SCORE_FLOOR
-            for block in site.blocks()
+            for block in targets.blocks()
         ]
 
-    def head_limits(self, site: Site, caps: dict[str, int]) -> list[int] | None:
+    def head_limits(self, targets: TargetLayers, caps: dict[str, int]) -> list[int] | None:
         """Return the maximum number of core heads of each block, or None if unlimited.
 
         Measured scores of two blocks can differ by any factor, so one block could get every core
         head of the model. Weight norms do not differ as much, and the paper's water-filling has no
         limit.
         """
-        overflow = site.adapter.overflow
+        overflow = targets.adapter.overflow
         if overflow == "cap" or (self.survey_plan is not None and overflow == "auto"):
             # Bases that need not be orthogonal may exceed the width even at the mean number of
             # heads.
-            minimum = site.adapter.heads if overflow == "auto" else 0
-            return [max(caps[block], minimum) for block in site.blocks()]
+            minimum = targets.adapter.heads if overflow == "auto" else 0
+            return [max(caps[block], minimum) for block in targets.blocks()]
         return None
 
     @property

@@ -66,7 +66,7 @@ def seconds_of(experiment: Experiment, device: str) -> float:
         InputError: The model is not on this machine, or the adapters do not fit the model.
     """
     from trishul_ray.adapters.multihead import MultiHead  # imports torch
-    from trishul_ray.experiment.compatibility import build_site
+    from trishul_ray.experiment.compatibility import target_layers
     from trishul_ray.models.choose_backbone import backbone_of
     from trishul_ray.models.flops import row_flops
 
@@ -75,7 +75,7 @@ def seconds_of(experiment: Experiment, device: str) -> float:
         model.model_copy(update={"content": None}), paths, experiment.task
     )
     method = build_method(experiment.method, experiment.adapter)
-    adapters = method.adapters(build_site(backbone_of(model, paths).shapes, experiment))
+    adapters = method.adapters(target_layers(backbone_of(model, paths).shapes, experiment))
     official = official_rows(experiment.data.name) or {}
     each, size = fed.steps_of(max(1, official.get("train", USER_ROWS) // fed.clients))
     steps = fed.rounds * fed.clients_per_round * each

@@ -85,7 +85,7 @@ def local(small, tmp_path):
         if double:
             module, context.dtype = context.model.detach().double(), torch.float64
             context.model = AdaptedModel(
-                module, context.method.adapters(context.site), seed=0, train_head=True
+                module, context.method.adapters(context.targets), seed=0, train_head=True
             )
         job = TrainJob(2, 0, state, instructions=server.stages.instruct(2))
         steps = LocalSteps(context, server.broadcast(), [job])

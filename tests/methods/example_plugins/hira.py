@@ -50,6 +50,6 @@ class HiRA(Method):
     fields_read = ADAPTED
     aggregates_mean_only = True
 
-    def adapters(self, site):
-        rank = site.adapter.rank or site.lora_rank
-        return {layer.name: Hadamard(rank) for layer in site.layers}
+    def adapters(self, targets):
+        rank = targets.adapter.rank or targets.lora_rank
+        return {layer.name: Hadamard(rank) for layer in targets.layers}

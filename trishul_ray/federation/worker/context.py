@@ -19,13 +19,13 @@ from trishul_ray.data.partition import Partition, class_mix, client_names
 from trishul_ray.data.sampling import capacities
 from trishul_ray.errors import InputError
 from trishul_ray.experiment import Experiment
-from trishul_ray.experiment.compatibility import build_site
+from trishul_ray.experiment.compatibility import target_layers
 from trishul_ray.federation.messages import Arrays, Expected, WorkerSpec, changed_sources, to_tensor
 from trishul_ray.federation.prepare import Prepared, prepare_dataset
 from trishul_ray.federation.reduce import round_units, unit_sizes
 from trishul_ray.federation.worker.schedule import learning_rates
 from trishul_ray.methods.base import Method, build_method
-from trishul_ray.methods.base.messages import LocalRun, Site
+from trishul_ray.methods.base.messages import LocalRun, TargetLayers
 from trishul_ray.models.backbone import Backbone
 from trishul_ray.models.choose_backbone import backbone_of
 from trishul_ray.models.compute import run_dtype
@@ -123,7 +123,7 @@ class ModelContext:
     task: Task
     device: torch.device
     dtype: torch.dtype
-    site: Site
+    targets: TargetLayers
     sources: dict[str, str] = field(default_factory=dict)  # see WorkerSpec
 
     def close(self) -> None:
@@ -236,8 +236,8 @@ def build_model_context(
         loaded = (backbones or BackboneCache()).load(
             backbone, task.model_kind, task.num_classes, seed=experiment.seed, device=device
         )
-        site = build_site(loaded.module, experiment, loaded.norms)
-        model = _attach(loaded.module, experiment, method, site, device)
+        targets = target_layers(loaded.module, experiment, loaded.norms)
+        model = _attach(loaded.module, experiment, method, targets, device)
         initial = model.initial().to(device)
     if experiment.federation.stacked > 1 or Stages.of(experiment).of_gradients is not None:
         model.check_stackable()
@@ -250,7 +250,7 @@ def build_model_context(
         task=task,
         device=device,
         dtype=run_dtype(experiment.model),
-        site=site,
+        targets=targets,
         sources={"backbone": loaded.source} if loaded.source else {},
     )
 
@@ -259,11 +259,11 @@ def _attach(
     module: nn.Module,
     experiment: Experiment,
     method: Method,
-    site: Site,
+    targets: TargetLayers,
     device: torch.device,
 ) -> AdaptedModel:
     return AdaptedModel(
-        module, method.adapters(site), seed=experiment.seed, path=experiment.adapter.path,
+        module, method.adapters(targets), seed=experiment.seed, path=experiment.adapter.path,
         train_head=experiment.model.train_head, train_all=method.train_all, device=device,
     )  # fmt: skip
 
@@ -271,12 +271,14 @@ def _attach(
 def adapt_to(context: ModelContext, survey: Arrays) -> None:
     """Replace the adapters of a worker context if they were built for another survey."""
     new = {layer: to_tensor(answer) for layer, answer in survey.items()}
-    old = context.site.survey
+    old = context.targets.survey
     if old.keys() == new.keys() and all(torch.equal(old[key], new[key]) for key in new):
         return
-    context.site = replace(context.site, survey=new)
+    context.targets = replace(context.targets, survey=new)
     module = context.model.detach()
-    context.model = _attach(module, context.settings, context.method, context.site, context.device)
+    context.model = _attach(
+        module, context.settings, context.method, context.targets, context.device
+    )
     context.initial = context.model.initial().to(context.device)
 
 
@@ -306,8 +308,8 @@ def worker_spec(context: WorkerContext) -> WorkerSpec:
             for block, group in groupby(with_cores, lambda pair: pair[0])
         },
         block_norms={
-            block: sum(context.site.squared_norms[layer.name] for layer in layers)
-            for block, layers in context.site.blocks().items()
+            block: sum(context.targets.squared_norms[layer.name] for layer in layers)
+            for block, layers in context.targets.blocks().items()
         },
         stack=stack_of(context.device),
         sources=context.sources,

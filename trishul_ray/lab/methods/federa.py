@@ -20,7 +20,7 @@ from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import register
 from trishul_ray.methods.base.adapters import attach_adapters, lora_pairs
-from trishul_ray.methods.base.messages import Round, Site, State, Tensors
+from trishul_ray.methods.base.messages import Round, State, TargetLayers, Tensors
 from trishul_ray.methods.fedit import FedIT
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ class FeDeRA(FedIT):
     summary = "LoRA on the weight's principal components; A and B averaged (inexact)"
     reference = "Yan et al., 2024, arXiv 2404.18848"
 
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+    def adapters(self, targets: TargetLayers) -> dict[str, LayerAdapter]:
         """Attach LoRA that starts at the principal components of each target."""
-        return attach_adapters("lora", site, principal=True)
+        return attach_adapters("lora", targets, principal=True)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         """Return ``s B A`` [d_out, d_in] of a pair of factors, in float64."""

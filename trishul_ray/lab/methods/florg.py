@@ -26,7 +26,7 @@ from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
 from trishul_ray.methods.base import Method, register
 from trishul_ray.methods.base.adapters import FIELDS_READ, lora_scale
-from trishul_ray.methods.base.messages import Round, Site, State
+from trishul_ray.methods.base.messages import Round, State, TargetLayers
 from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ class FLoRG(Method):
     rates_like = "fedit"
     fields_read = FIELDS_READ["lora"]
 
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+    def adapters(self, targets: TargetLayers) -> dict[str, LayerAdapter]:
         """Attach one factor to every target."""
         from trishul_ray.lab.methods.gram import GramFactor  # imports torch
 
-        rank = site.adapter.rank or site.lora_rank
-        scale = lora_scale(site.adapter.alpha, rank)
-        adapter = GramFactor(2 * rank, scale, dropout=site.adapter.dropout)
-        return {layer.name: adapter for layer in site.layers}
+        rank = targets.adapter.rank or targets.lora_rank
+        scale = lora_scale(targets.adapter.alpha, rank)
+        adapter = GramFactor(2 * rank, scale, dropout=targets.adapter.dropout)
+        return {layer.name: adapter for layer in targets.layers}
 
     def contribution(self, upload: State, layout: Layout) -> State:
         """Return the upload with the Gram matrices [k, k] of its factors, in float64."""

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.methods.base import Settings, register
-from trishul_ray.methods.base.messages import LocalRun, Site, State, Tensors
+from trishul_ray.methods.base.messages import LocalRun, State, TargetLayers, Tensors
 from trishul_ray.methods.ravan import Ravan, RavanConfig
 from trishul_ray.methods.trishul import Stack, Trishul, TrishulConfig
 
@@ -41,12 +41,12 @@ class Private(Ravan):
         if (wanted := self.config.private_heads) > (heads := settings.adapter.heads):
             raise ValueError(f"method.private_heads={wanted} must be at most adapter.heads={heads}")
 
-    def cores(self, site: Site, layer: LayerSpec, heads: int, rank: int) -> LayerAdapter:
+    def cores(self, targets: TargetLayers, layer: LayerSpec, heads: int, rank: int) -> LayerAdapter:
         """Keep ``private_heads`` of a matrix's heads from being sent."""
         from trishul_ray.lab.methods.private_heads import PrivateHeads  # imports torch
 
-        shared, wanted = super().cores(site, layer, heads, rank), self.config.private_heads
-        everything = wanted == site.adapter.heads
+        shared, wanted = super().cores(targets, layer, heads, rank), self.config.private_heads
+        everything = wanted == targets.adapter.heads
         private = heads if everything else max(0, min(wanted, heads - 1))
         return PrivateHeads(**vars(shared), private=private)
 

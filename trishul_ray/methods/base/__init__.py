@@ -24,9 +24,9 @@ from trishul_ray.errors import InputError
 from trishul_ray.methods.base.messages import (
     LocalRun,
     Round,
-    Site,
     State,
     SurveyPlan,
+    TargetLayers,
     Tensors,
     count_numbers,
 )
@@ -207,15 +207,15 @@ class Method:
 
     @property
     def block_scores(self) -> BlockScores:
-        """Kind of linear layers in :attr:`Site.scored`; by default the adapted layers."""
+        """Kind of linear layers in :attr:`TargetLayers.scored`; by default the adapted layers."""
         return "adapted"
 
     # 1. Adapters.
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+    def adapters(self, targets: TargetLayers) -> dict[str, LayerAdapter]:
         """Return the adapter of each layer.
 
         Args:
-            site: The targeted layers, the budget and the section ``adapter``.
+            targets: The targeted layers, the budget and the section ``adapter``.
 
         Returns:
             The adapters, keyed by layer name.

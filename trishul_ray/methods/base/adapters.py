@@ -10,7 +10,7 @@ from pydantic import Field
 from trishul_ray.adapters.base import LayerAdapter, LayerSpec
 from trishul_ray.adapters.budget import ffa_rank, multihead_rank
 from trishul_ray.methods.base import ADAPTED, Method, MethodConfig
-from trishul_ray.methods.base.messages import Site
+from trishul_ray.methods.base.messages import TargetLayers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,14 +26,14 @@ FIELDS_READ: dict[AdapterKind, frozenset[str]] = {
 
 
 def attach_adapters(
-    kind: AdapterKind, site: Site, *, principal: bool = False
+    kind: AdapterKind, targets: TargetLayers, *, principal: bool = False
 ) -> dict[str, LayerAdapter]:
     """Create an adapter of the given kind for every targeted layer.
 
     Args:
         kind: ``lora`` trains A and B, ``ffa`` freezes A, and ``multihead`` trains ``adapter.heads``
             cores without scalars.
-        site: The targeted layers, the budget and the section ``adapter``.
+        targets: The targeted layers, the budget and the section ``adapter``.
         principal: Whether LoRA starts from the principal components of each weight.
 
     Returns:
@@ -43,13 +43,13 @@ def attach_adapters(
     from trishul_ray.adapters.lora import LoRA
     from trishul_ray.adapters.multihead import MultiHead
 
-    options = site.adapter
+    options = targets.adapter
     adapters: dict[str, LayerAdapter] = {}
-    for layer in site.layers:
+    for layer in targets.layers:
         if kind == "multihead":
             adapters[layer.name] = MultiHead(
                 heads=options.heads,
-                rank=core_rank(layer, site),
+                rank=core_rank(layer, targets),
                 init=options.init or "random_normal",
                 sigma=options.sigma,
                 overflow="independent",
@@ -57,7 +57,9 @@ def attach_adapters(
             )
             continue
         rank = options.rank or (
-            site.lora_rank if kind == "lora" else ffa_rank(layer, site.lora_rank, options.matching)
+            targets.lora_rank
+            if kind == "lora"
+            else ffa_rank(layer, targets.lora_rank, options.matching)
         )
         scale = lora_scale(options.alpha, rank)
         adapters[layer.name] = LoRA(
@@ -77,9 +79,9 @@ class AnyAdapter(Method):
 
     Config = AnyAdapterConfig
 
-    def adapters(self, site: Site) -> dict[str, LayerAdapter]:
+    def adapters(self, targets: TargetLayers) -> dict[str, LayerAdapter]:
         """Attach adapters of the configured kind."""
-        return attach_adapters(self.config.adapter, site)
+        return attach_adapters(self.config.adapter, targets)
 
     @property
     def fields_read(self) -> frozenset[str]:
@@ -87,15 +89,15 @@ class AnyAdapter(Method):
         return FIELDS_READ[self.config.adapter]
 
 
-def core_rank(layer: LayerSpec, site: Site) -> int:
+def core_rank(layer: LayerSpec, targets: TargetLayers) -> int:
     """Return the rank of each of the ``adapter.heads`` cores on a layer.
 
     Args:
         layer: The layer.
-        site: The budget and the section ``adapter``.
+        targets: The budget and the section ``adapter``.
     """
-    options = site.adapter
-    return options.rank or multihead_rank(layer, site.lora_rank, options.heads, options.matching)
+    options = targets.adapter
+    return options.rank or multihead_rank(layer, targets.lora_rank, options.heads, options.matching)
 
 
 def lora_scale(alpha: float | None, rank: int) -> float:

@@ -89,7 +89,7 @@ def count_numbers(tensors: Mapping[str, Tensor]) -> int:
 
 
 @dataclass(frozen=True)
-class Site:
+class TargetLayers:
     """Layers that adapters can be attached to: a method's view of the frozen backbone.
 
     Attributes:
