@@ -34,7 +34,7 @@ class RunError(RuntimeError):
     """
 
 
-class FailsAgainError(RunError):
+class PermanentError(RunError):
     """A failure that the same command would repeat. The message says how to avoid it."""
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trishul_ray.errors import FailsAgainError
+from trishul_ray.errors import PermanentError
 from trishul_ray.runtime.cuda_graphs import MOST, Graphs, replayed
 
 
@@ -65,7 +65,7 @@ def test_a_capture_that_fails_names_the_field():
         return (x * float(x),)
 
     graphs.call("read", reads_a_value, x)
-    with pytest.raises(FailsAgainError, match=r"resources\.cuda_graphs=true: .* set it to false"):
+    with pytest.raises(PermanentError, match=r"resources\.cuda_graphs=true: .* set it to false"):
         graphs.call("read", reads_a_value, x)
 
 

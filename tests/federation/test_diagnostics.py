@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trishul_ray.contract.methods import without_timings
-from trishul_ray.errors import FailsAgainError, InputError, RunError
+from trishul_ray.errors import InputError, PermanentError, RunError
 from trishul_ray.federation import diagnostics
 from trishul_ray.federation.checkpoint import open_checkpoints, state_digest
 from trishul_ray.federation.diagnostics import append_round
@@ -110,7 +110,7 @@ def test_diverging_client_outside_cohorts_only_loses_the_comparison(small):
 
     def diverging(broadcast, jobs, *more):
         if {job.client for job in jobs if isinstance(job, TrainJob)} - cohort:
-            raise FailsAgainError("training loss of client 9 is not finite")
+            raise PermanentError("training loss of client 9 is not finite")
         return run(broadcast, jobs, *more)
 
     driver.executor.run = diverging

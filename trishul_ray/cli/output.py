@@ -14,8 +14,8 @@ from rich.table import Table
 
 from trishul_ray.errors import (
     BusyError,
-    FailsAgainError,
     InputError,
+    PermanentError,
     RunError,
     describe_os_error,
 )
@@ -99,7 +99,7 @@ def resumable(progress: "RunProgress", kept: str) -> Iterator[None]:
             yield
         except (BusyError, InputError, typer.Exit):
             raise
-        except FailsAgainError as error:
+        except PermanentError as error:
             again = "The same command would fail again; change a field to start another run"
             raise RunError(f"{error}. {again}. {kept}") from error
         except RunError as error:

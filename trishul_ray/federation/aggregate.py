@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trishul_ray.config.fields import FederationConfig
-from trishul_ray.errors import FailsAgainError
+from trishul_ray.errors import PermanentError
 from trishul_ray.federation.executor import Executor
 from trishul_ray.federation.messages import Outcome, Upload, as_tensor, to_array, to_tensor
 from trishul_ray.federation.reduce import Reducer, finish
@@ -127,7 +127,7 @@ class Aggregator:
         """Compute the state after a round.
 
         Raises:
-            FailsAgainError: The state is not finite, although the mean is.
+            PermanentError: The state is not finite, although the mean is.
         """
         method, layout = self.reducer.method, self.reducer.layout
         if self.stages.act_on_changes:
@@ -137,7 +137,7 @@ class Aggregator:
         new = method.aggregate(state.map(to_tensor), mean.state.map(to_tensor), facts, layout)
         after = new.map(to_array)
         if not _is_finite(after) and _is_finite(mean.state):
-            raise FailsAgainError(
+            raise PermanentError(
                 f"round {facts.number}: aggregate() of {named(type(method))} returns a "
                 "state that is not finite, although the uploads are"
             )

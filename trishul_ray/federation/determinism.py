@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trishul_ray.errors import FailsAgainError
+from trishul_ray.errors import PermanentError
 from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def deterministic(experiment: "Experiment") -> Iterator[None]:
     ``model.precision`` is ``tf32``. Contexts may be nested.
 
     Raises:
-        FailsAgainError: An operation has no deterministic kernel on this device.
+        PermanentError: An operation has no deterministic kernel on this device.
     """
     set_environment()  # This is early enough for a process that has not used a GPU yet.
     settings = _settings(experiment.resources.threads, experiment.model.precision == "tf32")
@@ -70,7 +70,7 @@ def deterministic(experiment: "Experiment") -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError) or "deterministic" not in str(error):
             raise
         reason = str(error).split(", but you set")[0].split(". ")[0].strip().rstrip(".")
-        raise FailsAgainError(
+        raise PermanentError(
             f"no reproducible kernel for this model on this device: {reason}; use another model "
             "or method, or resources.device=cpu"
         ) from error

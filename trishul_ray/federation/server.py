@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from trishul_ray.data.sampling import capacities, participants, uniform_cohort
-from trishul_ray.errors import FailsAgainError, RunError
+from trishul_ray.errors import PermanentError, RunError
 from trishul_ray.experiment import Experiment
 from trishul_ray.federation.aggregate import Aggregator, UploadReader
 from trishul_ray.federation.checkpoint import Checkpoint, CheckpointStore, state_digest
@@ -230,7 +230,7 @@ class Server:
             The record that this step completes, of the previous round, and new events.
 
         Raises:
-            FailsAgainError: Too few uploads are valid.
+            PermanentError: Too few uploads are valid.
         """
         now, number = self.checkpoint, self.checkpoint.round + 1
         previous = now.records[-1]
@@ -346,7 +346,7 @@ class Server:
         try:
             more = self.executor.run(comparison.broadcast, jobs)
         # The failed client is not in the cohort, so the run can continue.
-        except FailsAgainError as error:
+        except PermanentError as error:
             self.events.append(f"evaluation.diagnostics_cohort=all: no comparison: {error}")
             return {}
         self.events += more.events
@@ -405,7 +405,7 @@ class Server:
         """Validate and sum the uploads of a round, and report rejected uploads.
 
         Raises:
-            FailsAgainError: Too few uploads are valid.
+            PermanentError: Too few uploads are valid.
         """
         parts = [(start, part) for start, part in outcome.parts if part.reports]
         if parts:
@@ -427,7 +427,7 @@ class Server:
             remedy = f"a smaller learning rate (optimizer.lr={self.experiment.optimizer.lr:g})"
             limits = {"federation.quorum": quorum} | needed
             below = " or ".join(f"{field}={value}" for field, value in limits.items())
-            raise FailsAgainError(
+            raise PermanentError(
                 f"round {number}: only {len(total.clients)} of {sent} uploads are valid, "
                 f"below {below}; rejected: {total.refused}: try "
                 f"{remedy if number else 'other weights or data'} or a lower quorum"

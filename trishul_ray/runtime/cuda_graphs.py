@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from trishul_ray.errors import FailsAgainError
+from trishul_ray.errors import PermanentError
 from trishul_ray.runtime.lazy import torch
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Graphs:
             The results. The next call with the same shapes may overwrite them.
 
         Raises:
-            FailsAgainError: The function cannot be captured on a GPU.
+            PermanentError: The function cannot be captured on a GPU.
         """
         if any(tensor.device.type != self.device.type for tensor in given):
             return function(*given)
@@ -130,7 +130,7 @@ class Graphs:
             raise
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise FailsAgainError(
+            raise PermanentError(
                 "resources.cuda_graphs=true: this step cannot be captured as a CUDA graph "
                 f"({reason}); set it to false"
             ) from error

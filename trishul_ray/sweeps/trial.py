@@ -17,7 +17,7 @@ from ray.tune.result import DONE
 from rich.console import Console
 
 from trishul_ray.data.dataset import ScoredSplit, score_name
-from trishul_ray.errors import BusyError, FailsAgainError, InputError, RunError, one_line
+from trishul_ray.errors import BusyError, InputError, PermanentError, RunError, one_line
 from trishul_ray.federation.on_ray.driver import Workers
 from trishul_ray.federation.on_ray.process import WorkerEnvironment
 from trishul_ray.report.summary import ATTEMPT, NUMBERS, read_note
@@ -106,7 +106,7 @@ class CellTrial(tune.Trainable):
             return self._result(["another process runs it: waiting"] if first else [])
         except InputError as error:  # not raised: Tune would retry with the same input
             return self._result([], **{FAILURE: one_line(error), DONE: True})
-        except FailsAgainError as error:
+        except PermanentError as error:
             why = f"{one_line(error)} (it would fail again)"
             return self._result([], **{FAILURE: why, DONE: True})
         except (RunError, OSError) as error:

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import ray
 
-from trishul_ray.errors import FailsAgainError, InputError
+from trishul_ray.errors import InputError, PermanentError
 from trishul_ray.federation.inline import InlineDriver
 from trishul_ray.federation.on_ray import driver as driver_module
 from trishul_ray.federation.on_ray.driver import RayDriver, open_driver
@@ -135,7 +135,7 @@ def test_diverging_client_fails_the_run_by_name(small, backend):
     with open_driver(experiment, prepare_run(experiment), "a") as driver:
         driver.begin()
         with pytest.raises(
-            FailsAgainError, match=r"client \d is not finite at round 1.*smaller learning"
+            PermanentError, match=r"client \d is not finite at round 1.*smaller learning"
         ):
             driver.step()
 

@@ -17,7 +17,7 @@ from scipy.stats import chi2, chisquare, norm
 
 from trishul_ray.adapters.model import AdaptedModel
 from trishul_ray.data.sampling import uniform_cohort
-from trishul_ray.errors import FailsAgainError, InputError
+from trishul_ray.errors import InputError, PermanentError
 from trishul_ray.experiment.compatibility import check_fits
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineExecutor
@@ -385,7 +385,7 @@ def test_token_means_are_rejected_before_a_run(small):
 
 def test_other_gradients_than_of_steps_are_rejected(local):
     steps = local(EXAMPLE, "privacy.noise=1")
-    with pytest.raises(FailsAgainError, match=r"Trishul reads run\.gradient\(\), and the section"):
+    with pytest.raises(PermanentError, match=r"Trishul reads run\.gradient\(\), and the section"):
         steps.clients[0].run.gradient(1)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from method_runs import KINDS, SINGLE, Recording, server_of
 
-from trishul_ray.errors import FailsAgainError, InputError
+from trishul_ray.errors import InputError, PermanentError
 from trishul_ray.experiment.loading import load_experiment
 from trishul_ray.federation.inline import InlineDriver, InlineExecutor
 from trishul_ray.federation.prepare import prepare_run
@@ -156,7 +156,7 @@ def test_diverging_clients_count_as_zeros(words, edge_run):
         assert record.train_loss is None and record.scored
         assert all(map(math.isfinite, record.metrics().values()))
     assert np.isfinite(result.checkpoint.state.shared).all()
-    with pytest.raises(FailsAgainError, match="is not finite at round 1"):
+    with pytest.raises(PermanentError, match="is not finite at round 1"):
         edge_run(*options)
 
 

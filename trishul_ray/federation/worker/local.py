@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trishul_ray.adapters.model import Trained
 from trishul_ray.data.sampling import batch_order
-from trishul_ray.errors import FailsAgainError
+from trishul_ray.errors import PermanentError
 from trishul_ray.federation.messages import (
     TrainJob,
     TrainReport,
@@ -67,7 +67,7 @@ def train_clients(
     the results. Only a method's ``start`` and ``upload`` may make it wait more often.
 
     Raises:
-        FailsAgainError: The training loss is not finite, and no stage hides clients. The message
+        PermanentError: The training loss is not finite, and no stage hides clients. The message
             reports client and step.
         RunError: The memory of the device, or this process's share of it, is too small.
     """
@@ -100,7 +100,7 @@ def _upload(context: WorkerContext, client: "LocalClient", losses: Tensor) -> tu
                 "before the first update: the cause is the backbone, the data, or start() of "
                 f"{named(type(context.method))}"
             )
-        raise FailsAgainError(
+        raise PermanentError(
             f"training loss of client {run.client} is not finite at round {run.round}, local "
             f"step {step} {remedy}"
         )
@@ -120,13 +120,13 @@ def _upload(context: WorkerContext, client: "LocalClient", losses: Tensor) -> tu
 
 
 def _check_shapes(context: WorkerContext, upload: State) -> None:
-    """Raise a FailsAgainError if an upload has other tensors than its method declares."""
+    """Raise a PermanentError if an upload has other tensors than its method declares."""
     declared = context.method.upload_lengths(context.model.layout)
     found = {name: tuple(x.shape) for name, x in {"shared": upload.shared, **upload.extra}.items()}
     expected = {name: (length,) for name, length in declared.items()}
     for name in sorted(found.keys() | expected.keys()):
         if (sent := found.get(name)) != (wanted := expected.get(name)):
-            raise FailsAgainError(
+            raise PermanentError(
                 f"upload() of {named(type(context.method))} returns "
                 f"{'no' if sent is None else f'shape {sent} as'} {name!r}, and upload_lengths() "
                 f"declares {'none' if wanted is None else f'{wanted[0]} numbers'}"
@@ -271,7 +271,7 @@ class LocalClient:
     def _gradient(self, step: int) -> Tensor:
         context, grad = self._context, self.run.grad
         if (stage := context.stages.of_gradients) is not None:
-            raise FailsAgainError(
+            raise PermanentError(
                 f"{named(type(context.method))} reads run.gradient(), and the section {stage.name} "
                 "computes the gradients of local steps: use another method"
             )

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from trishul_ray.config.section import Section
 from trishul_ray.data.sampling import participants
-from trishul_ray.errors import FailsAgainError
+from trishul_ray.errors import PermanentError
 from trishul_ray.lab.clock.attempt import Attempt, plan
 from trishul_ray.lab.clock.devices import ClientClock, Devices, DevicesConfig, Moments
 from trishul_ray.methods.base import Method
@@ -174,7 +174,7 @@ class Clock(Stage):
         """Select clients until enough of them finish in time.
 
         Raises:
-            FailsAgainError: Too few clients finish in time in every attempt.
+            PermanentError: Too few clients finish in time in every attempt.
         """
         if self.is_idle or not self.needs or number == 0:
             return cohort
@@ -195,7 +195,7 @@ class Clock(Stage):
                 return self._selected(cohort, repeated)
             self._advance(last, last.moments.uploaded[last.kept])
             repeated += clients.tolist()
-        raise FailsAgainError(
+        raise PermanentError(
             f"round {number}: in {MOST_ATTEMPTS} attempts fewer than {needed} of {wanted} clients "
             f"finished in time (federation.quorum={fed.quorum}, "
             f"{', '.join(self.options.policies)}; the fastest client of the last attempt takes "

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from trishul_ray.errors import FailsAgainError
+from trishul_ray.errors import PermanentError
 from trishul_ray.methods.base import register
 from trishul_ray.methods.base.adapters import AnyAdapterConfig
 from trishul_ray.methods.base.messages import LocalRun, State, Tensors
@@ -87,7 +87,7 @@ class Ditto(FedAvg):
             optimizer.step()
         run.metrics["own_loss"] = loss = float(torch.stack(losses).double().mean())
         if not torch.isfinite(run.vector).all():
-            raise FailsAgainError(
+            raise PermanentError(
                 f"the personalized model of client {run.client} is not finite after "
                 f"round {run.round} "
                 f"(optimizer.lr={run.optimizer.lr}, mean loss {loss}): try a smaller learning rate"
