@@ -66,7 +66,7 @@ class Uploads(Stage):
         """Error feedback, which adds the errors of earlier rounds."""
         return ("uploads.error_feedback=true",) if self.config.error_feedback else ()
 
-    def send(self, change: Change, sender: Sender) -> Change:
+    def send(self, change: Change, sender: ClientRoundInfo) -> Change:
         """Encode the change, unless it is not finite; return it as the server decodes it."""
         vectors = {"shared": change.shared, **dict(sorted(change.extra.items()))}
         if not all(np.isfinite(vector).all() for vector in vectors.values()):
