@@ -1,15 +1,16 @@
-"""Ditto: each client also trains a personal model, which a penalty pulls toward the global model.
+"""Ditto: clients also train personalized models, which a penalty pulls toward the global model.
 
 Li et al.: "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, arXiv
 2012.04221, on the adapter and the classification head.
 
-The global model w is FedAvg's. In each of its rounds a client also takes K steps, on the same
-mini-batches and with the same optimizer, along the gradient of ``L_c(v) + (lam/2) ||v - w||^2``,
-where w is the broadcast (algorithm 1). Its v starts untrained and stays with the client. With
-lam = 0 it is local training. The metrics score the global model; compare personalized models
-(``evaluation.per_client``), where a client that was never sampled has the global model.
+The global model w is trained as in FedAvg. In each of its rounds, a client also takes K steps on
+its personalized model v, with the same mini-batches and optimizer, along the gradient of
+``L_c(v) + (lam/2) ||v - w||^2``, where w is the broadcast (algorithm 1). v is initially untrained
+and stays with the client. With lam = 0 this is local training.
 
-A round costs a client 2 K steps. Time estimates count K.
+The metrics score the global model. Compare the personalized models instead
+(``evaluation.per_client``); a client that was never sampled has the global model. A round costs a
+client 2 K steps, but time estimates count K.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ class DittoConfig(AnyAdapterConfig):
 
 @dataclass(frozen=True)
 class Own:
-    """The client's personalized model v before the round, [P]."""
+    """The personalized model v before the round, [P]."""
 
     vector: Tensor
 
 
 @register("ditto")
 class Ditto(FedAvg):
-    """FedAvg, and a model of each client near the global one."""
+    """FedAvg, and a personalized model of each client near the global model."""
 
     Config = DittoConfig
     summary = "FedAvg, and a personalized model per client, pulled to the global model"
@@ -58,7 +59,7 @@ class Ditto(FedAvg):
     personal = True
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Take the broadcast; to score a client's personalized model, that model."""
+        """Load the broadcast or, to score a personalized model, the client's v."""
         run.vector.copy_(initial)
         self.unpack(run.layout, run.vector, run.broadcast.shared)
         own = run.client_state.get("vector", initial)
@@ -68,11 +69,11 @@ class Ditto(FedAvg):
             run.vector.copy_(own)
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
-        """Send the global model's trainables; train and keep the personalized model."""
+        """Send the global model's trainables, then train and keep the personalized model."""
         sent = State(self.pack(run.layout, run.vector))
         own = run.state_of(Own).vector
         run.vector.copy_(own)
-        target = torch.empty_like(own)  # all entries are sent
+        target = torch.empty_like(own)  # unpack() fills it: all entries are shared
         self.unpack(run.layout, target, run.broadcast.shared)
         run.vector.grad = run.grad
         optimizer, clip_norm = make_optimizer(run.optimizer, [run.vector]), run.optimizer.clip_norm

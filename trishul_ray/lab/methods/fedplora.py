@@ -1,14 +1,14 @@
-"""Fed-PLoRA: a limited client trains some of the rank-one parts of LoRA and keeps all others.
+"""Fed-PLoRA: resource-constrained clients train some of the rank-one parts of LoRA.
 
 Zhang, Hu and Xu: "Heterogeneous Federated Fine-Tuning with Parallel One-Rank Adaptation", ICLR
 2026, arXiv 2602.16936.
 
-``B A = sum_j b_j a_j``, with b_j a column of B and a_j a row of A. In each round a client that can
-compute rank r_c chooses r_c of the r parts at random and trains them; the choice, the same on all
-layers, is ours. It folds the others into its frozen weights for the round: they stay in its model,
-so that it starts where the global model is. The server averages each part over the clients that
-trained it, A and B separately; one that nobody trained keeps its value. At full capacity this is
-FedIT. All of A and B is sent down; the trained parts, and which they are, are sent up.
+``B A = sum_j b_j a_j``, with b_j a column of B and a_j a row of A. In each round, a client of rank
+r_c selects r_c of the r parts at random and trains them; the selection, the same on all layers, is
+our choice. The other parts stay in its model as frozen weights, so the client starts from the
+global model. The server averages each part over the clients that trained it, A and B separately; a
+part that no client trained keeps its value. At full capacity this is FedIT. The server sends A and
+B completely; a client sends the parts that it trained, and their positions.
 
 Ranks follow ``federation.compute``.
 """
@@ -46,11 +46,11 @@ class FedPLoRA(FedIT):
     summary = "LoRA in rank-one parts; each averaged over the clients that trained it (inexact)"
     reference = "Zhang et al., ICLR 2026, arXiv 2602.16936"
     communication = "r_c (d_in + d_out) per matrix up, r (d_in + d_out) down"
-    aggregates_mean_only = False  # parts are divided by the share of clients that trained them
+    aggregates_mean_only = False  # divides parts by the fraction that trained them
     takes_limits = True
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Take all of the broadcast and choose the parts to train."""
+        """Load the broadcast, and select the parts to train."""
         super().start(run, initial)
         if not run.training:
             return
@@ -69,17 +69,17 @@ class FedPLoRA(FedIT):
             run.unsent = int((~run.entries).sum())
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
-        """Send the factors and which parts were trained."""
+        """Send the factors, and a mask of the trained parts."""
         trained = {"trained": run.state_of(Parts).trained.float()}
         return State(self.pack(run.layout, run.vector), trained), {}
 
     def upload_lengths(self, layout: Layout) -> dict[str, int]:
-        """Return the lengths of the factors and of the choice."""
+        """Return the lengths of the factors and of the mask."""
         return super().upload_lengths(layout) | {"trained": self.parts(layout)}
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
-        """Divide the mean change of each part by the share of clients that trained it."""
-        share = mean.extra["trained"]  # [r], of weights
+        """Divide the mean change of each part by the fraction of clients that trained it."""
+        share = mean.extra["trained"]  # [r], fraction of the weights
         shared, old = mean.shared.clone(), self.named_tensors(layout, state.shared)
         for layer, a, b in lora_pairs(self.named_tensors(layout, shared)):
             a.copy_(over_holders(a, old[f"{layer}.lora_A"], share[:, None]))
@@ -87,21 +87,24 @@ class FedPLoRA(FedIT):
         return State(shared)
 
     def parts(self, layout: Layout) -> int:
-        """Return r."""
+        """Return r, the number of parts."""
         return next(e.shape[0] for e in layout.entries if e.name.endswith(".lora_A"))
 
     def download_parameters(
         self, broadcast: State, layout: Layout, unsent: int, missed: Sequence[Sequence[int]]
     ) -> int:
-        """Count both factors in full: the parts that a client does not train are in its model."""
+        """Count both factors completely: frozen parts are also in a client's model."""
         return super().download_parameters(broadcast, layout, 0, missed)
 
 
 def over_holders(mean: Tensor, old: Tensor, share: Tensor) -> Tensor:
-    """Return the mean over the clients that trained an entry, given the mean over all clients.
+    """Compute the mean over the clients that trained an entry from the mean over all clients.
 
-    The other clients sent the ``old`` value. ``share`` is the fraction of clients that trained an
-    entry and broadcasts to the other shapes; an entry with share 0 does not change.
+    Args:
+        mean: The mean over all clients; clients that did not train an entry sent the old value.
+        old: The broadcast value.
+        share: The fraction of clients that trained an entry, of a shape that broadcasts to the
+            others. Entries with fraction 0 do not change.
     """
     moved = torch.where(share > 0, old + (mean - old) / share, old)
     return torch.where(share == 1, mean, moved)

@@ -1,18 +1,17 @@
-"""FedRot-LoRA: clients rotate their factors toward the broadcast before these are averaged.
+"""FedRot-LoRA: clients rotate their factors toward the broadcast before the server averages them.
 
 Zhang et al.: "FedRot-LoRA: Mitigating Rotational Misalignment in Federated LoRA", ICML 2026, arXiv
 2602.23638.
 
-For any orthogonal R, ``(B R)(R^T A) = B A``: clients with the same update may send factors that
-cancel in the mean. A client therefore sends ``R^T A_c`` and ``B_c R`` with the R that solves
-the orthogonal Procrustes problem ``min ||R^T A_c - A||`` in odd rounds, ``min ||B_c R - B||`` in
-even ones, where A and B are the broadcast: with ``M = A_c A^T`` or ``M = B_c^T B``, and its SVD
-``M = U S V^T``, it is ``R = U V^T``. Round 1 is left out, as B is still zero. The server averages
-as FedIT does.
+For any orthogonal R, ``(B R)(R^T A) = B A``, so clients with the same update may send factors that
+cancel in the mean. A client therefore sends ``R^T A_c`` and ``B_c R``. With A and B the broadcast,
+R solves the orthogonal Procrustes problem ``min ||R^T A_c - A||`` in odd rounds and
+``min ||B_c R - B||`` in even rounds: ``R = U V^T``, with the SVD ``M = U S V^T`` of ``M = A_c A^T``
+or ``M = B_c^T B``. Round 1 is skipped, because B is still zero. The server averages as in FedIT.
 
-``method.strength`` l below 1 softens it: ``R <- polar((1 - l) I + l R)``, after a reflection
-(det R < 0) has been made a rotation by the sign of V's last row; 0 is FedIT. The default 1 is
-from the authors' configuration: a hard rotation, which may be a reflection. The order of the
+With ``method.strength`` l below 1, clients rotate partially: ``R <- polar((1 - l) I + l R)``, after
+the sign of the last row of V^T has turned a reflection (det R < 0) into a rotation. 0 is FedIT. The
+default 1, the full R, is from the authors' configuration; it may be a reflection. The order of the
 factors is our choice.
 """
 
@@ -42,12 +41,12 @@ class FedRotConfig(MethodConfig):
 
 @register("fedrot")
 class FedRot(FedIT):
-    """FedIT with factors that are aligned before they are averaged."""
+    """FedIT with factors that clients align before averaging."""
 
     Config = FedRotConfig
     summary = "LoRA; A and B rotated towards the broadcast, then averaged separately (inexact)"
     reference = "Zhang et al., ICML 2026, arXiv 2602.23638"
-    #: As the row's, on 2026-11-25, of 1e-3 to 5e-3.
+    #: Tuned like the other rates of the row, over 1e-3 to 5e-3 (2026-11-25).
     rates: ClassVar = {"cifar100 trishul/vit-s14-photos": 2.0e-3}
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
@@ -68,9 +67,11 @@ class FedRot(FedIT):
 
 
 def rotation_towards(likeness: Tensor, strength: float) -> Tensor:
-    """Return the orthogonal R [r, r] that maximizes ``tr(R^T M)``, softened if strength is below 1.
+    """Compute the orthogonal R [r, r] that maximizes ``tr(R^T M)``.
 
-    ``likeness`` is M [r, r], float64.
+    Args:
+        likeness: M [r, r], float64.
+        strength: l; below 1, R is a partial rotation.
     """
     u, _, vt = torch.linalg.svd(likeness)
     rotation: Tensor = u @ vt

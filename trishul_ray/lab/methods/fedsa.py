@@ -1,12 +1,11 @@
-"""FedSA-LoRA: the factors A are shared and averaged, every client keeps its B.
+"""FedSA-LoRA: the server averages the factors A, and every client keeps its B.
 
-Guo et al.: "Selective Aggregation for Low-Rank Adaptation in Federated Learning", ICLR 2025,
-arXiv 2410.01463.
+Guo et al.: "Selective Aggregation for Low-Rank Adaptation in Federated Learning", ICLR 2025, arXiv
+2410.01463.
 
-A client starts its first round with B = 0, and each later one with the B from the end of its last.
-The classification head is shared. The global model has B = 0: it is the backbone with the shared
-head, and A has no effect in it. The method is meant for personalized models
-(``evaluation.per_client``).
+A client starts its first round with B = 0, and each later round with the B of its last round. The
+classification head is shared. The global model has B = 0, so it is the backbone with the shared
+head, and A has no effect. Compare the personalized models instead (``evaluation.per_client``).
 """
 
 from trishul_ray.adapters.layout import Layout
@@ -16,7 +15,7 @@ from trishul_ray.methods.fedit import FedIT
 
 @register("fedsa")
 class FedSA(FedIT):
-    """Train both factors, average A, keep B."""
+    """Train both factors, average A, and keep B on the client."""
 
     summary = "LoRA; A averaged, B stays with its client (personal models)"
     reference = "Guo et al., ICLR 2025, arXiv 2410.01463"

@@ -3,17 +3,18 @@
 Meng, Tang and Wong: "FLoRG: Federated Fine-tuning with Low-rank Gram Matrices and Procrustes
 Alignment", ICLR 2026, arXiv 2602.17095.
 
-The update of a layer is ``L A^T A R``. L [d_out, k] and R [k, d_in] have orthonormal columns and
-rows, are frozen and common, with k the smaller width; A [r, k] is trained and sent. The server
-averages the Gram matrices, ``Q = mean(A_c^T A_c)``, which gives the exact mean of the updates, and
-decomposes ``Q = P^T D P`` into ``C = sqrt(D) P``. For any orthonormal S, S C has the same Gram
-matrix. The server takes the S C nearest to the last A (Procrustes): with ``A C^T = U E V^T``, the
-next A is ``U V^T C``. It has r rows, so that a part of Q is lost if its rank exceeds r. The record
-has the lost part as ``gram_error``, ``||A^T A - Q||_F / ||Q||_F``.
+The update of a layer is ``L A^T A R``, with k the smaller width of the layer. L [d_out, k] has
+orthonormal columns and R [k, d_in] orthonormal rows; both are frozen and the same on all clients.
+Clients train and send A [r, k]. The server averages the Gram matrices, ``Q = mean(A_c^T A_c)``,
+which gives the exact mean of the updates, and decomposes ``Q = P^T D P`` into ``C = sqrt(D) P``.
+For any orthonormal S, S C has the same Gram matrix. The server selects the S C nearest to the last
+A (Procrustes): with ``A C^T = U E V^T``, the next A is ``U V^T C``. It has r rows, so a part of Q
+is lost if the rank of Q exceeds r. The record has ``gram_error``, the mean of
+``||A^T A - Q||_F / ||Q||_F`` over the matrices.
 
-The gradient at A = 0 is zero, so A starts at a random A0 (drawn as LoRA's A), and the update has
-the further term ``- L A0^T A0 R``, with which the first model is the pretrained one. This start is
-our choice; we could not read the paper's. The rank is the budget's LoRA rank, as in the paper: a
+The gradient at A = 0 is zero, so A starts at a random A0, drawn like LoRA's A. The additional term
+``- L A0^T A0 R`` makes the first model equal to the pretrained model. This start is our choice,
+because we had no access to the paper's. The rank is the budget's LoRA rank, as in the paper: a
 client trains r k numbers per matrix, half as many as LoRA if the matrix is square.
 """
 
@@ -53,12 +54,12 @@ class FLoRG(Method):
         return {layer.name: adapter for layer in targets.layers}
 
     def contribution(self, upload: State, layout: Layout) -> State:
-        """Return the upload with the Gram matrices [k, k] of its factors, in float64."""
+        """Add the Gram matrices [k, k] of the factors, in float64, to an upload."""
         factors = self.factors(layout, upload.shared)
         return replace(upload, base={n: a.double().mT @ a.double() for n, a in factors.items()})
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
-        """Decompose the mean Gram matrices; align each with the last A."""
+        """Decompose the mean Gram matrices, and align each factor with the last A."""
         shared, errors = mean.shared.clone(), []
         last = self.factors(layout, state.shared)
         for name, factor in self.factors(layout, shared).items():
@@ -69,13 +70,13 @@ class FLoRG(Method):
         return State(shared)
 
     def factors(self, layout: Layout, shared: Tensor) -> dict[str, Tensor]:
-        """Return the factors A [r, k] by name, as views of a wire vector [W]."""
+        """Return the factors A [r, k], keyed by name, as views of a shared part [W]."""
         named = self.named_tensors(layout, shared)
         return {name: value for name, value in named.items() if name.endswith(".gram_A")}
 
 
 def align(gram: Tensor, last: Tensor) -> Tensor:
-    """Return the factor of a Gram matrix that is nearest to the last factor.
+    """Compute the factor of a Gram matrix that is nearest to the last factor.
 
     Args:
         gram: Q [k, k], positive semi-definite.

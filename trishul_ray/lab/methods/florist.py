@@ -1,22 +1,21 @@
-"""FLoRIST: stack the clients' factors and send out the leading part of their product.
+"""FLoRIST: stack the clients' factors, and broadcast the leading components of their product.
 
 Ramesh and Dass: "FLoRIST: Singular Value Thresholding for Efficient and Accurate Federated
 Fine-Tuning of Large Language Models", MLSys 2026, arXiv 2506.09199.
 
-Stacking ``A_s = [p_1 A_1; ...; p_m A_m]`` and ``B_s = [B_1, ..., B_m]`` as FLoRA does makes
-``B_s A_s`` the sum of ``p_c B_c A_c``. Its SVD ``U S V^T`` follows from that of a small core
-between orthonormal bases of both stacks, without the full-size product; the paper takes the bases
-by SVDs, this file by QR decompositions, which give the same product with less work. For each
-matrix the server keeps the smallest rank p whose squared singular values have at least the share
-``method.threshold`` of all (the paper's τ, 0.8 to 0.99). All clients receive ``A = V_p^T`` and
-``B = U_p S_p``.
+As in FLoRA, stacking ``A_s = [p_1 A_1; ...; p_m A_m]`` and ``B_s = [B_1, ..., B_m]`` makes
+``B_s A_s`` the sum of ``p_c B_c A_c``. Its SVD ``U S V^T`` follows from the SVD of a small core
+between orthonormal bases of both stacks, without the full product. The paper computes the bases by
+SVD; this file uses QR decompositions, which give the same product with less work. For each matrix,
+the server keeps the smallest rank p whose squared singular values sum to at least the fraction
+``method.threshold`` of the total (the paper's τ, 0.8 to 0.99). All clients receive ``A = V_p^T``
+and ``B = U_p S_p``.
 
-Only the abstract and the authors' code were available to check this against. By that code, a client
-starts from the leading components that its rank has room for, and zeros take the place of missing
-ones: these cannot be trained in that round, so that nobody sends them, but p may grow again, since
-clients differ. The code evaluates the global model at p even where no client has room for it; here
-p is at most the adapter's rank, and the record's ``kept_energy`` says the least share of any matrix
-that was kept.
+We could check this only against the abstract and the authors' code. In that code, a client starts
+from the leading components that fit its rank, and zeros fill missing components. These cannot be
+trained in that round, so no client sends them, but p may grow again, because clients differ. The
+code evaluates the global model at rank p even if no client can train that rank. Here, p is at most
+the adapter's rank, and ``kept_energy`` in the record is the smallest fraction kept of any matrix.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class FLoRISTConfig(MethodConfig):
 
 @register("florist")
 class FLoRIST(FedIT):
-    """Average the products without forming them and keep their leading components."""
+    """Average the products without forming them, and keep their leading components."""
 
     Config = FLoRISTConfig
     summary = "LoRA of any ranks, stacked; SVD of the stack, cut at a share of its energy"
@@ -59,14 +58,14 @@ class FLoRIST(FedIT):
     takes_limits = True
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Take the leading components of the broadcast; neither side sends the missing ones."""
+        """Load the leading components of the broadcast; neither side sends missing components."""
         super().start(run, initial)
         self.limit_rank(run)
         pairs = [(a, len(b)) for _, a, b in lora_pairs(run.layout.views(run.vector))]
         run.unsent = sum(int((a == 0).all(dim=1).sum()) * (a.shape[1] + d) for a, d in pairs)
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
-        """Decompose the stack of each matrix; its leading components become the factors."""
+        """Replace the factors of each matrix by the leading components of the stack."""
         total = math.fsum(upload.weight for upload in round_.uploads)
         sent = [
             (upload.weight / total, self.named_tensors(layout, upload.arrays.shared))
@@ -78,10 +77,10 @@ class FLoRIST(FedIT):
             stack_B = torch.cat([one[f"{layer}.lora_B"].double() for _, one in sent], dim=1)
             u, s, vt = product_svd(stack_B, stack_A)
             b.zero_()
-            if s[0] == 0:  # nothing has moved yet: A stays alive
+            if s[0] == 0:  # the product is zero: keep A, so that B has a gradient
                 continue
             rank = min(kept_rank(s, self.config.threshold), len(a))
-            # The signs of singular vectors are free: make the largest entry of A's rows positive.
+            # Singular vectors have arbitrary signs: make the largest entry of A's rows positive.
             sign = torch.sign(vt.gather(1, vt.abs().argmax(dim=1, keepdim=True)))[:rank]  # [p, 1]
             a.zero_()
             a[:rank] = (sign * vt[:rank]).float()
@@ -93,7 +92,7 @@ class FLoRIST(FedIT):
         return State(shared)
 
     def warning(self, metrics: Mapping[str, float]) -> str:
-        """Say so where the adapter's rank keeps less than the threshold asks for."""
+        """Warn if the adapter's rank keeps less than ``method.threshold``."""
         kept, threshold = metrics.get("kept_energy", 1.0), self.config.threshold
         if kept >= threshold * (1 - 1e-9):
             return ""
@@ -104,9 +103,14 @@ class FLoRIST(FedIT):
 
 
 def product_svd(b: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return U [d_out, k], s [k] and V^T [k, d_in] of ``b a``, without forming it; float64.
+    """Compute the SVD of ``b a`` in float64, without forming the product.
 
-    k is the smaller one of ``min(d_out, n)`` and ``min(n, d_in)``, for n columns of b.
+    Args:
+        b: [d_out, n].
+        a: [n, d_in].
+
+    Returns:
+        U [d_out, k], s [k] and V^T [k, d_in], with k the smallest of d_out, n and d_in.
     """
     left, core_B = torch.linalg.qr(b)
     right, core_A = torch.linalg.qr(a.mT)
@@ -115,6 +119,6 @@ def product_svd(b: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def kept_rank(values: Tensor, threshold: float) -> int:
-    """Return how many leading values have the share ``threshold`` of the sum of all squares."""
+    """Return how many leading values have squares that sum to ``threshold`` of the total."""
     energy = values.square().cumsum(0)
     return 1 + int((energy < threshold * energy[-1]).sum())

@@ -1,15 +1,15 @@
-"""FRLoRA: train the principal components of the frozen weight; fold the change and start again.
+"""FRLoRA: train a weight's principal components, and fold their change into the weight each round.
 
 Yan et al.: "Federated Residual Low-Rank Adaptation of Large Language Models", ICLR 2025.
 
-It starts as FeDeRA does, at A0, B0 and ``W' = W - s B0 A0``. Every round, all clients start from A0
-and B0. The server adds ``s (B A - B0 A0)`` to W' for good, so that the global update may have any
-rank. B and A are the averaged factors, which is inexact; with ``method.exact`` the mean of the
-products takes the place of ``B A``. The classification head is averaged and kept. Clients receive
-the averaged factors, or all of the cohort's where the mean is exact.
+It starts like FeDeRA, at A0, B0 and ``W' = W - s B0 A0``. In every round, all clients start from A0
+and B0, and the server adds ``s (B A - B0 A0)`` to W' permanently, so that the global update can
+have any rank. B and A are the averaged factors, which is inexact; with ``method.exact``, the mean
+of the products replaces ``B A``. The classification head is averaged as in FedIT. Clients receive
+the averaged factors, or with ``method.exact`` the factors of the whole cohort.
 
 The paper's rank and alpha are 16 and 32 (``adapter.rank``, ``adapter.alpha``). The diagnostic
-``aggregation_error`` is relative to products that contain the principal components.
+``aggregation_error`` is relative to products that include the principal components.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class FRLoRAConfig(MethodConfig):
 
 @register("frlora")
 class FRLoRA(FeDeRA):
-    """Fold what the principal components have moved by into the frozen weight each round."""
+    """Fold the change of the principal components into the frozen weight each round."""
 
     Config = FRLoRAConfig
     summary = "LoRA on the weight's principal components; their change folded into it each round"
     reference = "Yan et al., ICLR 2025"
     communication = "r (d_in + d_out) per matrix up, and down for each missed round"
     aggregates_mean_only = False
-    #: As the row's, on 2026-11-25, of 1e-3 to 5e-3.
+    #: Tuned like the other rates of the row, over 1e-3 to 5e-3 (2026-11-25).
     rates: ClassVar = {"cifar100 trishul/vit-s14-photos": 2.0e-3}
 
     def contribution(self, upload: State, layout: Layout) -> State:
-        """Return the upload and, where the mean is exact, the products."""
+        """Add the products of the factors to an upload if the mean is exact."""
         return self.with_products(upload, layout) if self.config.exact else upload
 
     def aggregate(self, state: State, mean: State, round_: Round, layout: Layout) -> State:
-        """Fold what the product has moved by; of the shared vector keep A0 and B0."""
+        """Fold the change of the product into ``base``, and reset the factors to A0 and B0."""
         shared, moved = mean.shared.clone(), {}
         old = self.named_tensors(layout, state.shared)
         for layer, a, b in lora_pairs(self.named_tensors(layout, shared)):
@@ -67,7 +67,7 @@ class FRLoRA(FeDeRA):
     ) -> int:
         """Count the head and, for each missed round, the averaged factors, or all if exact.
 
-        The sum of all changes takes the place of factors that are larger.
+        The sum of all changes replaces the factors if it is smaller.
         """
         pair = self.factor_parameters(layout)
         head = broadcast.shared.numel() - pair
@@ -78,5 +78,5 @@ class FRLoRA(FeDeRA):
         return head + min(factors, count_numbers(broadcast.base))
 
     def setup_parameters(self, broadcast: State, layout: Layout) -> int:
-        """Count A0 and B0, which the simulation sends in every round and clients would store."""
+        """Add A0 and B0, which the simulation sends in every round and clients would store."""
         return super().setup_parameters(broadcast, layout) + self.factor_parameters(layout)

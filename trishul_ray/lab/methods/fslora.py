@@ -4,20 +4,20 @@ Fang et al.: "Federated Sketching LoRA: A Flexible Framework for Heterogeneous C
 Fine-Tuning of LLMs", ICML 2026, arXiv 2501.19389, and the authors' code at
 github.com/wenzhifang/Federated-Sketching-LoRA-Implementation.
 
-In each round a client draws for each matrix k of the r components. Its model is ``W + s B S A``,
-where s is the scale of LoRA and the sketch S is diagonal: ``r / k`` for the drawn components and 0
-for the others, so that its mean is the identity. By the chain rule only the drawn columns of B and
-rows of A have gradients, with a factor r / k. They are the only ones that are sent, down and up.
-The server adds the mean change of each factor to it, where a component that a client has not drawn
-has changed by 0. Evaluation and export take S = I.
+In each round, a client draws k of the r components of each matrix. Its model is ``W + s B S A``,
+where s is the scale of LoRA. The sketch S is diagonal, with ``r / k`` for drawn components and 0
+for the others, so that its expectation is the identity. By the chain rule, only the drawn columns
+of B and rows of A have gradients, with a factor r / k, and only these are sent, down and up. The
+server adds the mean change to each factor; a component that a client did not draw counts as a
+change of 0. Evaluation and export use S = I.
 
 ``k = floor(ratio capacity r)``, at least 1: ``method.ratio`` applies to all clients, and capacities
-follow ``federation.compute``. In the authors' code k is at most r / 2 (ratio 0.5), A and B of a
-matrix have separate sketches, and the server steps by Adam. Here both have the same sketch, as in
-the paper, and the section ``server`` sets the server's optimizer. With ratio 1 and full compute
+follow ``federation.compute``. In the authors' code, k is at most r / 2 (ratio 0.5), A and B of a
+matrix have separate sketches, and the server uses Adam. Here, A and B have the same sketch, as in
+the paper, and the section ``server`` selects the server's optimizer. With ratio 1 and full compute
 this is FedIT.
 
-The vector holds ``B S`` in the forward pass, and B in the optimizer's step.
+The client's vector is ``B S`` in the forward pass, and B in the optimizer's step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class FSLoRA(FedIT):
     takes_limits = True
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
-        """Take the broadcast; draw a sketch for each matrix and apply it."""
+        """Load the broadcast, and apply a random sketch to each matrix."""
         super().start(run, initial)
         if not run.training:
             return
@@ -93,17 +93,17 @@ class FSLoRA(FedIT):
         run.vector.mul_(scale * drawn)
 
     def before_step(self, run: LocalRun) -> None:
-        """Give the optimizer B and its gradient, in place of B S and the gradient of that."""
+        """Convert ``B S`` and its gradient to B and its gradient, for the optimizer."""
         scale = run.state_of(Sketch).scale
         run.vector.div_(scale)
         run.grad.mul_(scale)
 
     def after_step(self, run: LocalRun, step: int, steps: int) -> None:
-        """Return from B to B S."""
+        """Convert B back to ``B S``."""
         run.vector.mul_(run.state_of(Sketch).scale)
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
-        """Send the factors, in which components that were not drawn are the broadcast's."""
+        """Send the factors, with the broadcast's value in components that were not drawn."""
         sketch = run.state_of(Sketch)
         vector = torch.where(sketch.drawn, run.vector / sketch.scale, sketch.broadcast)
         return State(self.pack(run.layout, vector)), {}

@@ -1,6 +1,7 @@
-"""FLoRG's adapter: ``y = W x + scale L (A^T A - A0^T A0) R x``, of which A is trained.
+"""Adapter of FLoRG: one trained factor per layer.
 
-It is not part of `florg.py`, since a configuration is read without torch.
+The layer computes ``y = W x + scale L (A^T A - A0^T A0) R x`` and trains only A. The adapter is not
+part of `florg.py`, because configurations are loaded without torch.
 
 Legend: k the smaller width of a layer, r rank; A and A0 [r, k], L [d_out, k], R [k, d_in].
 """
@@ -22,12 +23,13 @@ from trishul_ray.spectral.bases import draw_bases
 class GramFactor(LoRA):
     """LoRA of rank 2 r with the factors ``L [A^T, -A0^T]`` and ``[A; A0] R``.
 
-    L and R have orthonormal columns and rows. They and A0 are drawn from the seed and frozen.
+    L has orthonormal columns and R orthonormal rows. L, R and A0 are drawn from the seed and
+    frozen.
     """
 
     @property
     def reads(self) -> Reads:
-        """A in float32: the products with L and R are rounded, not A."""
+        """The trainables: A stays in float32, and only its products with L and R are rounded."""
         return "trainables"
 
     def shapes(self, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
@@ -37,7 +39,7 @@ class GramFactor(LoRA):
     def constants(
         self, spec: LayerSpec, seed: int, device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
-        """Return L, R and A0."""
+        """Draw L, R and A0."""
         generator, width = torch_rng(seed, "gram", spec.name), min(spec.d_out, spec.d_in)
         left, right = draw_bases(
             "random_normal", 1, width, spec.d_out, spec.d_in, generator=generator
@@ -46,11 +48,11 @@ class GramFactor(LoRA):
         return {name: value.to(device) for name, value in found.items()}
 
     def cast(self, constants: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the constants in float32."""
+        """Keep the constants in float32."""
         return dict(constants)
 
     def initial(self, spec: LayerSpec, seed: int) -> dict[str, Tensor]:
-        """Return A0."""
+        """Draw A0, the initial A."""
         shape = self.shapes(spec)["gram_A"]
         draw = torch.randn(shape, generator=torch_rng(seed, "gram start", spec.name))
         return {"gram_A": draw / math.sqrt(3 * shape[1])}
@@ -59,7 +61,7 @@ class GramFactor(LoRA):
         self, constants: Mapping[str, Tensor], params: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
         factor, start = params["gram_A"], constants["gram_A0"]
-        start = start.expand_as(factor)  # of all clients that train together
+        start = start.expand_as(factor)  # stacked clients share A0
         left = constants["left"] @ torch.cat([factor, -start], dim=-2).mT
         return left, torch.cat([factor, start], dim=-2) @ constants["right"]
 
@@ -72,7 +74,7 @@ class GramFactor(LoRA):
         path: ComputePath = "auto",
         low_precision: bool = False,
     ) -> int:
-        """Count those of LoRA, and of the products with L and R."""
+        """Count the multiplications of LoRA and of the products with L and R."""
         thin = super().multiplications(
             spec, n, training=training, path=path, low_precision=low_precision
         )

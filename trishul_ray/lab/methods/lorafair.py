@@ -5,14 +5,14 @@ ICCV 2025, arXiv 2411.14961.
 
 With ``A = mean A_c`` and ``B = mean B_c``, the server adds to B the D that minimizes
 ``S(mean(B_c A_c), (B + D) A) + lam ||D||`` (eq. 8, lam = 0.01), and clients start the next round
-from A and B + D. A positive lam keeps B + D near the averaged factors. The paper takes the cosine
-similarity for S and solves by SGD, with a step size and a number of steps. Here S is the squared
-Frobenius distance and the norm is squared, so that the minimum has a closed form:
+from A and B + D. A positive lam keeps B + D near the averaged factors. The paper uses the cosine
+similarity as S, and solves the problem by SGD with a step size and a number of steps. Here, S is
+the squared Frobenius distance and the norm is squared, so that the minimum has a closed form:
 
 ``D = (mean(B_c A_c) - B A) A^T (A A^T + lam I)^-1``.
 
-For lam near 0, of all products with A this one also has the largest cosine similarity. Uploads,
-downloads and frozen weights are FedIT's.
+For lam near 0, this product also has the largest cosine similarity among all products with A.
+Uploads, downloads and frozen weights are as in FedIT.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Core heads that stay with their client: the last k of each matrix are trained and never sent.
+"""Private core heads: clients train the last heads of each matrix, and never send them.
 
-They are not a part of the global model. If bases are orthogonal, the shared and the private part of
-an update are orthogonal matrices. The idea is our own.
+Private heads are not part of the global model. If the bases are orthogonal, the shared and the
+private part of an update are orthogonal matrices. The idea is our own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PrivateConfig(RavanConfig):
 
 
 class Private(Ravan):
-    """Keep some core heads of each matrix at the client."""
+    """Base class of methods whose clients keep some core heads of each matrix."""
 
     Config = PrivateConfig
     reference = "this project"
@@ -36,13 +36,16 @@ class Private(Ravan):
     takes_limits = False
 
     def check(self, settings: Settings) -> None:
-        """Reject more private heads than there are heads."""
+        """Reject more private heads than ``adapter.heads``."""
         super().check(settings)
         if (wanted := self.config.private_heads) > (heads := settings.adapter.heads):
             raise ValueError(f"method.private_heads={wanted} must be at most adapter.heads={heads}")
 
     def cores(self, targets: TargetLayers, layer: LayerSpec, heads: int, rank: int) -> LayerAdapter:
-        """Keep ``private_heads`` of a matrix's heads from being sent."""
+        """Create an adapter whose last ``private_heads`` heads are private.
+
+        At least one head remains shared, unless the field equals ``adapter.heads``.
+        """
         from trishul_ray.lab.methods.private_heads import PrivateHeads  # imports torch
 
         shared, wanted = super().cores(targets, layer, heads, rank), self.config.private_heads
@@ -51,7 +54,7 @@ class Private(Ravan):
         return PrivateHeads(**vars(shared), private=private)
 
     def upload(self, run: LocalRun, steps: int) -> tuple[State, Tensors]:
-        """Keep the private heads."""
+        """Send the shared heads, and keep the private heads."""
         sent, memory = super().upload(run, steps)
         views = run.layout.views(run.vector)
         private = [entry.name for entry in run.layout.entries if entry.kind == "adapter"]
@@ -60,7 +63,7 @@ class Private(Ravan):
 
 @register("ravan-private")
 class PrivateRavan(Private):
-    """RAVAN, where each client keeps some heads: no part of the global model."""
+    """RAVAN with private core heads."""
 
     summary = "RAVAN with core heads that stay with the client (personal models)"
 
@@ -71,12 +74,12 @@ class PrivateTrishulConfig(PrivateConfig, TrishulConfig):
 
 @register("trishul-private")
 class PrivateTrishul(Private, Trishul):
-    """TRISHUL, where each client keeps some heads: no part of the global model."""
+    """TRISHUL with private core heads."""
 
     Config = PrivateTrishulConfig
     summary = "TRISHUL with core heads that stay with the client (personal models)"
     rates_like = "trishul"
 
     def stacks(self, run: LocalRun) -> list[Stack]:
-        """Return the trained cores, without the empty stacks of matrices whose heads all stay."""
+        """Return the trained cores; skip matrices whose heads are all private."""
         return [stack for stack in super().stacks(run) if len(stack.bank)]

@@ -1,8 +1,8 @@
-"""The adapter of a matrix whose last heads stay with the client.
+"""Adapter of a matrix whose last heads are private.
 
-It is not part of `private.py`, since a configuration is read without torch.
+It is not part of `private.py`, because configurations are loaded without torch.
 
-Legend: h heads of a matrix, r their rank, k private ones.
+Legend: h heads of a matrix, r their rank, k private heads.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ PRIVATE_CORE = "private_core"
 
 @dataclass(frozen=True)
 class PrivateHeads(MultiHead):
-    """Heads of which the last ``private`` are separate tensors without scalars."""
+    """Multi-head adapter whose last ``private`` heads are separate tensors without scalars."""
 
     private: int = 0
 
@@ -33,10 +33,10 @@ class PrivateHeads(MultiHead):
         return shapes
 
     def product(self, params: Mapping[str, Tensor]) -> Tensor:
-        """Return P_i = s_i H_i of the shared heads, and H_i of the private ones, [h, r, r]."""
+        """Concatenate s_i H_i of the shared heads and H_i of the private heads, [h, r, r]."""
         shared, private = super().product(params), params.get(PRIVATE_CORE)
         return shared if private is None else torch.cat([shared, private], dim=-3)
 
     def num_scalars(self, spec: LayerSpec) -> int:
-        """Return the number of shared heads if their scalars are trained, else 0."""
+        """Return the number of shared heads if their scalars are trained, or 0."""
         return self.heads - self.private if self.train_scale else 0
