@@ -1,1 +1,1 @@
-"""Clients on a simulated clock: devices, clients of a round that count, asynchronous rounds."""
+"""Simulated clock: devices of clients, cohorts that depend on time, and asynchronous rounds."""

@@ -1,9 +1,9 @@
-"""The stage ``async``: the server updates whenever enough uploads have arrived.
+"""Stage ``async``: the server updates the model as soon as enough uploads have arrived.
 
 Nguyen et al.: "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022, arXiv
 2106.06639 (FedBuff). Xie, Koyejo, Gupta: "Asynchronous Federated Optimization", 2019, arXiv
-1903.03934 (FedAsync). With x the model after update t, and y_i the model that a client has trained
-from the model x_i of version t - d_i, an update is ::
+1903.03934 (FedAsync). Let x be the model after update t, and y_i the model that a client trained
+from x_i, the model of version t - d_i. An update is ::
 
     fedbuff   x <- x + 1/K sum_i s(d_i) (y_i - x_i)          of K uploads
     fedasync  x <- (1 - a_t) x + a_t y,  a_t = a s(d)        of each upload
@@ -12,14 +12,14 @@ from the model x_i of version t - d_i, an update is ::
     polynomial  s(d) = (1 + d)^-p
     hinge       s(d) = 1 if d <= b, else 1 / (h (d - b) + 1)
 
-With p = 1/2, its default, ``polynomial`` is the weight of FedBuff. The server learning rate and the
+With the default p = 1/2, ``polynomial`` is the weight of FedBuff. The server learning rate and the
 momentum of FedBuff are fields of the section ``server``. The mean has the weights of
 ``federation.weighting``, and each unit is averaged over the clients that trained it, as in
 synchronous rounds.
 
-The order of uploads follows from the simulated clock and is known before training. So a job trains
-in the round that uses its upload, from the stored broadcast of its start, and the result does not
-depend on the number of actors. A checkpoint has the jobs in flight and their broadcasts.
+The simulated clock determines the order of uploads before training. A job therefore trains in the
+round that uses its upload, from the stored broadcast of its start, and the result does not depend
+on the number of actors. A checkpoint contains the jobs in flight and their broadcasts.
 
 Legend: K uploads of an update (``federation.clients_per_round``), U units of aggregation.
 """
@@ -52,14 +52,14 @@ from trishul_ray.stages import (
 )
 from trishul_ray.storage.durable import Json
 
-#: Sections that do not go together with this one, and why.
+#: Reasons why sections are not supported with this section.
 _EXCLUDED = {
     "privacy": "its accounting needs cohorts of independent draws",
     "cohort": "it selects the clients of synchronous rounds",
     "uploads": "the schedule needs the size of an upload before the client trains",
     "downloads": "the schedule needs the size of a broadcast before the server sends it",
 }
-#: Fields that only one kind of weight reads.
+#: Fields that only one value of ``weight`` reads.
 _READ_BY = {"polynomial": ("power",), "hinge": ("slope", "grace")}
 
 
@@ -105,7 +105,7 @@ class AsyncConfig(Section):
         return self
 
     def weight_of(self, staleness: int) -> float:
-        """Return s(d), the weight of an upload."""
+        """Compute s(d), the weight of an upload."""
         if self.weight == "polynomial":
             return float((1 + staleness) ** -self.power)
         if self.weight == "hinge" and staleness > self.grace:
@@ -115,10 +115,10 @@ class AsyncConfig(Section):
 
 @register_stage("async")
 class Asynchronous(Stage):
-    """Clients start and upload at different moments of the simulated clock.
+    """Schedule the uploads of clients on the simulated clock, instead of synchronous rounds.
 
-    Its memory: ``seconds``, the clock; ``started``, the number of jobs so far; ``flying``, the jobs
-    in flight; ``read``, the broadcasts that they have read, by round; and over all rounds
+    The memory has ``seconds``, the clock; ``started``, the number of jobs so far; ``flying``, the
+    jobs in flight; ``read``, the broadcasts of these jobs, keyed by round; and totals of the run:
     ``uploads``, ``dropped``, ``staleness`` (a sum) and ``most`` (the largest staleness).
     """
 
@@ -131,27 +131,27 @@ class Asynchronous(Stage):
     def __init__(self, config: Section, settings: StageSettings) -> None:
         super().__init__(config, settings)
         self.devices = settings.section(DevicesConfig)
-        self._read: ArrayState | None = None  # the broadcast of the round
-        self._numbers: dict[str, float] = {}  # of the round
+        self._read: ArrayState | None = None  # the broadcast of the current round
+        self._numbers: dict[str, float] = {}  # of the current round
 
     @property
     def transforms_changes(self) -> bool:
-        """Values are translated to the newest version as well as changes."""
+        """False, because :meth:`rebase` supports values and changes."""
         return False
 
     @property
     def remembered(self) -> tuple[str, ...]:
-        """An upload belongs to an earlier model."""
+        """The kind, because uploads were trained from earlier models."""
         return (f"async.kind={self.config.kind!r}",)
 
     @property
     def needs(self) -> frozenset[str]:
-        """FLOPs for the seconds of a step."""
+        """FLOPs, which determine the duration of a local step."""
         return frozenset({"flops"})
 
     @property
     def concurrency(self) -> int:
-        """Jobs in flight."""
+        """Number of jobs in flight."""
         return self.config.concurrency or 2 * self.settings.federation.clients_per_round
 
     def check(self, method: Method) -> None:
@@ -188,10 +188,10 @@ class Asynchronous(Stage):
             )
 
     def begin(self) -> list[str]:
-        """Start the clock unless a checkpoint has it.
+        """Start the clock, unless a checkpoint contains it.
 
         Raises:
-            InputError: The method sends more than the shared part, or devices cannot be read.
+            InputError: The method sends more than the shared part, or the devices cannot be read.
         """
         if more := sorted(self.plan.lengths.keys() - {"shared"}):
             raise InputError(
@@ -206,12 +206,12 @@ class Asynchronous(Stage):
         return []
 
     def broadcast(self, number: int, sent: BroadcastMessage) -> BroadcastMessage:
-        """Remember the broadcast for the clients that start now."""
+        """Store the broadcast for the clients that start in this round."""
         self._read = sent.read
         return sent
 
     def cohort(self, number: int, cohort: Cohort) -> Cohort:
-        """Return the clients whose uploads the next update uses, and what they have read."""
+        """Select the clients whose uploads the next update uses, with their broadcasts."""
         if number == 0:
             return cohort
         assert self._read is not None
@@ -239,7 +239,6 @@ class Asynchronous(Stage):
         )
 
     def _rules(self, number: int, cohort: Cohort) -> Rules:
-        """Return the rules of the schedule in a round."""
         size = 4.0 * self._upload_numbers(number)
 
         def draw(free: np.ndarray, count: int, draws: int) -> list[int]:
@@ -249,7 +248,7 @@ class Asynchronous(Stage):
 
         def seconds(clients: Sequence[int], dropped: Collection[int]) -> np.ndarray:
             traffic, chosen = cohort.traffic(clients), np.array(clients, dtype=np.int64)
-            # A client that has been dropped has received the one-time download already.
+            # A client whose upload was dropped has already received the one-time download.
             first = np.where(np.isin(chosen, [*dropped]), 0.0, traffic.first)
             return self.clock.moments(chosen, traffic.down + first, size).uploaded
 
@@ -257,13 +256,13 @@ class Asynchronous(Stage):
         return Rules(self.plan.participants, buffer, self.concurrency, most, draw, seconds)
 
     def _upload_numbers(self, number: int) -> int:
-        """Return how many numbers a client of full capacity uploads in a round."""
+        """Return the number of entries that a client of full capacity uploads in a round."""
         sent = self.plan.sent_units(number)
         unsent = 0 if sent is None else int(self._sizes[~sent].sum())
         return self.plan.lengths["shared"] - unsent
 
     def _count(self, number: int, schedule: Schedule, update: Update) -> None:
-        """Store the numbers of a round, and add them to the totals of the run."""
+        """Record the numbers of a round, and add them to the totals of the run."""
         staleness, memory = [number - job.round for job in update.used], self.memory
         memory["uploads"] += len(staleness)
         memory["dropped"] += len(update.late)
@@ -278,13 +277,13 @@ class Asynchronous(Stage):
         }
 
     def rebase(self, total: Partial, start: Start, now: Start, *, changes: bool) -> Partial:
-        """Return the sum of uploads as if their clients had started from the newest version."""
+        """Weight a sum of uploads by staleness, and convert it to the newest version."""
         mixes, staleness = self.config.kind == "fedasync", now.round - start.round
         weight = self.config.weight_of(staleness) * (self.config.mixing if mixes else 1.0)
         exact = staleness == 0 or (mixes and not changes)
         if total.sums is None or (weight == 1.0 and exact):
             return total
-        # [W], sums over the clients: of uploads, of what they have read, of the newest version.
+        # Weighted sums [W] over the clients: uploads, their broadcasts, and the newest version.
         sums, weights = total.sums, np.repeat(total.unit_weight, self._sizes)
         before, newest = weights * start.read.shared, weights * now.read.shared
         moved = sums.shared if changes else sums.shared - before

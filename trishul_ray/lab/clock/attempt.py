@@ -1,6 +1,6 @@
-"""The clients of one attempt of a round that answer in time, and its duration.
+"""One attempt of a round: the clients that count, and its duration.
 
-Legend: k clients that are selected, m that the round needs.
+Legend: k selected clients, m clients that the round needs.
 """
 
 import math
@@ -11,22 +11,22 @@ import numpy as np
 
 from trishul_ray.lab.clock.devices import Moments
 
-#: Outcome of a selected client: it counts, finishes after the m clients that count, finishes after
-#: the deadline, disappears, or would count in an attempt that is abandoned.
+#: Outcome of a selected client: it counts, finishes after m other clients, finishes after the
+#: deadline, disappears, or would have counted in an attempt that is abandoned.
 Fate = Literal["kept", "surplus", "late", "lost", "abandoned"]
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The selected clients, before any client trains.
+    """The selected clients and their outcomes, known before any client trains.
 
     Attributes:
         clients: int64 [k], ascending.
-        moments: When they finish, with the expected bytes.
-        fates: The outcome of each.
+        moments: When the clients finish, with the expected bytes.
+        fates: The outcome of each client.
         lost_at: [k], seconds after which a client disappears; infinite for other clients.
         wanted: m.
-        deadline: Seconds that the server waits if fewer than m clients finish; None: no limit.
+        deadline: Seconds that the server waits if fewer than m clients finish; None means no limit.
     """
 
     clients: np.ndarray
@@ -42,17 +42,17 @@ class Attempt:
         return np.array([fate == "kept" for fate in self.fates], dtype=bool)
 
     def seconds(self, finished: np.ndarray) -> float:
-        """Return the duration: until all clients that count finish, or the server stops waiting.
+        """Compute the duration: until all counted clients finish, or the server stops waiting.
 
         Args:
-            finished: Seconds of the clients that count, expected or with the transferred bytes.
+            finished: Seconds of the counted clients, for the expected or the transferred bytes.
         """
         last = float(finished.max(initial=0.0))
         if len(finished) >= self.wanted:
             return last
         if self.deadline is not None:
             return max(last, self.deadline)
-        # The server notices that a client has disappeared, and waits only for the others.
+        # The server detects that a client has disappeared, and waits only for other clients.
         lost = self.lost_at[np.isfinite(self.lost_at)]
         return max(last, float(lost.max(initial=0.0)))
 
@@ -65,15 +65,15 @@ def plan(
     deadline: float | None = None,
     lost: np.ndarray | None = None,
 ) -> Attempt:
-    """Decide which clients count: the first ``wanted`` that finish, ties by client.
+    """Select the clients that count: the first ``wanted`` to finish, ties by client.
 
     Args:
         clients: int64 [k], ascending.
-        moments: With the bytes that are expected.
+        moments: When the clients finish, with the expected bytes.
         wanted: m.
-        deadline: Seconds; None for no limit.
+        deadline: Seconds; None means no limit.
         lost: int [k]: 0 for clients that stay, 1 for clients that disappear after the download, 2
-            for clients that disappear before the upload; None if all stay.
+            for clients that disappear before the upload; None means that all stay.
     """
     total = moments.uploaded
     lost = np.zeros(len(clients), dtype=np.int64) if lost is None else lost

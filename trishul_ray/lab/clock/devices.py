@@ -1,11 +1,11 @@
-"""Simulated devices of the clients, and the seconds of a client's round.
+"""Simulated devices of the clients, and the duration of a client's round.
 
-A client's round with S local steps takes::
+A client's round with S local steps takes, in seconds::
 
     latency + 8 down_bytes / (10^6 down) + S flops / speed + 8 up_bytes / (10^6 up)
 
-The seconds follow from counted FLOPs, counted bytes and the devices, never from a measured time.
-The medians are our own: docs/clock.md says which numbers have a source.
+The duration depends on counted FLOPs, counted bytes and the devices, never on a measured time. The
+medians are our choice; docs/clock.md lists the numbers that have a source.
 
 Legend: N clients, k clients of a round.
 """
@@ -30,7 +30,7 @@ _READ_BY = {
 }
 #: Columns of a file of devices.
 _COLUMNS = ("speed", "up", "down")
-#: Bits of a byte over bits of a megabit.
+#: Megabits per byte.
 _MEGABITS = 8 / 1e6
 
 
@@ -84,7 +84,7 @@ class DevicesConfig(Section):
 
     @property
     def defaults(self) -> str:
-        """The fields at our own defaults, which the seconds of a run depend on."""
+        """The fields with default values that affect simulated seconds."""
         names = ["latency"]
         if self.kind == "lognormal":
             names = [*_READ_BY["lognormal"], *names]
@@ -109,10 +109,10 @@ class Devices:
 
     @classmethod
     def of(cls, options: DevicesConfig, seed: int, clients: int) -> "Devices":
-        """Sample the devices by the seed, or read them.
+        """Sample the devices from the seed, or read them from a file.
 
         Raises:
-            InputError: The file cannot be read, or a client is missing in it.
+            InputError: The file cannot be read, or a client is missing from it.
         """
         if options.path is not None:
             return read_devices(options.path, clients)
@@ -150,7 +150,7 @@ def read_devices(path: str, clients: int) -> Devices:
 
 
 class Moments(NamedTuple):
-    """Seconds from the start of a round until its clients have done each part, [k] float64."""
+    """Seconds from the start of a round until clients finish each phase, [k] float64."""
 
     downloaded: np.ndarray
     trained: np.ndarray
@@ -159,7 +159,7 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class ClientClock:
-    """The seconds of each client's round.
+    """Compute the duration of each client's round.
 
     Attributes:
         devices: The devices of all clients.
@@ -173,12 +173,12 @@ class ClientClock:
 
     @classmethod
     def of(cls, options: DevicesConfig, settings: StageSettings, plan: RunPlan) -> "ClientClock":
-        """Return the clock of a run, given the FLOPs of a local step.
+        """Create the clock of a run.
 
         Raises:
             InputError: The file of devices cannot be read.
         """
-        assert plan.flops is not None  # a stage with devices needs them
+        assert plan.flops is not None  # stages with a clock request them
         fed = settings.federation
         devices = Devices.of(options, settings.draw_seed, fed.clients)
         step = (plan.flops.backbone + plan.capacities * plan.flops.adapter) / devices.speed
@@ -187,7 +187,7 @@ class ClientClock:
     def moments(
         self, clients: np.ndarray, down_bytes: np.ndarray | float, up_bytes: np.ndarray | float
     ) -> Moments:
-        """Return when clients [k] finish, given the bytes of each client or of all clients."""
+        """Compute when clients [k] finish, given bytes per client or one number for all."""
         down, up = self.devices.down[clients], self.devices.up[clients]
         downloaded = self.latency + _MEGABITS * down_bytes / down
         trained = downloaded + self.compute[clients]

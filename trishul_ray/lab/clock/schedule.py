@@ -1,12 +1,12 @@
-"""The schedule of asynchronous rounds: which jobs an update of the server uses, and when.
+"""Schedule of asynchronous rounds: the jobs of each server update, and their times.
 
-A job is one training of one client. It begins with the download of a version of the model, and its
-upload arrives when the client has downloaded, trained and uploaded. The schedule depends on the
-seconds of the clients and on draws, and not on what the jobs compute: it is known before training.
+A job is one local training of a client. It starts with the download of a version of the model, and
+ends when its upload arrives. The schedule depends on durations and random draws, but not on the
+results of jobs, so it is known before training.
 
-At each moment the uploads that have arrived are read first, by ascending job number. An update
-begins as soon as K uploads wait. When no further upload has arrived at this moment, replacements
-start from the newest version, and the clock moves to the next upload.
+At each moment, the server first reads the uploads that have arrived, by ascending job number, and
+updates the model as soon as it has K uploads. If no more uploads have arrived at this moment,
+replacements start from the newest version, and the clock advances to the next upload.
 
 Legend: K uploads of an update, M jobs in flight.
 """
@@ -22,10 +22,10 @@ class Job(NamedTuple):
     """A job in flight.
 
     Attributes:
-        number: Its place in the order of starts, from 0.
+        number: Position in the order of starts, from 0.
         client: The client.
         round: The round of the broadcast that the client has read, from 1.
-        ends: Seconds of the clock at which its upload arrives.
+        ends: Simulated seconds at which the upload arrives.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Schedule:
 
     Attributes:
         seconds: The clock.
-        started: Jobs that have started so far.
+        started: Number of jobs started so far.
         flying: The jobs in flight, by ascending number.
     """
 
@@ -49,11 +49,11 @@ class Schedule:
     flying: list[Job] = field(default_factory=list)
 
     def next_update(self, number: int, rules: "Rules") -> "Update":
-        """Move the clock to the next update and return its jobs.
+        """Advance the clock to the next update, and return its jobs.
 
         Args:
             number: The round of this update, from 1.
-            rules: The clients, limits, draws and seconds of the run.
+            rules: The clients, limits, draws and durations of the run.
         """
         used: list[Job] = []
         late: list[Job] = []
@@ -84,17 +84,17 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides the schedule of a round.
+    """Inputs of the schedule in a round.
 
     Attributes:
         clients: The clients that may take part, ascending int64.
         buffer: K.
         concurrency: M.
-        max_staleness: The largest staleness of an upload that is used; None: any.
-        draw: Return clients, ascending, given the free clients, their number, and how many draws
-            the round has had.
-        seconds: Return the seconds of a job of each of the clients, given also the clients whose
-            upload has been dropped since the last update.
+        max_staleness: Maximum staleness of uploads that are used; None means any.
+        draw: Function that samples clients, ascending, given the free clients, the number of
+            clients to sample, and the number of earlier draws in the round.
+        seconds: Function that returns the duration of a job of each client, given the clients, and
+            the clients whose uploads were dropped since the last update.
     """
 
     clients: np.ndarray
@@ -111,8 +111,8 @@ class Update:
 
     Attributes:
         used: The K jobs whose uploads it uses, in the order of arrival.
-        late: The jobs whose uploads have been dropped since the last update.
-        in_flight: Jobs whose uploads have not been read.
+        late: The jobs whose uploads were dropped since the last update.
+        in_flight: Number of jobs whose uploads have not been read.
     """
 
     used: list[Job]

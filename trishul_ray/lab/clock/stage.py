@@ -1,4 +1,4 @@
-"""The stage ``devices``: rounds on a simulated clock. The section ``cohort`` is a part of it."""
+"""Stage ``devices``: rounds on a simulated clock, with the section ``cohort``."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from trishul_ray.stages import (
     register_stage,
 )
 
-#: Attempts of a round if too few clients finish in time.
+#: Maximum number of attempts of a round.
 MOST_ATTEMPTS = 100
 
 
@@ -80,10 +80,10 @@ class CohortConfig(Section):
 
 @register_stage("devices")
 class Clock(Stage):
-    """Clients are selected, and finish in time or late, on a simulated clock.
+    """Select clients, and decide on a simulated clock which clients finish in time.
 
-    Its memory: ``seconds``, the clock, and ``loss`` float64 [N], the mean training loss of a
-    client's last round, NaN before.
+    The memory has ``seconds``, the clock, and ``loss`` float64 [N], the mean training loss of a
+    client's last round, initially NaN.
     """
 
     Config: ClassVar[type[Section]] = DevicesConfig
@@ -96,15 +96,15 @@ class Clock(Stage):
         self.devices = settings.section(DevicesConfig)
         self.options = settings.section(CohortConfig)
         self.clock: ClientClock | None = None
-        self._attempts: list[Attempt] = []  # of the round; the last one counts
+        self._attempts: list[Attempt] = []  # of the current round; the last one counts
 
     @property
     def transforms_changes(self) -> bool:
-        """It decides which clients take part, whatever they send."""
+        """False, because the stage only selects and times clients."""
         return False
 
     def check(self, method: Method) -> None:
-        """Reject sections that do not go together."""
+        """Reject unsupported combinations of sections."""
         policies, select = self.options.policies, self.options.select
         if self.settings.is_set("privacy"):
             policies += [f"cohort.select={select}"] * (select != "uniform")
@@ -136,7 +136,7 @@ class Clock(Stage):
 
     @property
     def size(self) -> int:
-        """The clients that a round selects, ``ceil(extra m)``."""
+        """Number of clients that a round selects, ``ceil(extra m)``."""
         wanted = self.settings.federation.clients_per_round
         return math.ceil(exact_fraction(wanted, self.options.extra))
 
@@ -146,7 +146,7 @@ class Clock(Stage):
         return {} if self.devices.path is None else {"path": self.devices.path}
 
     def prepare(self) -> Sequence[str]:
-        """Read the file, and name the defaults that the seconds of a run depend on."""
+        """Read the file of devices, and report the defaults that affect simulated seconds."""
         if not self.devices.on:
             return ()
         Devices.of(self.devices, self.settings.draw_seed, self.settings.federation.clients)
@@ -155,12 +155,12 @@ class Clock(Stage):
 
     @property
     def needs(self) -> frozenset[str]:
-        """FLOPs for the seconds of a step, and the sizes of shards for power-of-choice."""
+        """FLOPs if the run has a clock, and the sizes of shards for power-of-choice."""
         found = {"flops": self.devices.on, "shard_sizes": self.options.select != "uniform"}
         return frozenset(name for name, needed in found.items() if needed)
 
     def begin(self) -> Sequence[str]:
-        """Compute the seconds of all clients, and start the clock unless a checkpoint has it."""
+        """Create the clock, and start it unless a checkpoint contains it."""
         if self.is_idle:
             return ()
         if self.devices.on:
@@ -203,9 +203,9 @@ class Clock(Stage):
         )
 
     def _selected(self, cohort: Cohort, repeated: Sequence[int]) -> Cohort:
-        """Return the clients of the last attempt that count, and what became of the others.
+        """Select the counted clients of the last attempt, with the outcomes of all others.
 
-        ``repeated`` are the clients of the earlier attempts, once for each attempt.
+        ``repeated`` are the clients of earlier attempts, once per attempt.
         """
         fates = {
             c: f for a in self._attempts for c, f in zip(a.clients.tolist(), a.fates, strict=True)
@@ -222,7 +222,7 @@ class Clock(Stage):
         )
 
     def _sample(self, path: tuple[int, ...]) -> np.ndarray:
-        """Return the selected clients of an attempt, ascending int64."""
+        """Sample the clients of an attempt, ascending int64."""
         members = participants(self.settings.federation, self.settings.draw_seed)
         rng, size = numpy_rng(self.settings.draw_seed, "cohort", *path), self.size
         if self.options.select == "uniform":
@@ -246,13 +246,13 @@ class Clock(Stage):
         return plan(clients, moments, wanted=wanted, deadline=self.options.deadline, lost=lost)
 
     def _advance(self, attempt: Attempt, finished: np.ndarray) -> None:
-        """Move the clock to the end of an attempt whose clients took ``finished`` seconds."""
+        """Advance the clock by an attempt whose counted clients took ``finished`` seconds."""
         self.memory["seconds"] += attempt.seconds(finished)
 
     def end(
         self, number: int, state: ArrayState, clients: Sequence[ClientRound]
     ) -> dict[str, float]:
-        """Move the clock to the end of the round, with the bytes that were transferred."""
+        """Advance the clock to the end of the round, for the transferred bytes."""
         if self.is_idle or not self.needs:
             return {}
         done = np.array([each.client for each in clients], dtype=np.int64)
@@ -276,28 +276,28 @@ class Clock(Stage):
 
 @register_stage("cohort")
 class Cohorts(Clock):
-    """The same stage, for an experiment that sets the section ``cohort``."""
+    """The same stage, for experiments that set the section ``cohort``."""
 
     Config = CohortConfig
     example: ClassVar = {"select": "power_of_choice"}
 
     @classmethod
     def parts(cls, config: Section, settings: StageSettings) -> Sequence[Stage]:
-        """Return the clock, unless the section ``devices`` brings it."""
+        """Create the clock, unless the section ``devices`` creates it."""
         return [] if settings.is_set("devices") else [Clock(DevicesConfig(), settings)]
 
 
 def power_of_choice(
     rows: np.ndarray, loss: np.ndarray, candidates: float, size: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Sample candidates in proportion to their rows; return those with the highest last loss.
+    """Sample candidates in proportion to their rows, and select the highest last losses.
 
-    Cho, Wang and Joshi: AISTATS 2022, arXiv 2010.01243, the variant without polling: a client
-    without a loss comes before all others.
+    Cho, Wang and Joshi: AISTATS 2022, arXiv 2010.01243, the variant without polling. A client
+    without a loss precedes all others.
 
     Args:
         rows: int64 [n], training rows of the clients that may take part.
-        loss: float64 [n], last losses; NaN for clients without.
+        loss: float64 [n], last losses; NaN for clients without a loss.
         candidates: Candidates per selected client.
         size: Number of clients to select.
         rng: The random stream.

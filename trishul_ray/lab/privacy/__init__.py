@@ -1,1 +1,1 @@
-"""Client-level differential privacy: clipped changes, noise on their sum, and its guarantee."""
+"""Differential privacy of clients or examples: clipping, noise, and the resulting guarantee."""

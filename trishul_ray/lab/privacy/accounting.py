@@ -1,16 +1,18 @@
-"""Privacy accounting: (epsilon, delta) of a run for each client, from the configuration only.
+"""Privacy accounting: the (epsilon, delta) of each client, computed from the configuration.
 
-A round adds noise of standard deviation z S to a sum to which each client contributes at most norm
-S. Privacy of examples does the same in each local step, with ``poisson``. Two kinds of sampling
-give different guarantees:
+A round adds noise of standard deviation z S to a sum in which the contribution of each client has
+at most norm S. Privacy of examples does the same in each local step, with ``poisson``. Two kinds of
+sampling give different guarantees:
 
-* ``poisson``: each client joins with probability q, independently. One client is added or removed.
-  Composed by privacy-loss distributions (PLD), which are exact up to their grid, whose error is on
-  the safe side.
-* ``fixed``: exactly m of N clients, without replacement. One client is replaced by another, which
-  changes the sum by 2 S. Composed by Rényi divergences (RDP) of integer orders.
+* ``poisson``: each client joins with probability q, independently. Neighboring cohorts differ by
+  adding or removing one client. Privacy-loss distributions (PLD) compose the rounds. They are exact
+  up to their grid, which rounds epsilon up.
+* ``fixed``: exactly m of N clients, without replacement. Neighboring cohorts differ by replacing
+  one client, which changes the sum by 2 S. Rényi divergences (RDP) of integer orders compose the
+  rounds.
 
-The accountants are from Google's ``dp-accounting``, an extra, which is imported when needed.
+The accountants are from Google's ``dp-accounting``, an optional dependency that is imported when
+needed.
 """
 
 import math
@@ -26,9 +28,9 @@ from trishul_ray.lab.privacy.config import Sampling
 
 #: Orders of Rényi divergences: integers, which have a closed form.
 ORDERS = (*range(2, 33), *range(36, 65, 4), 80, 96, 128, 192, 256)
-#: Largest width of the grid of privacy losses for a multiplier of about 1.
+#: Maximum width of the grid of privacy losses, at a multiplier of about 1.
 GRID = 1e-3
-#: The number of noise multipliers that are tried: those of four digits from 0.01 to 50.
+#: Number of noise multipliers in the search: all numbers of four digits from 0.01 to 50.
 MULTIPLIERS = 31_001
 
 
@@ -46,15 +48,15 @@ def _library() -> Any:
 
 @lru_cache(maxsize=64)
 def _loss(noise: float, rate: float) -> Any:
-    """Return the privacy loss of one round of Poisson sampling."""
-    # Little noise has large losses, and a small rate has small ones: the grid follows them. It
-    # rounds up by less than 1% of epsilon; a grid of 1e-3 would give 1.7 times it at rate 1e-4.
+    """Compute the privacy loss of one round of Poisson sampling."""
+    # Losses are large if the noise is small, and small if the rate is small; the grid scales with
+    # them. It rounds epsilon up by less than 1%. A grid of 1e-3 gives 1.7 epsilon at rate 1e-4.
     return _library().pld.privacy_loss_distribution.from_gaussian_mechanism(
         noise,
         sampling_prob=rate,
         value_discretization_interval=min(
             GRID * max(1.0, 0.5 / noise**2),
-            # A quarter of the deviation of a round's loss, about q sqrt(exp(1/z^2) - 1).
+            # A quarter of a loss's standard deviation, which is about q sqrt(exp(1/z^2) - 1).
             rate * math.sqrt(math.expm1(min(noise**-2, 50.0))) / 4,
         ),
     )
@@ -62,7 +64,7 @@ def _loss(noise: float, rate: float) -> Any:
 
 @lru_cache(maxsize=4096)
 def spent(noise: float, rate: float, steps: int, delta: float) -> float:
-    """Return ε of a number of steps of Poisson sampling; infinite without noise.
+    """Compute ε after a number of steps of Poisson sampling; it is infinite without noise.
 
     Raises:
         InputError: The library is missing.
@@ -76,25 +78,25 @@ def spent(noise: float, rate: float, steps: int, delta: float) -> float:
 
 @lru_cache(maxsize=64)
 def _divergences(noise: float, clients: int, cohort: int) -> Any:
-    """Return the Rényi divergences of one round of cohorts of a fixed size, by order."""
+    """Compute the Rényi divergences, by order, of one round with cohorts of a fixed size."""
     dp = _library()
-    # One client replaces another: the sensitivity is 2 S.
+    # The sensitivity is 2 S, because one client replaces another.
     event = dp.SampledWithoutReplacementDpEvent(clients, cohort, dp.GaussianDpEvent(noise / 2))
     return dp.rdp.RdpAccountant(ORDERS, dp.NeighboringRelation.REPLACE_ONE).compose(event).rdp
 
 
 @dataclass(frozen=True)
 class Guarantee:
-    """Guarantee of a run to each client, known before its first round.
+    """Privacy guarantee of a run for each client, known before the first round.
 
     Attributes:
         sampling: How clients are sampled.
-        noise: z, the standard deviation of the noise of a round over the clip norm.
+        noise: z, the standard deviation of the noise of a round divided by the clip norm.
         clients: N, the clients that may take part.
-        cohort: m, the clients of a round, on average.
+        cohort: m, the average number of clients of a round.
         delta: δ.
-        rounds: Rounds of the run.
-        surveys: Releases of the same kind before round 1: 1 with a survey of the clients.
+        rounds: Number of rounds of the run.
+        surveys: Number of releases of the same kind before round 1: 1 with a survey of the clients.
     """
 
     sampling: Sampling
@@ -114,14 +116,14 @@ class Guarantee:
 
     @property
     def cohorts(self) -> str:
-        """The cohorts that the accountant assumes."""
+        """Description of the cohorts that the accountant assumes."""
         which = f"{self.cohort:,} of {self.clients:,} clients"
         if self.sampling == "poisson":
             return f"Poisson cohorts of {which} on average"
         return f"cohorts of exactly {which}"
 
     def epsilon(self, rounds: int | None = None) -> float:
-        """Return ε after some rounds, by default of the whole run; infinite without noise.
+        """Compute ε after some rounds, by default after the whole run; infinite without noise.
 
         Raises:
             InputError: The library is missing.
@@ -137,10 +139,10 @@ class Guarantee:
 
 @lru_cache(maxsize=256)
 def with_noise_for(target: float, found: Guarantee) -> Guarantee:
-    """Return the guarantee with the smallest noise whose ε is at most ``target``.
+    """Find the guarantee with the smallest noise whose ε is at most ``target``.
 
     Raises:
-        InputError: The library is missing, or no noise that is tried reaches ε.
+        InputError: The library is missing, or ε exceeds ``target`` at the largest multiplier.
     """
 
     def epsilon(noise: float) -> float:
@@ -157,20 +159,23 @@ def with_noise_for(target: float, found: Guarantee) -> Guarantee:
 
 
 def multiplier(number: int) -> float:
-    """Return the noise multipliers of four digits, ascending from 0.01."""
+    """Return a noise multiplier of four digits by its number, ascending from 0.01."""
     return float(f"{1000 + number % 9000}e{number // 9000 - 5}")
 
 
 def smallest_noise(epsilon: Callable[[float], float], target: float) -> float:
-    """Return the smallest :func:`multiplier` whose ε is at most ``target``.
+    """Find the smallest :func:`multiplier` whose ε is at most ``target``.
 
-    ``epsilon`` decreases, and is at most ``target`` at the largest multiplier.
+    Args:
+        epsilon: ε as a decreasing function of the multiplier, at most ``target`` at the largest
+            multiplier.
+        target: Maximum ε.
     """
 
     def is_enough(number: int) -> bool:
         return epsilon(multiplier(number)) <= target
 
-    # Downwards in steps: multipliers whose losses would fill the memory are never tried.
+    # Search downward in steps: losses at tiny multipliers would exhaust the memory.
     high = MULTIPLIERS - 1
     while high > 0 and is_enough(low := max(high - 2700, 0)):
         high = low

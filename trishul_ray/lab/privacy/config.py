@@ -7,22 +7,22 @@ from pydantic import Field, model_validator
 
 from trishul_ray.config.section import Section, not_in_id
 
-#: How the clients of a round are sampled, which decides the guarantee of its noise.
+#: How the clients of a round are sampled, which determines the guarantee of its noise.
 Sampling = Literal["poisson", "fixed"]
 
-#: The instruction with the norm to clip to.
+#: Name of the instruction with the clip norm.
 CLIP_NORM = "privacy_clip_norm"
-#: In the record of a round: the share of clipped changes or examples, and ε so far.
+#: Columns of the record: fraction of clipped changes or examples, and ε so far.
 CLIPPED, EPSILON = "privacy_clipped", "privacy_epsilon"
-#: Notice of every summary of a private run.
+#: Notice in the summary of every private run.
 SIMULATION = "simulation: noise is reproducible from the seed"
 
-#: The smallest noise multiplier that the accountants can compute with.
+#: Minimum noise multiplier that the accountants support.
 SMALLEST_NOISE = 0.01
 
 
 class PrivacyConfig(Section):
-    """Differential privacy of clients or examples; off without ``epsilon`` and ``noise``."""
+    """Differential privacy of clients or examples; disabled without ``epsilon`` and ``noise``."""
 
     unit: Literal["client", "example"] = Field(
         "client",
@@ -92,5 +92,5 @@ class PrivacyConfig(Section):
         return self
 
     def delta_for(self, members: int) -> float:
-        """Return δ for a number of clients, or of examples of a client."""
+        """Return δ for a number of clients, or for a number of examples of a client."""
         return min(1e-5, math.pow(members, -1.1)) if self.delta == "auto" else self.delta

@@ -1,20 +1,20 @@
-"""The stage ``privacy`` with ``unit=example``: DP-SGD in the local steps of each client.
+"""Stage ``privacy`` with ``unit=example``: DP-SGD in the local steps of each client.
 
-Abadi et al.: "Deep Learning with Differential Privacy", CCS 2016, arXiv 1607.00133, Algorithm 1,
-on all trainables together. In each local step, each of the n_c rows of client c joins the batch
+Abadi et al.: "Deep Learning with Differential Privacy", CCS 2016, arXiv 1607.00133, Algorithm 1, on
+all trainables together. In each local step, each of the n_c rows of client c joins the batch
 independently, with probability ``q = min(1, batch_size / n_c)``. The gradient of the step is::
 
     g = (sum_i g_i min(1, S / ||g_i||) + N(0, (z S)^2)) / (q n_c)
 
-The denominator is a constant, and an empty batch is a step of noise. The method's correction, the
+The denominator is constant, and an empty batch is a step of noise. The method's correction, the
 optimizer and a prox follow; they read no other data. The uploads of a client, and the states that
-the server computes from them, have the guarantee of the client's steps. So the stage supports every
-method that reads rows only through the gradients of local steps.
+the server computes from them, have the guarantee of the client's steps. The stage therefore
+supports every method that reads rows only through the gradients of local steps.
 
 The accounting covers every upload and every broadcast of the run. Neighboring data sets differ by
-one example of one client, which is added or removed. Cohorts are drawn from the run's seed, so the
-participations of each client are known before the run, and they amplify nothing. The sizes n_c
-count as public. The noise follows from the seed: this is a simulation, not a deployment.
+adding or removing one example of one client. Cohorts are drawn from the run's seed, so the rounds
+of each client are known before the run and do not amplify privacy. The sizes n_c are treated as
+public. The noise follows from the seed: this is a simulation, not a deployment.
 
 Legend: k examples of a chunk, P trainables of a client, N clients.
 """
@@ -50,15 +50,15 @@ if TYPE_CHECKING:
 
     from trishul_ray.tasks.base import Task
 
-#: The instruction with the noise multiplier.
+#: Name of the instruction with the noise multiplier.
 NOISE = "privacy_noise"
-#: In the record of a round: norm of the sum of clipped gradients over z S sqrt(P).
+#: Column of the record: norm of the sum of clipped gradients divided by z S sqrt(P).
 SIGNAL = "privacy_signal_to_noise"
 #: Methods that read ``run.gradient`` outside of local steps.
 READS_ROWS = frozenset({"ditto"})
 #: Name of the accounting method.
 ACCOUNTANT = "PLD, Poisson sampling, add or remove one example"
-#: Content of a run's files that its epsilon does not cover.
+#: Contents of a run's files that its epsilon does not cover.
 OUTSIDE = (
     "train_loss, the share of clipped examples, the measured signal-to-noise ratio, sizes of "
     "shards, scores on validation rows and clients' own test rows, per_client, personal, the "
@@ -75,7 +75,7 @@ class Exposure:
 
 
 def participations(settings: StageSettings, rounds: Iterable[int]) -> np.ndarray:
-    """Return how often each client trains in some rounds, int64 [clients], from the seed."""
+    """Count the rounds in which each client trains, int64 [clients], from the seed."""
     fed, seed = settings.federation, settings.draw_seed
     members = participants(fed, seed)
     found = np.zeros(fed.clients, dtype=np.int64)
@@ -85,19 +85,22 @@ def participations(settings: StageSettings, rounds: Iterable[int]) -> np.ndarray
 
 
 def exposures(fed: FederationConfig, sizes: np.ndarray, rounds: np.ndarray) -> list[Exposure]:
-    """Return the exposure of each client, given its rows and the rounds in which it trains."""
+    """Return the exposure of each client, given its number of rows and of rounds."""
     pairs = zip(sizes.tolist(), rounds.tolist(), strict=True)
     return [exposure(fed, rows, number) for rows, number in pairs]
 
 
 def exposure(fed: FederationConfig, rows: int, rounds: int) -> Exposure:
-    """Return the exposure of a client with this number of rows that trains in some rounds."""
+    """Return the exposure of a client, given its number of rows and of rounds."""
     steps, size = fed.steps_of(rows)
     return Exposure(min(1.0, size / rows), steps * rounds)
 
 
 def most_exposed(found: Iterable[Exposure]) -> tuple[Exposure, ...]:
-    """Return the exposures that no other one exceeds in both numbers: one has the largest ε."""
+    """Select the exposures that no other exposure exceeds in both numbers.
+
+    The client with the largest ε has one of them.
+    """
     front: list[Exposure] = []
     for each in sorted(set(found), key=lambda e: (-e.rate, -e.steps)):
         if not front or each.steps > front[-1].steps:
@@ -107,10 +110,10 @@ def most_exposed(found: Iterable[Exposure]) -> tuple[Exposure, ...]:
 
 @lru_cache(maxsize=256)
 def noise_for(target: float, front: tuple[Exposure, ...], delta: float) -> float:
-    """Return the smallest noise multiplier with which no exposure has an ε above ``target``.
+    """Find the smallest noise multiplier with which no exposure has an ε above ``target``.
 
     Raises:
-        InputError: The library is missing, or no noise that is tried reaches ε.
+        InputError: The library is missing, or ε exceeds ``target`` at the largest multiplier.
     """
 
     def epsilon(noise: float) -> float:
@@ -129,8 +132,8 @@ def noise_for(target: float, front: tuple[Exposure, ...], delta: float) -> float
 class ExamplePrivacy(Stage):
     """DP-SGD in local steps; see :mod:`trishul_ray.lab.privacy.example`.
 
-    Its memory: ``noise``, z when the run began; ``trained``, the rounds of each client so far; and
-    ``delta``, ``rate``, ``steps`` and ``median`` of the summary.
+    The memory has ``noise``, z when the run began; ``trained``, the number of rounds of each client
+    so far; and ``delta``, ``rate``, ``steps`` and ``median`` for the summary.
     """
 
     Config, name, wire, computes_gradients = PrivacyConfig, "privacy", 4, True
@@ -138,17 +141,17 @@ class ExamplePrivacy(Stage):
 
     @property
     def transforms_changes(self) -> bool:
-        """It acts on local steps, whatever a method sends."""
+        """False, because the stage acts on local steps."""
         return False
 
     @property
     def needs(self) -> frozenset[str]:
-        """The sizes of shards, for sampling rates."""
+        """The sizes of shards, which determine sampling rates."""
         return frozenset({"shard_sizes"})
 
     @property
     def reads_rounds(self) -> bool:
-        """The noise for an epsilon depends on the number of rounds."""
+        """Whether the noise follows from ``epsilon`` and the number of rounds."""
         return self.config.epsilon is not None
 
     def check(self, method: Method) -> None:
@@ -183,7 +186,7 @@ class ExamplePrivacy(Stage):
         self.noise(sizes)
 
     def noise(self, sizes: np.ndarray) -> float:
-        """Return z for shards of these sizes [N]."""
+        """Compute z for shards of these sizes [N]."""
         if self.config.epsilon is None:
             return self.config.noise or 0.0
         delta = self.config.delta_for(int(sizes.max()))
@@ -196,11 +199,11 @@ class ExamplePrivacy(Stage):
 
     @property
     def norm(self) -> float:
-        """S."""
+        """S, the clip norm."""
         return 1.0 if self.config.clip == "auto" else self.config.clip
 
     def begin(self) -> Sequence[str]:
-        """Store the noise and the guarantee of the run, and return lines that report them."""
+        """Store and report the noise and the guarantee of the run."""
         sizes, fed = self.plan.shard_sizes, self.settings.federation
         assert sizes is not None
         noise = self.memory.setdefault("noise", self.noise(sizes))
@@ -227,7 +230,7 @@ class ExamplePrivacy(Stage):
         ]
 
     def cohort(self, number: int, cohort: Cohort) -> Cohort:
-        """Fix the cohort, which is drawn as :func:`exposures` assumes."""
+        """Fix the cohort, which is drawn as :func:`participations` assumes."""
         return replace(cohort, fixed=True)
 
     def instruct(self, number: int) -> dict[str, float]:
@@ -235,9 +238,9 @@ class ExamplePrivacy(Stage):
         return {NOISE: self.memory["noise"], CLIP_NORM: self.norm}
 
     def gradient(self, step: LocalStep) -> "Tensor":
-        """Fill the gradient of a step of DP-SGD; see :mod:`trishul_ray.lab.privacy.example`.
+        """Compute the gradient of a DP-SGD step; see :mod:`trishul_ray.lab.privacy.example`.
 
-        The step's loss is the sum over the batch, divided by q n_c like the gradient.
+        The loss of the step is the sum over the batch divided by q n_c, like the gradient.
         """
         noise, norm = step.instructions[NOISE], step.instructions[CLIP_NORM]
         count, grad = len(step.rows), step.grad.zero_()
@@ -278,7 +281,7 @@ class ExamplePrivacy(Stage):
         return {CLIP_NORM: self.norm, EPSILON: epsilon}
 
     def report(self, last: Mapping[str, float]) -> Json:
-        """Return the guarantee of the run, and the content of its files that it does not cover."""
+        """Return the guarantee of the run, and the contents of its files that it does not cover."""
         epsilon, found = last.get(EPSILON), self.memory
         value = "ε = ∞ (privacy.noise=0)"
         if epsilon is not None:
@@ -302,8 +305,8 @@ class ExamplePrivacy(Stage):
 
 
 def clip_factors(gradients: "Tensor", norm: float) -> "Tensor":
-    """Return ``min(1, S / ||g_i||)`` of gradients [k, P], float32 [k]."""
-    # A sum of many squares in float32 loses digits, and is four times slower in float64.
+    """Compute ``min(1, S / ||g_i||)`` of gradients [k, P], float32 [k]."""
+    # Sum in parts: many squares lose digits in float32, and float64 is four times slower.
     parts = [torch.linalg.vector_norm(part, dim=1) for part in gradients.split(4096, dim=1)]
     norms = torch.linalg.vector_norm(torch.stack(parts, dim=1).double(), dim=1)
     factors: Tensor = (norm / norms).clamp(max=1.0).float()

@@ -1,14 +1,14 @@
-"""The stage ``privacy``: clients clip their changes, and the server releases their noisy mean.
+"""Stage ``privacy``: clients clip their changes, and the server releases their noisy mean.
 
 McMahan et al.: "Learning Differentially Private Recurrent Language Models", ICLR 2018, arXiv
-1710.06963, flat clipping with the fixed denominator. With m clients of a round on average, of whom
+1710.06963, flat clipping with the fixed denominator. With m clients per round on average, of which
 a fraction p_u trains unit u, the released mean is::
 
     mean_u = (sum_c change_cu + N(0, (z S)^2)) / (m p_u)
 
-The denominators are constants: the number of clients that joined would be one more private number.
-Rejected and missing uploads are zeros in the sum. The noise follows from the run's seed, so that a
-run can be repeated: this is a simulation, not a deployment.
+The denominators are constant, because the number of clients that joined would be another private
+number. Rejected and missing uploads count as zeros. The noise follows from the run's seed, so that
+a run can be repeated: this is a simulation, not a deployment.
 
 Legend: W numbers of the shared part, P all numbers that a client sends.
 """
@@ -45,12 +45,12 @@ from trishul_ray.stages import (
 )
 from trishul_ray.storage.durable import Json
 
-#: In the record of a round: the mean norm of changes before clipping.
+#: Column of the record: the mean norm of changes before clipping.
 NORM = "privacy_norm"
-#: Clip norm of answers to a survey: far below the norm of any gradient, so that only directions
-#: count, and no data are needed to choose it.
+#: Clip norm of responses to a survey. It is far below the norm of any gradient, so that only
+#: directions count, and choosing it needs no data.
 SURVEY_NORM = 1e-6
-#: Content of a run's files that its epsilon does not cover.
+#: Contents of a run's files that its epsilon does not cover.
 OUTSIDE = (
     "train_loss, scores on validation rows and clients' own test rows, per_client, personal, the "
     "spectra and other diagnostics of clients, norms, coding errors and the number of clipped "
@@ -60,10 +60,10 @@ OUTSIDE = (
 
 @register_stage("privacy")
 class Privacy(Stage):
-    """Clients clip their changes, and the server releases their noisy mean.
+    """Clip the changes of clients, and add noise to their mean.
 
-    Its memory: ``noise``, z when the run began, since another version of the library may compute
-    another z for the same ε.
+    The memory has ``noise``, z when the run began, because another version of the library may
+    compute a different z for the same ε.
     """
 
     Config, wire, alters_mean, protects_clients = PrivacyConfig, 4, True, True
@@ -72,12 +72,12 @@ class Privacy(Stage):
 
     @classmethod
     def parts(cls, config: Section, settings: StageSettings) -> Sequence[Stage]:
-        """Return the stage of the unit of privacy."""
+        """Create the stage of the unit of privacy."""
         unit = settings.section(PrivacyConfig).unit
         return [(cls if unit == "client" else ExamplePrivacy)(config, settings)]
 
     def check(self, method: Method) -> None:
-        """Reject what the accounting does not cover."""
+        """Reject experiments that the accounting does not cover."""
         if (weighting := self.settings.federation.weighting) != "uniform":
             raise ValueError(
                 f"privacy: federation.weighting={weighting!r} lets a client with many rows exceed "
@@ -102,11 +102,11 @@ class Privacy(Stage):
 
     @property
     def reads_rounds(self) -> bool:
-        """The noise for an epsilon depends on the number of rounds."""
+        """Whether the noise follows from ``epsilon`` and the number of rounds."""
         return self.config.epsilon is not None
 
     def rounds(self, rounds: int) -> int:
-        """Return how many rounds are within ``privacy.budget``.
+        """Return the number of rounds that ``privacy.budget`` allows.
 
         Raises:
             InputError: The budget does not cover one round.
@@ -122,18 +122,18 @@ class Privacy(Stage):
         )
 
     def prepare(self) -> Sequence[str]:
-        """Compute the noise before anything is written."""
+        """Compute the noise, so that errors occur before any file is written."""
         guarantee(self.settings)
         return ()
 
     @cached_property
     def guarantee(self) -> Guarantee:
-        """The guarantee, with the noise that the run began with."""
+        """The guarantee, with the noise at the start of the run."""
         return guarantee(self.settings, self.memory.get("noise"))
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """Entries of each unit, [U] int64."""
+        """Number of entries of each unit, [U] int64."""
         return np.array([unit.size for unit in self.plan.units], dtype=np.int64)
 
     def sent_units(self, number: int) -> np.ndarray:
@@ -143,20 +143,20 @@ class Privacy(Stage):
 
     @cached_property
     def length(self) -> int:
-        """P, the most numbers that a client sends in a round."""
+        """P, the maximum number of entries that a client sends in a round."""
         unsent = min(int(self.sizes[~self.sent_units(number)].sum()) for number in (1, 2))
         return sum(self.plan.lengths.values()) - unsent
 
     @cached_property
     def norm(self) -> float:
-        """S; by default the length of a walk of Adam's steps of size lr in P numbers."""
+        """S; by default the length of a random walk of Adam steps of size lr in P numbers."""
         if self.config.clip != "auto":
             return self.config.clip
         steps = self.settings.federation.local_steps
         return self.settings.optimizer.lr * math.sqrt(steps * self.length)
 
     def begin(self) -> Sequence[str]:
-        """Store the noise, and return the guarantee of the run."""
+        """Store the noise, and report the guarantee of the run."""
         found = self.guarantee
         self.memory.setdefault("noise", found.noise)
         if found.noise == 0:
@@ -185,7 +185,7 @@ class Privacy(Stage):
         return {CLIP_NORM: self.norm if number else SURVEY_NORM}
 
     def send(self, change: Change, sender: ClientRoundInfo) -> Change:
-        """Clip the change; report its norm, and whether it was clipped."""
+        """Clip the change; record its norm, and whether it was clipped."""
         norm = sender.instructions[CLIP_NORM]
         shared, extra, before = clip(change.shared, change.extra, norm)
         found = {CLIPPED: float(before > norm), NORM: before}
@@ -194,12 +194,12 @@ class Privacy(Stage):
     def answer(
         self, answers: dict[str, np.ndarray], instructions: Mapping[str, float]
     ) -> dict[str, np.ndarray]:
-        """Clip the answers; numbers that are not finite count as zeros."""
+        """Clip the responses; numbers that are not finite count as zeros."""
         finite = {k: np.nan_to_num(v, nan=0, posinf=0, neginf=0) for k, v in answers.items()}
         return clip(np.zeros(0, dtype=np.float32), finite, instructions[CLIP_NORM])[1]
 
     def survey(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the noisy mean answers: a release like the mean of a round."""
+        """Compute the noisy mean responses, a release like the mean of a round."""
         rng, cohort = numpy_rng(self.settings.seed, "dp-noise", 0), self.guarantee.cohort
         deviation = self.guarantee.noise * SURVEY_NORM / cohort
         return {
@@ -208,14 +208,14 @@ class Privacy(Stage):
         }
 
     def average(self, number: int, total: Partial) -> MeanChange:
-        """Return the noisy mean change; a unit that no client sends in this round does not move."""
+        """Compute the noisy mean change; units that no client sends in the round do not change."""
         found, sent, lengths = self.guarantee, self.sent_units(number), dict(self.plan.lengths)
         sums, deviation = total.sums, found.noise * self.norm
         if sums is None:
             zeros = {name: np.zeros(length) for name, length in lengths.items()}
             sums = State(zeros.pop("shared"), zeros)
         rng = numpy_rng(self.settings.seed, "dp-noise", number)
-        # The expected clients of each unit, for each number.
+        # Expected number of clients that train each entry.
         counts = np.repeat(found.cohort * self.plan.unit_shares(), self.sizes)
         noise = rng.standard_normal(len(sums.shared)) * (deviation / counts)
         shared = np.where(np.repeat(sent, self.sizes), sums.shared / counts + noise, 0.0)
@@ -231,7 +231,7 @@ class Privacy(Stage):
         return MeanChange(state, sent, found.cohort, metrics)
 
     def report(self, last: Mapping[str, float]) -> Json:
-        """Return the guarantee of the run, and the content of its files that it does not cover."""
+        """Return the guarantee of the run, and the contents of its files that it does not cover."""
         found, epsilon = self.guarantee, last.get(EPSILON)
         value = "ε = ∞ (privacy.noise=0)"
         if epsilon is not None:
@@ -251,7 +251,7 @@ class Privacy(Stage):
 
     @classmethod
     def remark(cls, reports: Sequence[Json]) -> str:
-        """Return the units of the runs with a guarantee, and the content that it does not cover."""
+        """Describe the guarantees of the runs, and the contents that they do not cover."""
         examples = [each for each in reports if each["epsilon"] and "cohort" not in each]
         private = [each for each in reports if each["epsilon"] and "cohort" in each]
         of_examples = ""
@@ -278,11 +278,11 @@ def clip(
 
     Args:
         shared: [W] float32.
-        extra: Vectors that the method adds, float32, by name.
-        bound: S; 0 leaves nothing.
+        extra: Additional vectors of the method, float32, keyed by name.
+        bound: S; 0 clips every change to zero.
 
     Returns:
-        Both parts, whose norm after rounding is at most S, and the norm before.
+        Both parts, whose norm after rounding is at most S, and the norm before clipping.
     """
     before = norm_of([shared, *extra.values()])
     if not (bound < before < math.inf):
@@ -294,24 +294,24 @@ def clip(
         after = norm_of([first, *rest.values()])
         if after <= bound:
             return first, rest, before
-        factor *= (bound / after) * (1 - 2.0**-24)  # rounding has added to the norm
+        factor *= (bound / after) * (1 - 2.0**-24)  # rounding increased the norm
 
 
 def poisson_cohort(seed: int, number: int, clients: int, expected: int) -> list[int]:
-    """Return the clients of a round, each independently with probability expected / clients."""
+    """Sample each client independently, with probability expected / clients."""
     sampled = numpy_rng(seed, "cohort-poisson", number).random(clients) < expected / clients
     return [int(client) for client in np.flatnonzero(sampled)]
 
 
 def guarantee(settings: StageSettings, noise: float | None = None) -> Guarantee:
-    """Return the guarantee of a private experiment to each client.
+    """Compute the guarantee of a private experiment for each client.
 
     Args:
-        settings: The experiment; its section ``privacy`` is on.
-        noise: z of a run that has begun; None computes it.
+        settings: The experiment; its section ``privacy`` is set.
+        noise: z of a run that has begun; None means to compute it.
 
     Raises:
-        InputError: No noise that is tried reaches ε, or dp-accounting is missing.
+        InputError: No noise multiplier reaches ε, or dp-accounting is missing.
     """
     fed, options = settings.federation, settings.section(PrivacyConfig)
     noise = options.noise if noise is None else noise
