@@ -1,23 +1,16 @@
-# Two commands do everything on a fresh machine:
-#   make demo    set up, run one federated run on embedded data, say where to look
-#   make test    set up, run the tests
-#   make test-slow     those that start clusters, kill processes, or take long
-#   make test-core     those of the core, in a copy without the extensions, on other kernels
-#   make test-kernels  those of extensions and of all methods, on other kernels
-#   make docs    build the documentation site in site/
-#   make chaos MINUTES=N    runs whose processes are killed at drawn moments
-# Set-up is done once; it is repeated only when pyproject.toml or constraints.txt changes.
+# `make help` lists the targets. They create .venv first, and again only if pyproject.toml or
+# constraints.txt changes.
 
 PYTHON ?= python3
-# A CPU-only machine spares itself the CUDA packages with
+# To skip the CUDA packages on a machine without GPUs:
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 # Further arguments: make test ARGS="-k svt"
 ARGS ?=
-# make chaos: minutes in which runs begin, or SEED=17 for the run of this integer alone
+# make chaos: minutes in which runs start, or SEED=17 for only the run of this integer
 MINUTES ?= 30
 SEED ?=
-# Processes that run tests: make test WORKERS=0 for a debugger
+# Number of test processes: make test WORKERS=0 for a debugger
 WORKERS ?= 2
 
 VENV := .venv
@@ -28,34 +21,34 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-core test-kernels chaos check docs format clean
 
-# Compiled modules are stored even where the environment says not to: hundreds of processes of the
-# tests import the same ones.
+# Hundreds of test processes import the same modules, so store compiled modules even if the
+# environment disables it.
 export PYTHONDONTWRITEBYTECODE :=
 
 help:
-	@echo "make demo    set up, then one federated run on embedded data"
-	@echo "make test    set up, then the tests                 (ARGS=... goes to pytest)"
-	@echo "make test-slow     the tests that start clusters, kill processes, or take long"
-	@echo "make test-core     the tests of the core, without the extensions, with an old processor's kernels"
-	@echo "make test-kernels  the tests of extensions and of all methods, with those kernels"
-	@echo "make chaos MINUTES=30  kill processes of drawn runs; SEED=17 replays one"
-	@echo "make check   set up, then lint, format and types"
-	@echo "make docs    set up, then build the documentation site in site/"
-	@echo "make format  rewrite the code in the house format"
-	@echo "make setup   only the environment, in $(VENV)        (PYTHON=..., TORCH_INDEX=...)"
-	@echo "make clean   remove the environment and all caches; runs/ is kept"
+	@echo "make demo          run one federated experiment on embedded data"
+	@echo "make test          run the quick tests              (pytest gets ARGS=...)"
+	@echo "make test-slow     run the tests that start clusters, kill processes, or take long"
+	@echo "make test-core     run the tests of the core without extensions, on an old processor's kernels"
+	@echo "make test-kernels  run the tests of extensions and of all methods on these kernels"
+	@echo "make chaos         kill processes of random runs    (MINUTES=30, or SEED=17 to replay one run)"
+	@echo "make check         run the linters, the formatter's check and mypy"
+	@echo "make docs          build the documentation site in site/"
+	@echo "make format        format the code"
+	@echo "make setup         create the environment in $(VENV)  (PYTHON=..., TORCH_INDEX=...)"
+	@echo "make clean         remove the environment and all caches, but not runs/"
 
 setup: $(STAMP)
 	@:
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "trishul-ray needs Python >= 3.11, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo absent); name another: make setup PYTHON=python3.11" >&2; exit 1; }
+	  echo "trishul-ray needs Python >= 3.11, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo absent); set another: make setup PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "'$(PYTHON)' cannot make virtual environments; install its venv package (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sqlite3' 2>/dev/null || { \
-	  echo "'$(PYTHON)' was built without SQLite, in which MLflow stores runs; name another: make setup PYTHON=python3.11" >&2; exit 1; }
-	@echo "Setting up $(VENV): PyTorch first, then the rest; some minutes, once."
+	  echo "'$(PYTHON)' was built without SQLite, which MLflow needs; set another: make setup PYTHON=python3.11" >&2; exit 1; }
+	@echo "Setting up $(VENV). This takes 2 to 3 minutes, and only once."
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@$(PIP) --editable '.[dev]'
@@ -63,8 +56,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 	@echo "Set up: $(BIN)/trishul"
 
-# Each worker takes whole files, whose tests share a cluster; the long ones do not come last. Torch
-# has a thread in each worker: two that use both cores would wait for each other.
+# Each worker runs whole files, whose tests share a cluster. Reordering would put files with few, but
+# long, tests last. Torch has one thread per worker: workers with more would wait for each other.
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 QUICK := not slow and not chaos and not gpu
@@ -78,12 +71,12 @@ test: setup
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "(slow or chaos) and not gpu" $(ARGS)
 
-# Without the folders of the extensions, the core and its tests are whole. The finder of an editable
-# installation would find them, and is left out.
+# The core and its tests must be complete without the folders of the extensions. The finder of an
+# editable installation would find these folders, so it is removed.
 EXTENSIONS := lab|paper
 CORE := adapters contract federation methods models spectral tasks \
   experiment test_imports.py
-# Other kernels sum in another order: what passes on both rests on no processor's last bits.
+# Other kernels sum in another order, so these tests show that no result depends on the last bits.
 OTHER_KERNELS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 
 test-core: setup
@@ -108,8 +101,8 @@ check: setup
 	$(BIN)/codespell $$(git ls-files)
 	$(BIN)/python .ci/prose_check.py
 
-# The builder is installed with its first use: only this target needs it. With --quiet, --strict
-# would miss all warnings.
+# Only this target needs mkdocs, so its first use installs it. With --quiet, --strict would ignore
+# all warnings.
 docs: setup
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(PIP) --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
