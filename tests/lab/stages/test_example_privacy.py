@@ -26,7 +26,7 @@ from trishul_ray.federation.prepare import prepare_run
 from trishul_ray.federation.worker.context import bound
 from trishul_ray.federation.worker.local import LocalSteps
 from trishul_ray.lab.privacy.accounting import multiplier, spent
-from trishul_ray.lab.privacy.config import CLIP_NORM, CLIPPED, EPSILON
+from trishul_ray.lab.privacy.config import CLIP_NORM, CLIPPED, EPSILON, NORM
 from trishul_ray.lab.privacy.example import (
     NOISE,
     OUTSIDE,
@@ -36,6 +36,7 @@ from trishul_ray.lab.privacy.example import (
     clip_factors,
     most_exposed,
     noise_for,
+    row_norms,
 )
 from trishul_ray.lab.privacy.stage import Privacy
 from trishul_ray.methods.base import method_class
@@ -149,7 +150,7 @@ def test_step_without_noise_and_clipping_is_plain(words, local):
     limit = 2e-2 if "bf16" in words else 1e-5
     assert float((step.grad - expected).norm() / expected.norm()) < limit
     assert len(rows) != step.batch_size and 0 < float(loss) < 10
-    assert step.metrics == {CLIPPED: 0.0}
+    assert step.metrics[CLIPPED] == 0.0 < step.metrics[NORM]
 
 
 def test_chunks_change_only_rounding(local):
@@ -171,14 +172,15 @@ def test_chunks_change_only_rounding(local):
 )
 def test_clipped_gradients_and_neighbors_are_within_clip(values, bound):
     gradients = torch.from_numpy(values)
-    clipped = (clip_factors(gradients, bound)[:, None] * gradients).double()
+    clipped = (clip_factors(row_norms(gradients), bound)[:, None] * gradients).double()
     norms = clipped.norm(dim=1)
     assert float(norms.max()) <= bound * (1 + 1e-6)
     long = gradients.double().norm(dim=1) > bound
     assert torch.allclose(norms[long], torch.tensor(bound, dtype=torch.float64), rtol=1e-6)
     assert torch.equal(clipped[~long], gradients[~long].double())
     # The sum of a step with and without an example: with rate 1 it is the gradient times n.
-    stage, whole = stage_with("privacy.noise=0"), step_of(values, norm=bound)
+    stage = stage_with("privacy.noise=0", f"privacy.clip={bound}")
+    whole = step_of(values, norm=bound)
     stage.gradient(whole)
     for left_out in range(6):
         rest = step_of(np.delete(values, left_out, axis=0), norm=bound)
@@ -190,8 +192,20 @@ def test_clipped_gradients_and_neighbors_are_within_clip(values, bound):
 def test_long_gradients_are_clipped_to_1e_6():
     generator = torch.Generator().manual_seed(0)
     gradients = torch.randn(4, 300_001, generator=generator) * torch.logspace(-3, 3, 4)[:, None]
-    norms = (clip_factors(gradients, 0.1)[:, None].double() * gradients.double()).norm(dim=1)
+    factors = clip_factors(row_norms(gradients), 0.1)
+    norms = (factors[:, None].double() * gradients.double()).norm(dim=1)
     assert float((norms / 0.1 - 1).abs().max()) < 1e-6
+
+
+@given(values=arrays(np.float32, (6, 9), elements=st.floats(-1e6, 1e6, width=32)))
+def test_automatic_clipping_normalizes_every_gradient(values):
+    stage, gradients = stage_with("privacy.noise=0"), torch.from_numpy(values).double()
+    step = step_of(values)
+    stage.gradient(step)
+    scaled = gradients / (gradients.norm(dim=1, keepdim=True) + 0.01)
+    torch.testing.assert_close(step.grad.double(), scaled.mean(dim=0), rtol=1e-4, atol=1e-6)
+    assert float(scaled.norm(dim=1).max()) < 1
+    assert step.metrics[NORM] == pytest.approx(float(gradients.norm(dim=1).mean()))
 
 
 def test_noise_has_its_mean_variance_and_distribution():
@@ -212,7 +226,7 @@ def test_noise_has_its_mean_variance_and_distribution():
 
 
 def test_batches_are_poisson_samples():
-    stage, sizes, rows = stage_with("privacy.noise=0"), [], np.ones((50, 1))
+    stage, sizes, rows = stage_with("privacy.noise=0", "privacy.clip=1e9"), [], np.ones((50, 1))
     for number in range(1, 2001):
         step = step_of(rows, norm=1e9, batch_size=5, number=number)
         stage.gradient(step)
@@ -239,12 +253,13 @@ def test_empty_batch_is_a_step_of_noise(local):
 
 
 def test_clients_report_clipping_and_signal():
-    stage = stage_with("privacy.noise=1")
+    stage = stage_with("privacy.noise=1", "privacy.clip=1")
     step = step_of([[3.0, 4.0], [0.3, 0.4]], noise=2.0)
     stage.gradient(step)
     second = replace(step, step=2, examples=lambda rows: (torch.ones(2), torch.zeros(2, 2)))
     stage.gradient(second)
     assert step.metrics[CLIPPED] == pytest.approx((0.5 + 0) / 2)
+    assert step.metrics[NORM] == pytest.approx((2.75 + 0) / 2)
     assert step.metrics[SIGNAL] == pytest.approx(1.5 / (2 * math.sqrt(2)) / 2)
 
 

@@ -12,8 +12,9 @@ Sampling = Literal["poisson", "fixed"]
 
 #: Name of the instruction with the clip norm.
 CLIP_NORM = "privacy_clip_norm"
-#: Columns of the record: fraction of clipped changes or examples, and ε so far.
-CLIPPED, EPSILON = "privacy_clipped", "privacy_epsilon"
+#: Columns of the record: fraction of clipped changes or examples, their mean norm before clipping,
+#: and ε so far.
+CLIPPED, NORM, EPSILON = "privacy_clipped", "privacy_norm", "privacy_epsilon"
 #: Notice in the summary of every private run.
 SIMULATION = "simulation: noise is reproducible from the seed"
 
@@ -53,7 +54,7 @@ class PrivacyConfig(Section):
         "auto",
         description="clip norm S of a client's change; auto: optimizer.lr "
         "sqrt(federation.local_steps P) for P sent numbers, which reads no data. unit=example: of "
-        "the gradient of an example; auto: 1",
+        "the gradient of an example; auto: 1, with every gradient normalized (automatic clipping)",
     )
     sampling: Sampling = Field(
         "poisson",

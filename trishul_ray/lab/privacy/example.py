@@ -6,10 +6,13 @@ independently, with probability ``q = min(1, batch_size / n_c)``. The gradient o
 
     g = (sum_i g_i min(1, S / ||g_i||) + N(0, (z S)^2)) / (q n_c)
 
-The denominator is constant, and an empty batch is a step of noise. The method's correction, the
-optimizer and a prox follow; they read no other data. The uploads of a client, and the states that
-the server computes from them, have the guarantee of the client's steps. The stage therefore
-supports every method that reads rows only through the gradients of local steps.
+The denominator is constant, and an empty batch is a step of noise. With ``clip=auto``, S is 1 and
+the factor of an example is ``1 / (||g_i|| + 0.01)``: automatic clipping (AUTO-S of Bu et al.,
+NeurIPS 2023, arXiv 2206.07136), which does not depend on the scale of gradients.
+
+The method's correction, the optimizer and a prox follow; they read no other data. The uploads of a
+client, and the states that the server computes from them, have the guarantee of the client's steps.
+The stage therefore supports every method that reads rows only through the gradients of local steps.
 
 The accounting covers every upload and every broadcast of the run. Neighboring data sets differ by
 adding or removing one example of one client. Cohorts are drawn from the run's seed, so the rounds
@@ -31,7 +34,14 @@ from trishul_ray.config.fields import FederationConfig
 from trishul_ray.data.sampling import participants, uniform_cohort
 from trishul_ray.errors import InputError
 from trishul_ray.lab.privacy.accounting import MULTIPLIERS, multiplier, smallest_noise, spent
-from trishul_ray.lab.privacy.config import CLIP_NORM, CLIPPED, EPSILON, SIMULATION, PrivacyConfig
+from trishul_ray.lab.privacy.config import (
+    CLIP_NORM,
+    CLIPPED,
+    EPSILON,
+    NORM,
+    SIMULATION,
+    PrivacyConfig,
+)
 from trishul_ray.methods.base import Method
 from trishul_ray.methods.scaffold import Scaffold
 from trishul_ray.runtime.lazy import torch
@@ -56,6 +66,8 @@ NOISE = "privacy_noise"
 SIGNAL = "privacy_signal_to_noise"
 #: Methods that read ``run.gradient`` outside of local steps.
 READS_ROWS = frozenset({"ditto"})
+#: γ of automatic clipping, as in all experiments of its source.
+STABILITY = 0.01
 #: Name of the accounting method.
 ACCOUNTANT = "PLD, Poisson sampling, add or remove one example"
 #: Contents of a run's files that its epsilon does not cover.
@@ -246,15 +258,18 @@ class ExamplePrivacy(Stage):
         count, grad = len(step.rows), step.grad.zero_()
         rate = min(1.0, step.batch_size / count)
         batch = step.rows[step.rng("example-batch").random(count) < rate]
-        expected, clipped, loss = rate * count, 0, grad.new_zeros((), dtype=torch.float64)
+        expected, clipped = rate * count, 0
+        loss = total = grad.new_zeros((), dtype=torch.float64)
         for rows in np.array_split(batch, -(-len(batch) // self.config.chunk) or 1):
             if len(rows):
                 losses, gradients = step.examples(rows)
-                factors = clip_factors(gradients, norm)
+                norms = row_norms(gradients)
+                factors = clip_factors(norms, norm, automatic=self.config.clip == "auto")
                 grad += factors @ gradients
-                loss += losses.sum()
+                loss = loss + losses.sum()
+                total = total + norms.sum()
                 clipped += int((factors < 1).sum())
-        found = {CLIPPED: clipped / expected}
+        found = {CLIPPED: clipped / expected, NORM: float(total) / expected}
         if noise:
             numbers = len(grad) if step.trained is None else int(step.trained.sum())
             found[SIGNAL] = float(grad.norm()) / (noise * norm * math.sqrt(numbers))
@@ -304,10 +319,15 @@ class ExamplePrivacy(Stage):
         }
 
 
-def clip_factors(gradients: "Tensor", norm: float) -> "Tensor":
-    """Compute ``min(1, S / ||g_i||)`` of gradients [k, P], float32 [k]."""
+def row_norms(gradients: "Tensor") -> "Tensor":
+    """Compute the norms of gradients [k, P], float64 [k]."""
     # Sum in parts: many squares lose digits in float32, and float64 is four times slower.
     parts = [torch.linalg.vector_norm(part, dim=1) for part in gradients.split(4096, dim=1)]
-    norms = torch.linalg.vector_norm(torch.stack(parts, dim=1).double(), dim=1)
-    factors: Tensor = (norm / norms).clamp(max=1.0).float()
-    return factors
+    norms: Tensor = torch.linalg.vector_norm(torch.stack(parts, dim=1).double(), dim=1)
+    return norms
+
+
+def clip_factors(norms: "Tensor", bound: float, *, automatic: bool = False) -> "Tensor":
+    """Compute ``min(1, S / ||g_i||)``, or ``S / (||g_i|| + γ)`` if automatic; float32 [k]."""
+    factors = bound / (norms + STABILITY) if automatic else (bound / norms).clamp(max=1.0)
+    return factors.float()

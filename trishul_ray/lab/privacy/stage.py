@@ -26,7 +26,14 @@ from trishul_ray.config.section import Section
 from trishul_ray.data.sampling import uniform_cohort
 from trishul_ray.errors import InputError
 from trishul_ray.lab.privacy.accounting import Guarantee, with_noise_for
-from trishul_ray.lab.privacy.config import CLIP_NORM, CLIPPED, EPSILON, SIMULATION, PrivacyConfig
+from trishul_ray.lab.privacy.config import (
+    CLIP_NORM,
+    CLIPPED,
+    EPSILON,
+    NORM,
+    SIMULATION,
+    PrivacyConfig,
+)
 from trishul_ray.lab.privacy.example import OUTSIDE as OUTSIDE_EXAMPLES
 from trishul_ray.lab.privacy.example import ExamplePrivacy
 from trishul_ray.methods.base import Method
@@ -45,8 +52,6 @@ from trishul_ray.stages import (
 )
 from trishul_ray.storage.durable import Json
 
-#: Column of the record: the mean norm of changes before clipping.
-NORM = "privacy_norm"
 #: Clip norm of responses to a survey. It is far below the norm of any gradient, so that only
 #: directions count, and choosing it needs no data.
 SURVEY_NORM = 1e-6
