@@ -127,9 +127,10 @@ def open_run(run: str, runs: str) -> tuple[Store, Experiment]:
             known = join_limited(found, 3)
             raise InputError(f"run {run!r} is ambiguous: it matches {known}; use a longer prefix")
         if not found or not store.child(found[0]).exists("config.yaml"):
+            similar = did_you_mean(name, [id for id in ids if id not in found])
             raise InputError(
                 f"run {run!r} does not exist: no config.yaml in {store.place(name)}, and "
-                f"{store.uri} has {len(ids)} runs{did_you_mean(name, ids)}"
+                f"{store.uri} has {len(ids)} runs{similar}"
             )
         (name,) = found
     home = store.child(name)
