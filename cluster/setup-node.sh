@@ -6,7 +6,7 @@ set -euo pipefail
 
 bucket=${1:?usage: setup-node.sh s3://BUCKET}
 if [[ $bucket == *CHANGE-ME* ]]; then
-  echo "cluster file, setup_commands: put the name of your bucket in place of CHANGE-ME" >&2
+  echo "cluster file, setup_commands: replace CHANGE-ME with the name of your bucket" >&2
   exit 2
 fi
 

@@ -149,7 +149,7 @@ def test_node_without_bucket_is_rejected(tmp_path):
         words = ["bash", str(CLUSTER / "setup-node.sh"), place]
         run = subprocess.run(words, env={"HOME": str(tmp_path)}, capture_output=True, text=True)
         assert run.returncode == 2
-        assert "put the name of your bucket in place of CHANGE-ME" in run.stderr
+        assert "replace CHANGE-ME with the name of your bucket" in run.stderr
         assert not list(tmp_path.iterdir())
 
 
