@@ -25,7 +25,10 @@ class AttackConfig(Section):
     """Fraction of attackers, and the factor of their changes."""
 
     share: float = Field(
-        0.0, ge=0, lt=1, description="fraction of the clients, rounded up, that attack; by the seed"
+        0.0,
+        ge=0,
+        lt=1,
+        description="fraction of the clients that attack, rounded up; sampled from the seed",
     )
     scale: float = Field(
         -1.0, description="factor by which attackers multiply their change; -1 reverses it"

@@ -37,16 +37,16 @@ class RobustConfig(Section):
     """The robust rule that replaces the mean of a round's changes."""
 
     rule: Literal["mean", "median", "trimmed", "krum", "norm"] = Field(
-        "mean", description="mean: no rule; the others take its place, with equal weights"
+        "mean", description="mean: no rule; other rules replace the mean, with equal weights"
     )
     share: float = Field(
         0.2,
         ge=0,
         lt=0.5,
-        description="share of a cohort that may be harmful, rounded up, for trimmed and krum",
+        description="trimmed, krum: fraction of a cohort that may be harmful, rounded up",
     )
     bound: Annotated[float, Field(gt=0)] | Literal["median"] = Field(
-        "median", description="rule=norm: greatest length of a change, or the round's median"
+        "median", description="norm: maximum norm of a change; median: of the round's changes"
     )
 
     @model_validator(mode="after")
@@ -89,23 +89,27 @@ class Robust(Stage):
         fed = settings.federation
         if fed.clients_per_round < self.least:
             raise ValueError(
-                f"{name} with robust.share={self.config.share:g} needs {self.least} clients a "
-                f"round, federation.clients_per_round={fed.clients_per_round}"
+                f"{name} with robust.share={self.config.share:g} needs {self.least} clients per "
+                f"round: federation.clients_per_round={fed.clients_per_round} is too small"
             )
         if settings.is_set("privacy"):
-            raise ValueError(f"{name} reads single changes, which the section privacy hides")
+            raise ValueError(
+                f"{name} needs each client's change, which the section privacy hides; remove one "
+                "of both"
+            )
         if fed.compute != "full" or fed.weighting != "uniform":
             raise ValueError(
-                f"{name} weighs whole changes alike; federation.compute={fed.compute!r} and "
-                f"federation.weighting={fed.weighting!r}: allowed are full and uniform"
+                f"{name} gives all changes the same weight: federation.compute={fed.compute!r} and "
+                f"federation.weighting={fed.weighting!r} must be full and uniform"
             )
 
     def begin(self) -> list[str]:
         """Reject methods that send more than the shared part."""
         if more := sorted(self.plan.lengths.keys() - {"shared"}):
             raise InputError(
-                f"robust.rule={self.config.rule!r} only covers the trained numbers, and "
-                f"{self.settings.method_as_set} also sends {', '.join(more)}"
+                f"robust.rule={self.config.rule!r} supports only methods that send nothing but the "
+                f"trained parameters, and {self.settings.method_as_set} also sends "
+                f"{', '.join(more)}; use another method"
             )
         return []
 

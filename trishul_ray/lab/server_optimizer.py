@@ -30,20 +30,18 @@ PLAIN_RATE, ADAPTIVE_RATE = 1.0, 1e-3
 
 
 class ServerConfig(Section):
-    """The server optimizer."""
-
     optimizer: Literal["none", "sgd", "adagrad", "adam", "yogi"] = Field(
         "none", description="server optimizer on the mean change; sgd has momentum (FedAvgM)"
     )
     lr: float | None = Field(
-        None, gt=0, description="server learning rate; default 1 for sgd, 1e-3 for adaptive ones"
+        None, gt=0, description="server learning rate; default: 1 for sgd, 1e-3 for all others"
     )
     momentum: float = Field(
         0.9, ge=0, lt=1, description="β1: momentum of sgd, first moment decay of adam and yogi"
     )
     beta2: float = Field(0.99, ge=0, lt=1, description="second moment decay of adam and yogi")
     tau: float = Field(
-        1e-3, gt=0, description="τ: adaptivity, below which a change counts less; v starts at τ²"
+        1e-3, gt=0, description="τ: reduces steps of changes below it; v starts at τ²"
     )
 
     @model_validator(mode="after")

@@ -93,7 +93,7 @@ def test_trimmed_mean_resists_few_attackers(executor, tmp_path):
         (["method=fedex"], "robust: needs a method whose next state is a function of the mean"),
         (["robust.rule=krum"], r"robust.rule='krum' with robust.share=0.2 needs 5 clients"),
         (["privacy.noise=1"], "which the section privacy hides"),
-        (["federation.weighting=size"], "federation.weighting='size': allowed are full and"),
+        (["federation.weighting=size"], "federation.weighting='size' must be full and uniform"),
         (["federation.compute=uniform"], "federation.compute='uniform'"),
         (["robust.bound=1"], "bound=1.0 has no effect with rule='median'"),
         (["attack.scale=2"], "scale=2.0 has no effect with share=0"),

@@ -54,7 +54,7 @@ from trishul_ray.storage.durable import Json
 
 #: Reasons why sections are not supported with this section.
 _EXCLUDED = {
-    "privacy": "its accounting needs cohorts of independent draws",
+    "privacy": "its accounting needs independently sampled cohorts",
     "cohort": "it selects the clients of synchronous rounds",
     "uploads": "the schedule needs the size of an upload before the client trains",
     "downloads": "the schedule needs the size of a broadcast before the server sends it",
@@ -77,7 +77,7 @@ class AsyncConfig(Section):
     max_staleness: int | None = Field(
         None,
         ge=0,
-        description="drop uploads that started more updates ago than this; default: use all",
+        description="drop uploads whose jobs started more updates ago; default: use all uploads",
     )
     weight: Literal["constant", "polynomial", "hinge"] = Field(
         "polynomial", description="weight of an upload by its staleness"
@@ -88,8 +88,8 @@ class AsyncConfig(Section):
     )
     grace: int = Field(4, ge=0, description="weight=hinge: largest staleness of weight 1")
     mixing: float = Field(
-        0.6, gt=0, le=1, description="fedasync: part of the model that an upload without staleness "
-        "replaces"
+        0.6, gt=0, le=1, description="fedasync: fraction of the model that an upload without "
+        "staleness replaces"
     )  # fmt: skip
 
     @model_validator(mode="after")
@@ -162,14 +162,14 @@ class Asynchronous(Stage):
         for section in self.settings.stages:
             reason = _EXCLUDED.get(section, "")
             if STAGES[section].needs_client_changes:
-                reason = "it compares changes since one broadcast"
+                reason = "it compares changes since the same broadcast"
             if reason:
                 raise ValueError(f"{name} is not supported with the section {section}: {reason}")
-        own = "keeps a part of the model with the client" if method.personal else ""
+        own = "keeps a part of the model on the client" if method.personal else ""
         if method.mirrored:
-            own = "keeps a state with the client that the server adds up in every round"
+            own = "keeps a client state that the server sums in every round"
         if not method.aggregates_mean_only:
-            own = "needs more of a round than the mean change"
+            own = "needs more than the mean change of a round"
         if own:
             raise ValueError(
                 f"{name} is not supported with {self.settings.method_as_set}: it {own}"
@@ -195,8 +195,9 @@ class Asynchronous(Stage):
         """
         if more := sorted(self.plan.lengths.keys() - {"shared"}):
             raise InputError(
-                f"async.kind={self.config.kind!r} only covers the trained numbers, and "
-                f"{self.settings.method_as_set} also sends {', '.join(more)}"
+                f"async.kind={self.config.kind!r} supports only methods that send nothing but the "
+                f"trained parameters, and {self.settings.method_as_set} also sends "
+                f"{', '.join(more)}; use another method"
             )
         self.clock = ClientClock.of(self.devices, self.settings, self.plan)
         self._sizes = np.array([unit.size for unit in self.plan.units])

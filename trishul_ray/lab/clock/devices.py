@@ -39,7 +39,7 @@ class DevicesConfig(Section):
 
     kind: Literal["none", "lognormal", "file"] = Field(
         "none",
-        description="none: no clock; lognormal: speeds and bandwidths sampled by the seed; file: "
+        description="none: no clock; lognormal: speeds and bandwidths sampled from the seed; file: "
         "read from devices.path",
     )
     speed: float = Field(1e12, gt=0, description="lognormal: median speed, FLOP/s")
@@ -54,7 +54,7 @@ class DevicesConfig(Section):
     latency: float = Field(
         0.1,
         ge=0,
-        description="seconds of each client's round without transfer and computing",
+        description="seconds of each client's round in addition to transfer and computing",
     )
     path: PathText | None = Field(
         None,

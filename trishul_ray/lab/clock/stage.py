@@ -35,7 +35,7 @@ class CohortConfig(Section):
     select: Literal["uniform", "power_of_choice"] = Field(
         "uniform",
         description="uniform; power_of_choice: sample candidates in proportion to their rows, and "
-        "select those with the highest last loss",
+        "select the candidates with the highest last loss",
     )
     candidates: float = Field(
         2.0, ge=1, description="power_of_choice: candidates per selected client"
@@ -50,7 +50,7 @@ class CohortConfig(Section):
     deadline: float | None = Field(
         None,
         gt=0,
-        description="seconds of the clock after which a round ends; later clients are dropped; "
+        description="simulated seconds after which a round ends; later clients are dropped; "
         "default: none",
     )
     dropout: float = Field(
@@ -126,7 +126,7 @@ class Clock(Stage):
                 f"cohort.extra={self.options.extra:g} selects {self.size} of "
                 f"federation.clients={fed.clients} "
                 + f"(less federation.held_out={fed.held_out:g}) " * (fed.held_out > 0)
-                + "clients; it must select at most all"
+                + "clients; reduce cohort.extra"
             )
 
     @property

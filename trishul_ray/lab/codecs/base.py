@@ -26,15 +26,15 @@ class CodecFields(Section):
     """The codec of a section, and the fields that codecs read."""
 
     codec: str = Field(
-        NONE, description="how numbers are sent: none (unchanged), or a codec's name"
+        NONE, description="encoding of the numbers: none (float32), or the name of a codec"
     )
     rounding: Literal["nearest", "stochastic"] = Field(
         "nearest",
-        description="int8, int4: to the nearest step, or at random up or down, without bias",
+        description="int8, int4: round to the nearest step, or stochastically (unbiased)",
     )
     density: float = Field(
         0.25,
-        description="topk: fraction of the entries that are sent, those of largest magnitude",
+        description="topk: fraction of the entries to send, by largest magnitude",
         gt=0,
         le=1,
     )

@@ -69,8 +69,8 @@ def stays_within_bound(codec: Codec, message: Message) -> None:
     over = np.abs(read[entries] - change[entries]) - bound - ROUNDING * size
     require(
         bool((over <= 0).all()),  # also False for NaN
-        f"an entry is off by {float(over.max(initial=0)):.2g} more than bound() in a change "
-        f"of up to {size:.2g}",
+        f"the error of an entry is {float(over.max(initial=0)):.2g} more than bound(), in a change "
+        f"with entries up to {size:.2g}",
     )
 
 
@@ -78,10 +78,13 @@ def repeats_bytes(codec: Codec, message: Message) -> None:
     """Check that a codec has no state, and no randomness except from its stream."""
     sizes, change = message
     first, second = (codec.encode(change, sizes, np.random.default_rng(3)) for _ in range(2))
-    require(first == second, "the same change and stream give other bytes")
+    require(first == second, "encoding a change twice from the same stream gives different bytes")
     again = build_codec(codec.fields)
     read = [each.decode(first, sizes).tobytes() for each in (codec, again)]
-    require(read[0] == read[1], "an instance must hold no state: another one reads other numbers")
+    require(
+        read[0] == read[1],
+        "another instance decodes different numbers: instances must not have a state",
+    )
 
 
 def sends_no_unchanged_unit(codec: Codec, message: Message) -> None:
@@ -92,7 +95,7 @@ def sends_no_unchanged_unit(codec: Codec, message: Message) -> None:
     larger = codec.encode(longer, more, np.random.default_rng(1))
     bits = -(-len(more) // 8) - -(-len(sizes) // 8)  # flags, in whole bytes
     extra = len(larger) - len(payload)
-    require(extra == bits, f"two units of zeros cost {extra} bytes in place of {bits}")
+    require(extra == bits, f"two units of zeros cost {extra} bytes instead of {bits}")
 
 
 CHECKS["codec"] = checks_of

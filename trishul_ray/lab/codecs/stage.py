@@ -37,8 +37,8 @@ class UploadsConfig(CodecFields):
 
     error_feedback: bool = Field(
         False,
-        description="add the coding error to a client's next change; checkpoints then hold "
-        "as many numbers for each client as it sends",
+        description="add the coding error to a client's next change; checkpoints then store the "
+        "errors of every client, one per uploaded number",
     )
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ TEST_SETS = {
 COMMONSENSE = register_dataset(
     PublicDataset(
         name="commonsense-15k",
-        description="questions with choices, 15,119 / eight test sets, 22,419",
+        description="multiple-choice questions, 15,119 / eight test sets, 22,419",
         repo=HubRepo("commonsense-15k", file_patterns=("{split}.json",)),
         rows=InstructionRows(
             names={"instruction": "instruction", "input": "input", "output": "output"}

@@ -72,7 +72,7 @@ STSB = register_dataset(
     replace(
         MRPC,
         name="glue/stsb",
-        description="how similar two sentences are, 0 to 5, 5,749 / 1,500",
+        description="similarity of two sentences, 0 to 5, 5,749 / 1,500",
         repo=replace(MRPC.repo, config="stsb", file_patterns=("stsb/{split}-*.parquet",)),
         rows=ScoredTextRows(("sentence1", "sentence2"), "label", lowest=0.0, highest=5.0),
         sizes={"train": 5_749, "validation": 1_500},

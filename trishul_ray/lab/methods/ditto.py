@@ -38,7 +38,7 @@ class DittoConfig(AnyAdapterConfig):
     lam: float = Field(
         0.1,
         ge=0,
-        description="λ: pull of personalized models to the broadcast; 0: local training",
+        description="λ: pull of personalized models toward the broadcast; 0: local training",
     )
 
 
@@ -54,7 +54,7 @@ class Ditto(FedAvg):
     """FedAvg, and a personalized model of each client near the global model."""
 
     Config = DittoConfig
-    summary = "FedAvg, and a personalized model per client, pulled to the global model"
+    summary = "FedAvg, and a personalized model per client, pulled toward the global model"
     reference = "Li et al., ICML 2021, arXiv 2012.04221"
     personal = True
 
@@ -89,8 +89,8 @@ class Ditto(FedAvg):
         run.metrics["own_loss"] = loss = float(torch.stack(losses).double().mean())
         if not torch.isfinite(run.vector).all():
             raise PermanentError(
-                f"the personalized model of client {run.client} is not finite after "
-                f"round {run.round} "
-                f"(optimizer.lr={run.optimizer.lr}, mean loss {loss}): try a smaller learning rate"
+                f"the personalized model of client {run.client} is not finite after round "
+                f"{run.round} (optimizer.lr={run.optimizer.lr}, mean loss {loss}): try a "
+                "smaller learning rate"
             )
         return sent, {"vector": run.vector.clone()}

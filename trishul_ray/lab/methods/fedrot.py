@@ -35,7 +35,10 @@ class FedRotConfig(MethodConfig):
     """Hyper-parameters of FedRot-LoRA."""
 
     strength: float = Field(
-        1.0, ge=0, le=1, description="l: how far factors are rotated; 0 is FedIT, 1 is all the way"
+        1.0,
+        ge=0,
+        le=1,
+        description="l: strength of the rotation; 0 is FedIT, 1 is the full rotation",
     )
 
 
@@ -44,7 +47,7 @@ class FedRot(FedIT):
     """FedIT with factors that clients align before averaging."""
 
     Config = FedRotConfig
-    summary = "LoRA; A and B rotated towards the broadcast, then averaged separately (inexact)"
+    summary = "LoRA; A and B rotated toward the broadcast, then averaged separately (inexact)"
     reference = "Zhang et al., ICML 2026, arXiv 2602.23638"
     #: Tuned like the other rates of the row, over 1e-3 to 5e-3 (2026-11-25).
     rates: ClassVar = {"cifar100 trishul/vit-s14-photos": 2.0e-3}

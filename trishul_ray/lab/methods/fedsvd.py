@@ -43,8 +43,8 @@ class FedSVD(FedIT):
         super().check(settings)
         if settings.remembered:
             raise ValueError(
-                f"{settings.remembered[0]} adds to a change what earlier rounds left, and "
-                f"method={self.config.name!r} changes its bases between rounds"
+                f"{settings.remembered[0]} adds a state of earlier rounds to a change, and "
+                f"method={self.config.name!r} changes its bases between rounds; use only one"
             )
 
     def round_wire(self, layout: Layout, round_number: int) -> tuple[str, ...]:

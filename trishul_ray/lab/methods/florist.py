@@ -41,7 +41,7 @@ class FLoRISTConfig(MethodConfig):
     """Hyper-parameters of FLoRIST."""
 
     threshold: float = Field(
-        0.9, gt=0, le=1, description="τ: least share of the squared singular values that is kept"
+        0.9, gt=0, le=1, description="τ: minimum fraction of the squared singular values to keep"
     )
 
 
@@ -50,9 +50,9 @@ class FLoRIST(FedIT):
     """Average the products without forming them, and keep their leading components."""
 
     Config = FLoRISTConfig
-    summary = "LoRA of any ranks, stacked; SVD of the stack, cut at a share of its energy"
+    summary = "LoRA of any ranks, stacked; SVD of the stack, truncated at a fraction of its energy"
     reference = "Ramesh and Dass, MLSys 2026, arXiv 2506.09199"
-    communication = "p (d_in + d_out) per matrix up and down, p <= r; at first r"
+    communication = "p (d_in + d_out) per matrix up and down, p <= r; initially r"
     aggregates_mean_only = False
     needs_uploads = True
     takes_limits = True
@@ -98,7 +98,7 @@ class FLoRIST(FedIT):
             return ""
         return (
             f"kept_energy is {kept:.3g} in round 1, below method.threshold={threshold:g}: the "
-            "adapter's rank has no room for more; raise adapter.rank or budget"
+            "adapter's rank is too small; increase adapter.rank or budget"
         )
 
 

@@ -30,7 +30,7 @@ class FRLoRAConfig(MethodConfig):
     """Hyper-parameters of FRLoRA."""
 
     exact: bool = Field(
-        False, description="fold the mean of the products, not the product of the mean factors"
+        False, description="fold the mean of the products instead of the product of the means"
     )
 
 

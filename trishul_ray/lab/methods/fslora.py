@@ -43,7 +43,10 @@ class FSLoRAConfig(MethodConfig):
     """Hyper-parameters of FSLoRA."""
 
     ratio: float = Field(
-        1.0, gt=0, le=1, description="share of the components that a client of full compute trains"
+        1.0,
+        gt=0,
+        le=1,
+        description="fraction of the components that a client of full compute trains",
     )
 
 

@@ -39,7 +39,7 @@ class LoRAFair(FedIT):
     """FedIT with a correction of the averaged B."""
 
     Config = LoRAFairConfig
-    summary = "LoRA; A and B averaged, B corrected towards the mean product (nearly exact)"
+    summary = "LoRA; A and B averaged, B corrected toward the mean product (nearly exact)"
     reference = "Bian et al., ICCV 2025, arXiv 2411.14961"
     aggregates_mean_only = False  # reads the mean of the products
     contribution = FedIT.with_products

@@ -21,9 +21,8 @@ class PrivateConfig(RavanConfig):
     private_heads: int = Field(
         1,
         ge=1,
-        description="core heads of each matrix that stay with the client: trained in each of its "
-        "rounds, never sent; a matrix with no more heads than that shares one. With "
-        "adapter.heads, all stay",
+        description="core heads of each matrix that the client trains and never sends; a matrix "
+        "with fewer heads still shares one head. If equal to adapter.heads, all heads are private",
     )
 
 

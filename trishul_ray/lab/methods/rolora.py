@@ -20,9 +20,9 @@ from trishul_ray.methods.fedit import FedIT
 class RoLoRA(FedIT):
     """Train and average B in odd rounds, and A in even rounds."""
 
-    summary = "LoRA; B and A trained and averaged in turns (exact)"
+    summary = "LoRA; B and A trained and averaged alternately (exact)"
     reference = "Chen et al., NeurIPS 2025, arXiv 2502.01755"
-    communication = "r d_out or r d_in per matrix up in turns, both down"
+    communication = "r d_out or r d_in per matrix up, alternately; both down"
     #: Tuned like the other rates of the row, over 5e-4 to 5e-3 (2026-11-25).
     rates: ClassVar = {"cifar100 trishul/vit-s14-photos": 1.0e-3}
 

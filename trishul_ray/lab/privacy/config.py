@@ -34,17 +34,17 @@ class PrivacyConfig(Section):
         None,
         gt=0,
         le=100,
-        description="ε of the whole run, from which the noise follows; the id has ε, not the "
-        "noise. unit=example: of the client with the largest ε",
+        description="ε of the whole run, which determines the noise; the id has ε, not the noise. "
+        "unit=example: of the client with the largest ε",
     )
     noise: float | None = Field(
         None,
         ge=0,
         description="noise multiplier z instead of epsilon: standard deviation of the noise on the "
-        "sum of a round, or of a local step, over the clip norm",
+        "sum of a round, or of a local step, divided by the clip norm",
     )
     budget: float | None = not_in_id(
-        None, "with noise: the largest ε; reduces federation.rounds to the rounds within it", gt=0
+        None, "with noise: maximum ε; reduces federation.rounds to the rounds that it allows", gt=0
     )
     delta: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = Field(
         "auto",
@@ -64,8 +64,8 @@ class PrivacyConfig(Section):
     chunk: int = Field(
         64,
         ge=1,
-        description="unit=example: the most rows of a forward pass, whose gradients take 4 P bytes "
-        "per row",
+        description="unit=example: maximum number of rows of a forward pass; their gradients take "
+        "4 P bytes per row",
     )
 
     @model_validator(mode="after")
@@ -78,17 +78,17 @@ class PrivacyConfig(Section):
         if self.epsilon is not None and self.noise is not None:
             raise ValueError(
                 f"privacy.epsilon={self.epsilon:g} and privacy.noise={self.noise:g} exclude each "
-                "other; set only one (privacy.budget is the largest ε for a given noise)"
+                "other; set only one (privacy.budget is the maximum ε for a given noise)"
             )
         if self.noise is not None and 0 < self.noise < SMALLEST_NOISE:
             raise ValueError(
-                f"privacy.noise={self.noise:g} is too small for an accountant; set 0 (none), or at "
-                f"least {SMALLEST_NOISE:g}"
+                f"privacy.noise={self.noise:g} is too small for an accountant; set 0 (no noise) "
+                f"or at least {SMALLEST_NOISE:g}"
             )
         if self.budget is not None and not self.noise:
             raise ValueError(
-                f"privacy.budget={self.budget:g} needs privacy.noise above 0; epsilon is a budget "
-                "by itself"
+                f"privacy.budget={self.budget:g} needs privacy.noise above 0; set privacy.noise "
+                "or only privacy.epsilon"
             )
         return self
 

@@ -72,7 +72,7 @@ STABILITY = 0.01
 ACCOUNTANT = "PLD, Poisson sampling, add or remove one example"
 #: Contents of a run's files that its epsilon does not cover.
 OUTSIDE = (
-    "train_loss, the share of clipped examples, the measured signal-to-noise ratio, sizes of "
+    "train_loss, the fraction of clipped examples, the measured signal-to-noise ratio, sizes of "
     "shards, scores on validation rows and clients' own test rows, per_client, personal, the "
     "spectra and other diagnostics of clients, cohorts, traffic, simulated seconds"
 )
@@ -170,7 +170,10 @@ class ExamplePrivacy(Stage):
         """Reject methods that read rows other than through the gradients of local steps."""
         name = self.settings.method_as_set
         if method.survey_plan is not None:
-            raise ValueError(f"privacy.unit='example': {name} reads rows in a survey, in clear")
+            raise ValueError(
+                f"privacy.unit='example': {name} reads rows in a survey, without noise; use "
+                "another method or allocation"
+            )
         if method.units_by_data:
             raise ValueError(
                 f"privacy.unit='example': {method.units_by_data} may read rows outside of local "

@@ -86,7 +86,7 @@ class Privacy(Stage):
         if (weighting := self.settings.federation.weighting) != "uniform":
             raise ValueError(
                 f"privacy: federation.weighting={weighting!r} lets a client with many rows exceed "
-                "the clip norm; set uniform"
+                "the clip norm; set federation.weighting=uniform"
             )
         if self.config.clip == "auto" and self.settings.federation.local_epochs is not None:
             raise ValueError(
@@ -95,14 +95,14 @@ class Privacy(Stage):
             )
         if setting := method.units_by_data:
             raise ValueError(
-                f"privacy: {setting} sends which units a client's data select, in clear; select "
-                "them at random"
+                f"privacy: {setting} reveals which units a client's data select; set "
+                "method.selection=random"
             )
         if (plan := method.survey_plan) is not None and plan.decides_adapters:
             raise ValueError(
-                f"privacy: {self.settings.method_as_set} lets measurements of clients before round "
-                "1 decide the adapters, in clear; set method.allocation=waterfill or uniform for "
-                "trishul"
+                f"privacy: {self.settings.method_as_set} is not supported, because measurements of "
+                "clients before round 1 decide the adapters without noise; for trishul, set "
+                "method.allocation=waterfill or uniform"
             )
 
     @property
