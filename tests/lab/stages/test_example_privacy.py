@@ -44,9 +44,11 @@ from trishul_ray.stages import LocalStep, Stages
 
 EXAMPLE = "privacy.unit=example"
 ADAPTERS = [name for name in PUBLISHED if not method_class(name).train_all]
-#: Methods with a survey, and Ditto, read rows outside of local steps.
+#: Methods that read rows only in local steps; Fed-SB also reads them in its survey.
 ACCEPTED = [
-    name for name in SINGLE if not method_class(name).train_all and name not in ("fedsb", "ditto")
+    name
+    for name in SINGLE
+    if not method_class(name).train_all and not method_class(name).reads_rows and name != "fedsb"
 ]
 
 
@@ -380,6 +382,11 @@ def test_methods_without_a_survey_are_accepted(method):
 )
 def test_unsupported_experiments_are_rejected_in_one_line(words, said):
     assert said in refused("privacy.noise=1", *words.split())
+
+
+def test_methods_that_read_rows_are_rejected(monkeypatch):
+    monkeypatch.setattr(method_class("fedit"), "reads_rows", True)
+    assert "method='fedit' reads rows outside of" in refused("privacy.noise=1", "method=fedit")
 
 
 def test_unit_without_epsilon_is_rejected():

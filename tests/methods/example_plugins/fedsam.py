@@ -18,6 +18,7 @@ class FedSAM(FedIT):
     summary = "LoRA; A and B by sharpness-aware minimization"
     reference = "Qu et al., ICML 2022, arXiv 2206.02618"
     communication = "r (d_in + d_out) per matrix up and down"
+    reads_rows = True
 
     def before_step(self, run: LocalRun) -> None:
         """Replace the gradient of this step by the gradient at the point in its direction."""

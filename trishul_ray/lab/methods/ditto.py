@@ -57,6 +57,7 @@ class Ditto(FedAvg):
     summary = "FedAvg, and a personalized model per client, pulled toward the global model"
     reference = "Li et al., ICML 2021, arXiv 2012.04221"
     personal = True
+    reads_rows = True
 
     def start(self, run: LocalRun, initial: Tensor) -> None:
         """Load the broadcast or, to score a personalized model, the client's v."""

@@ -64,17 +64,16 @@ if TYPE_CHECKING:
 NOISE = "privacy_noise"
 #: Column of the record: norm of the sum of clipped gradients divided by z S sqrt(P).
 SIGNAL = "privacy_signal_to_noise"
-#: Methods that read ``run.gradient`` outside of local steps.
-READS_ROWS = frozenset({"ditto"})
 #: γ of automatic clipping, as in all experiments of its source.
 STABILITY = 0.01
 #: Name of the accounting method.
 ACCOUNTANT = "PLD, Poisson sampling, add or remove one example"
 #: Contents of a run's files that its epsilon does not cover.
 OUTSIDE = (
-    "train_loss, the fraction of clipped examples, the measured signal-to-noise ratio, sizes of "
-    "shards, scores on validation rows and clients' own test rows, per_client, personal, the "
-    "spectra and other diagnostics of clients, cohorts, traffic, simulated seconds"
+    "train_loss, the mean norm of gradients, the fraction of clipped examples, the measured "
+    "signal-to-noise ratio, sizes of shards, scores on validation rows and on clients' test rows, "
+    "per_client, personal, the spectra and other diagnostics of clients, cohorts, traffic, "
+    "simulated seconds"
 )
 
 
@@ -179,7 +178,7 @@ class ExamplePrivacy(Stage):
                 f"privacy.unit='example': {method.units_by_data} may read rows outside of local "
                 "steps; set method.selection=random"
             )
-        if method.config.name in READS_ROWS:
+        if method.reads_rows:
             raise ValueError(
                 f"privacy.unit='example': {name} reads rows outside of local steps; use another "
                 "method"

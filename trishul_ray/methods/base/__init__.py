@@ -153,6 +153,10 @@ class Method:
     #: (initially zero), so that the server can track the sum over all clients. If a stage alters
     #: the change, the client stores its previous tensors plus the change that the server receives.
     mirrored: ClassVar[frozenset[str]] = frozenset()
+    #: Whether clients read rows with :attr:`LocalRun.gradient`, with every configuration, in
+    #: addition to the gradients of local steps. Stages that replace the gradients of local steps do
+    #: not support it, and reject the method.
+    reads_rows: bool = False
     #: Whether :meth:`weight` also applies to the classification head. If not, the classification
     #: head is averaged only with ``federation.weighting``.
     weighs_classifier: ClassVar[bool] = True
