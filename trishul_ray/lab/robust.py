@@ -46,7 +46,7 @@ class RobustConfig(Section):
         description="trimmed, krum: fraction of a cohort that may be harmful, rounded up",
     )
     bound: Annotated[float, Field(gt=0)] | Literal["median"] = Field(
-        "median", description="norm: maximum norm of a change; median: of the round's changes"
+        "median", description="norm: maximum norm of a change, or the median norm of the round"
     )
 
     @model_validator(mode="after")
@@ -94,8 +94,8 @@ class Robust(Stage):
             )
         if settings.is_set("privacy"):
             raise ValueError(
-                f"{name} needs each client's change, which the section privacy hides; remove one "
-                "of both"
+                f"{name} needs each client's change, which the section privacy hides; set only "
+                "one of them"
             )
         if fed.compute != "full" or fed.weighting != "uniform":
             raise ValueError(

@@ -118,8 +118,8 @@ class Clock(Stage):
         fed = self.settings.federation
         if self.devices.on and fed.local_epochs is not None:
             raise ValueError(
-                "devices.kind: the clock computes the seconds of federation.local_steps; set them "
-                "instead of federation.local_epochs"
+                f"devices.kind={self.devices.kind}: the clock computes the seconds of "
+                "federation.local_steps; set them instead of federation.local_epochs"
             )
         if self.size > fed.participants:
             raise ValueError(

@@ -22,7 +22,7 @@ class PrivateConfig(RavanConfig):
         1,
         ge=1,
         description="core heads of each matrix that the client trains and never sends; a matrix "
-        "with fewer heads still shares one head. If equal to adapter.heads, all heads are private",
+        "without more heads still shares one. If equal to adapter.heads, all heads are private",
     )
 
 

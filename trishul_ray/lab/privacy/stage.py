@@ -57,7 +57,7 @@ from trishul_ray.storage.durable import Json
 SURVEY_NORM = 1e-6
 #: Contents of a run's files that its epsilon does not cover.
 OUTSIDE = (
-    "train_loss, scores on validation rows and clients' own test rows, per_client, personal, the "
+    "train_loss, scores on validation rows and on clients' test rows, per_client, personal, the "
     "spectra and other diagnostics of clients, norms, coding errors and the number of clipped "
     "uploads, rejected uploads, cohorts, traffic, simulated seconds"
 )
@@ -101,7 +101,7 @@ class Privacy(Stage):
         if (plan := method.survey_plan) is not None and plan.decides_adapters:
             raise ValueError(
                 f"privacy: {self.settings.method_as_set} is not supported, because measurements of "
-                "clients before round 1 decide the adapters without noise; for trishul, set "
+                "clients before round 1 determine the adapters without noise; for trishul, set "
                 "method.allocation=waterfill or uniform"
             )
 
