@@ -1,1 +1,1 @@
-"""Codecs: how a change becomes bytes. See :mod:`trishul_ray.lab.codecs.base`."""
+"""Codecs, which encode changes as bytes; see :mod:`trishul_ray.lab.codecs.base`."""
