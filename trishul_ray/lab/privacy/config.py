@@ -54,7 +54,7 @@ class PrivacyConfig(Section):
         "auto",
         description="clip norm S of a client's change; auto: optimizer.lr "
         "sqrt(federation.local_steps P) for P sent numbers, which reads no data. unit=example: of "
-        "the gradient of an example; auto: 1, with every gradient normalized (automatic clipping)",
+        "the gradient of an example; auto: 1",
     )
     sampling: Sampling = Field(
         "poisson",

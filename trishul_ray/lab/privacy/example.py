@@ -6,9 +6,7 @@ independently, with probability ``q = min(1, batch_size / n_c)``. The gradient o
 
     g = (sum_i g_i min(1, S / ||g_i||) + N(0, (z S)^2)) / (q n_c)
 
-The denominator is constant, and an empty batch is a step of noise. With ``clip=auto``, S is 1 and
-the factor of an example is ``1 / (||g_i|| + 0.01)``: automatic clipping (AUTO-S of Bu et al.,
-NeurIPS 2023, arXiv 2206.07136), which does not depend on the scale of gradients.
+The denominator is constant, and an empty batch is a step of noise.
 
 The method's correction, the optimizer and a prox follow; they read no other data. The uploads of a
 client, and the states that the server computes from them, have the guarantee of the client's steps.
@@ -64,8 +62,6 @@ if TYPE_CHECKING:
 NOISE = "privacy_noise"
 #: Column of the record: norm of the sum of clipped gradients divided by z S sqrt(P).
 SIGNAL = "privacy_signal_to_noise"
-#: γ of automatic clipping, as in all experiments of its source.
-STABILITY = 0.01
 #: Name of the accounting method.
 ACCOUNTANT = "PLD, Poisson sampling, add or remove one example"
 #: Contents of a run's files that its epsilon does not cover.
@@ -266,7 +262,7 @@ class ExamplePrivacy(Stage):
             if len(rows):
                 losses, gradients = step.examples(rows)
                 norms = row_norms(gradients)
-                factors = clip_factors(norms, norm, automatic=self.config.clip == "auto")
+                factors = clip_factors(norms, norm)
                 grad += factors @ gradients
                 loss = loss + losses.sum()
                 total = total + norms.sum()
@@ -329,7 +325,6 @@ def row_norms(gradients: "Tensor") -> "Tensor":
     return norms
 
 
-def clip_factors(norms: "Tensor", bound: float, *, automatic: bool = False) -> "Tensor":
-    """Compute ``min(1, S / ||g_i||)``, or ``S / (||g_i|| + γ)`` if automatic; float32 [k]."""
-    factors = bound / (norms + STABILITY) if automatic else (bound / norms).clamp(max=1.0)
-    return factors.float()
+def clip_factors(norms: "Tensor", bound: float) -> "Tensor":
+    """Compute ``min(1, S / ||g_i||)``, float32 [k]."""
+    return (bound / norms).clamp(max=1.0).float()
