@@ -14,7 +14,7 @@ The diagnostic ``aggregation_error`` is relative to products that include the pr
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
@@ -33,6 +33,7 @@ class FeDeRA(FedIT):
 
     summary = "LoRA on the weight's principal components; A and B averaged (inexact)"
     reference = "Yan et al., 2024, arXiv 2404.18848"
+    rates: ClassVar = {"cifar100 trishul/vit-s14-photos": 1.0e-3}
 
     def adapters(self, targets: TargetLayers) -> dict[str, LayerAdapter]:
         """Attach LoRA, initialized from the principal components, to every target."""

@@ -21,7 +21,7 @@ client trains r k numbers per matrix, half as many as LoRA if the matrix is squa
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from trishul_ray.adapters.base import LayerAdapter
 from trishul_ray.adapters.layout import Layout
@@ -42,6 +42,7 @@ class FLoRG(Method):
     reference = "Meng et al., ICLR 2026, arXiv 2602.17095"
     communication = "r min(d_in, d_out) per matrix up and down"
     rates_like = "fedit"
+    rates: ClassVar = {"cifar100 trishul/vit-s14-photos": 2.0e-3}
     fields_read = FIELDS_READ["lora"]
 
     def adapters(self, targets: TargetLayers) -> dict[str, LayerAdapter]:

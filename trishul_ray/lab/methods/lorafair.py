@@ -17,6 +17,8 @@ Uploads, downloads and frozen weights are as in FedIT.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from trishul_ray.adapters.layout import Layout
@@ -41,6 +43,7 @@ class LoRAFair(FedIT):
     Config = LoRAFairConfig
     summary = "LoRA; A and B averaged, B corrected toward the mean product (nearly exact)"
     reference = "Bian et al., ICCV 2025, arXiv 2411.14961"
+    rates: ClassVar = {"cifar100 trishul/vit-s14-photos": 2.0e-3}
     aggregates_mean_only = False  # reads the mean of the products
     contribution = FedIT.with_products
 
