@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import metadata_load
 from method_runs import SINGLE
 from transformers import pipeline
 
@@ -70,6 +71,15 @@ def score(exports, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [float(line) for line in done.stdout.split()]
+
+
+def run_card(folder):
+    """Run the code of a model card, and return its variables."""
+    blocks = re.findall("```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
+    found = {}
+    for block in blocks:
+        exec(block.replace('folder = "."', f"folder = {str(folder)!r}"), found)
+    return found
 
 
 @pytest.fixture
@@ -245,7 +255,9 @@ def test_text_models_are_exported_with_their_tokenizer(merged, run, called, tmp_
         card = (folder / "README.md").read_text()
         assert "- needs: transformers >= 5" + " and peft >= 0.21.2" * (not merged) + "\n" in card
         kind = re.search(r"pipeline_tag: (.*)", card)[1]
-        if kind != "text2text-generation":  # transformers 5 has no pipeline for it.
+        if kind == "text2text-generation":  # transformers 5 has no pipeline for it.
+            assert run_card(folder)["prompt"] == "say ...:"
+        else:
             names = [name for name, _ in pipeline(kind, model=str(folder)).model.named_modules()]
             assert any("lora_A" in name for name in names) == (not merged)
         exports.append((str(folder), rows[40:], ["left", "right"]))
@@ -264,6 +276,7 @@ def test_exported_adapter_finds_its_backbone(run, tmp_path, vit_folder):
     result = run(model=str(tmp_path / "mine"), method="fedit", budget=2, evaluation={"limit": 16})
     saved = json.loads((tmp_path / "runs" / result.id / "adapter/adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == str(tmp_path / "mine")
+    assert "base_model" not in metadata_load(f"{result.adapter_path}/README.md")
     assert not (tmp_path / "runs" / result.id / "adapter/backbone").exists()
     by_itself = AutoModelForImageClassification.from_pretrained(
         result.adapter_path,
@@ -280,29 +293,45 @@ def test_exported_adapter_finds_its_backbone(run, tmp_path, vit_folder):
     assert accuracy == pytest.approx(result.final["accuracy"], abs=0.0626)
 
 
-@pytest.mark.parametrize("method", ["fullft", "fedit"])
-def test_exported_decoder_stops_at_template_ends(method, run, tmp_path):
+@pytest.mark.parametrize(
+    ("method", "template"), [("fullft", "chat"), ("fedit", "chat"), ("fedit", "plain")]
+)
+def test_exported_decoder_stops_at_template_ends(method, template, run, tmp_path, monkeypatch):
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     ends = {"bos_token_id": 5, "eos_token_id": 1, "pad_token_id": 0}
     config = LlamaConfig(vocab_size=400, num_attention_heads=2, **small, **ends)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "chat")
+    backbone = tmp_path / "hub/owner/chat"
+    LlamaForCausalLM(config).save_pretrained(backbone)
+    (backbone / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Chat\n")
     tokenizer = byte_tokenizer("llama")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}<sep>{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    tokenizer.save_pretrained(tmp_path / "chat")
+    tokenizer.save_pretrained(backbone)
     result = run(
-        "synthetic/instructions", model={"name": str(tmp_path / "chat")}, method=method,
-        template="chat", rounds=1, evaluation={"limit": 8},
+        "synthetic/instructions", model="owner/chat", hub=tmp_path / "hub", method=method,
+        template=template, rounds=1, evaluation={"limit": 8},
         **({"budget": 2} if method == "fedit" else {}),
     )  # fmt: skip
     folder = tmp_path / "whole"
+    monkeypatch.setenv("TRISHUL_HUB", str(tmp_path / "hub"))
     export_run(result.id, folder, merged=True, runs=str(tmp_path / "runs"))
-    stops = tokenizer.convert_tokens_to_ids(["</s>", "<sep>"])
+    ends = ["</s>", "<sep>"] if template == "chat" else ["</s>"]
+    stops = tokenizer.convert_tokens_to_ids(ends)
     assert GenerationConfig.from_pretrained(folder).eos_token_id == sorted(stops)
     assert result.model().generation_config.eos_token_id == sorted(stops)
     assert json.loads((folder / "task.json").read_text())["end_ids"] == sorted(stops)
-    assert "`eos_token_id`" in (folder / "README.md").read_text()
+    home = Path(result.adapter_path or folder)
+    known = metadata_load(home / "README.md")
+    assert (known["base_model"], known["license"]) == ("owner/chat", "apache-2.0")
+    assert known["library_name"] == ("transformers" if method == "fullft" else "peft")
+    assert ("lora" in known["tags"]) == (method == "fedit")
+    found = run_card(home)
+    prompt = tokenizer.decode(found["inputs"]["input_ids"][0])
+    assert "Name three rivers." in prompt and prompt.endswith(
+        "t:" if template == "chat" else "s.\n"
+    )
+    assert found["output"].shape[1] <= found["task"]["target_length"]

@@ -196,6 +196,11 @@ def _find(name: str, paths: "StoragePaths") -> Path | str:
     return name
 
 
+def is_hub_name(name: str) -> bool:
+    """Return whether ``name`` is a model of the hub, possibly in the mirror, and not a folder."""
+    return _HUB_NAME.fullmatch(name) is not None and local_folder(name) is None
+
+
 def local_folder(name: str) -> Path | None:
     """Return the folder of ``name``, or None; built-in and packaged names are not folders."""
     folder = Path(name).expanduser()

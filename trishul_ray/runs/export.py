@@ -10,11 +10,14 @@ whole model or of ``backbone/``, otherwise in ``config/``: transformers would lo
 
 import copy
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+from huggingface_hub import metadata_load, try_to_load_from_cache
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from transformers import PretrainedConfig
 
@@ -36,7 +39,15 @@ from trishul_ray.federation.worker.context import (
 from trishul_ray.methods.base import build_method
 from trishul_ray.models.builtin import BUILTINS
 from trishul_ray.models.choose_backbone import backbone_of
-from trishul_ray.models.find_model import ModelKind, image_config, quiet_transformers
+from trishul_ray.models.find_model import (
+    PACKAGED,
+    PASSED,
+    ModelKind,
+    find_model,
+    image_config,
+    is_hub_name,
+    quiet_transformers,
+)
 from trishul_ray.models.python_model import PythonBackbone
 from trishul_ray.models.weights import AUTO_CLASSES
 from trishul_ray.runs.folder import open_run
@@ -44,6 +55,8 @@ from trishul_ray.storage.durable import Json, check_writable
 from trishul_ray.tasks.base import Task
 from trishul_ray.tasks.image_classification import ImageClassification
 from trishul_ray.tasks.instruction import Instruction
+from trishul_ray.tasks.prompts import TextPrompt
+from trishul_ray.tasks.text2text import Text2Text
 from trishul_ray.version import __version__
 
 #: Folders of an exported adapter: a copy of the backbone, or its configuration with the classes.
@@ -55,6 +68,8 @@ _PIPELINES: dict[ModelKind, str] = {
     "seq2seq-lm": "text2text-generation",
     "causal-lm": "text-generation",
 }
+#: Keys of the license in a model card.
+_LICENSE = ("license", "license_name", "license_link")
 
 
 @dataclass(frozen=True)
@@ -341,8 +356,8 @@ def _model_card(
     context: ModelContext, backbone: _BackboneName | None, notes: dict[str, str]
 ) -> str:
     """Render the model card, which describes the model and contains the code that loads it."""
-    settings, kind = context.settings, context.task.model_kind
-    images = isinstance(context.task, ImageClassification)
+    settings, task = context.settings, context.task
+    kind, images = task.model_kind, isinstance(task, ImageClassification)
     made_in_python = isinstance(backbone_of(settings.model, settings.storage.paths), PythonBackbone)
     templates = Environment(
         loader=PackageLoader("trishul_ray.runs", "."),
@@ -354,6 +369,7 @@ def _model_card(
     )
     return templates.get_template("model_card.md").render(
         backbone=backbone,
+        base=_base_model(settings),
         python=settings.model.name.partition(":")[2] if made_in_python else "",
         pipeline=_PIPELINES[kind],
         method=settings.method.name,
@@ -365,8 +381,46 @@ def _model_card(
         auto=AUTO_CLASSES[kind].__name__,
         reader="AutoImageProcessor" if images else "AutoTokenizer",
         images=images,
-        generates=isinstance(context.task, Instruction),
+        generates=isinstance(task, Instruction | Text2Text),
+        instructions=isinstance(task, Instruction),
+        chat=isinstance(task, Instruction) and not isinstance(task.prompt, TextPrompt),
+        prompt=_example_prompt(task),
     )
+
+
+def _base_model(settings: Experiment) -> dict[str, str]:
+    """Return the hub name of the pretrained backbone, and the license in its model card.
+
+    The card is read from the backbone's folder or the cache of the hub, without the network.
+    """
+    name = settings.model.name
+    if settings.model.init == "random" or name.startswith(f"{PASSED}:"):
+        return {}
+    files, found = find_model(name, settings.storage.paths), dict[str, str]()
+    if name in PACKAGED:
+        found["base_model"] = f"sentence-transformers/{name}"
+    elif is_hub_name(name):
+        found["base_model"] = name
+    if isinstance(files.location, Path):
+        card: Any = files.location / "README.md"
+    else:
+        card = try_to_load_from_cache(files.location, "README.md")
+    with suppress(OSError, TypeError, ValueError, yaml.YAMLError):
+        known = metadata_load(card) or {}
+        found |= {key: known[key] for key in _LICENSE if isinstance(known.get(key), str)}
+    return found
+
+
+def _example_prompt(task: Task) -> str:
+    """Return Python code of a prompt for a task with a text template, or an empty string."""
+    if isinstance(task, Instruction) and isinstance(task.prompt, TextPrompt):
+        template, values = task.prompt.short, {"instruction": "Name three rivers.", "input": ""}
+    elif isinstance(task, Text2Text):
+        template, values = task.template, dict.fromkeys(task.template.fields, "...")
+    else:
+        return ""
+    words = ", ".join(f"{field}={values[field]!r}" for field in template.fields)
+    return f"{template.text!r}.format({words})"
 
 
 def _write_json(file: Path, content: Json) -> None:

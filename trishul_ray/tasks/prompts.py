@@ -101,6 +101,9 @@ class Prompt(ABC):
 class TextPrompt(Prompt):
     """A prompt with braces: one text, or separate texts for rows with and without an input.
 
+    Attributes:
+        short: The prompt of rows without an input.
+
     Raises:
         InputError: A text has an unknown field.
     """
@@ -108,9 +111,9 @@ class TextPrompt(Prompt):
     def __post_init__(self) -> None:
         forms = _forms(self.text)
         self._whole = Template(forms["with_input"], FIELDS, "instructions")
-        self._short = self._whole
+        self.short = self._whole
         if "without_input" in forms:
-            self._short = Template(forms["without_input"], FIELDS[:1], "instructions")
+            self.short = Template(forms["without_input"], FIELDS[:1], "instructions")
 
     def encode(self, rows: Sequence[Row], where: str) -> list[Encoded]:
         """Encode rows of one turn; prompt and response are tokenized separately."""
@@ -123,7 +126,7 @@ class TextPrompt(Prompt):
                 f"{len(row.messages)} messages: set task.template=turns, or chat if the "
                 "tokenizer has a chat template"
             )
-        template = self._whole if row.input.strip() else self._short
+        template = self._whole if row.input.strip() else self.short
         if row.input.strip() and "input" not in template.fields:
             raise InputError(
                 f"task.template has no {{input}}, but {where} has rows with an input: add it"
