@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet 
 export PYTHONDONTWRITEBYTECODE :=
 
 help:
-	@echo "make demo          run one federated experiment on embedded data"
+	@echo "make demo          compare two methods on embedded data"
 	@echo "make test          run the quick tests              (pytest gets ARGS=...)"
 	@echo "make test-slow     run the tests that start clusters, kill processes, or take long"
 	@echo "make test-core     run the tests of the core without extensions, on an old processor's kernels"
@@ -63,7 +63,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK := not slow and not chaos and not gpu
 
 demo: setup
-	$(BIN)/trishul run --central $(ARGS)
+	$(BIN)/trishul sweep --axis method=fedit,trishul $(ARGS)
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)" $(ARGS)
