@@ -177,9 +177,9 @@ class Experiment(Section):
             )
 
     @property
-    def remembered(self) -> tuple[str, ...]:
+    def stateful_fields(self) -> tuple[str, ...]:
         """Fields, as ``field=value``, with which a client's change depends on earlier rounds."""
-        return tuple(field for stage in Stages.of(self) for field in stage.remembered)
+        return tuple(field for stage in Stages.of(self) for field in stage.stateful_fields)
 
     def is_set(self, section: str) -> bool:
         """Return whether the section of a stage, which is off by default, is set."""

@@ -71,7 +71,7 @@ class ServerOptimizer(Stage):
     config: ServerConfig
 
     @property
-    def remembered(self) -> tuple[str, ...]:
+    def stateful_fields(self) -> tuple[str, ...]:
         """The optimizer, if it has moments, which depend on earlier rounds."""
         name = self.config.optimizer
         plain = name == "sgd" and self.config.momentum == 0

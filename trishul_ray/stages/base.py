@@ -176,7 +176,7 @@ class Stage:
         """
 
     @property
-    def remembered(self) -> tuple[str, ...]:
+    def stateful_fields(self) -> tuple[str, ...]:
         """Fields, as ``field=value``, whose effect on a change depends on earlier rounds."""
         return ()
 

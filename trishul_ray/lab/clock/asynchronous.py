@@ -140,7 +140,7 @@ class Asynchronous(Stage):
         return False
 
     @property
-    def remembered(self) -> tuple[str, ...]:
+    def stateful_fields(self) -> tuple[str, ...]:
         """The kind, because uploads were trained from earlier models."""
         return (f"async.kind={self.config.kind!r}",)
 

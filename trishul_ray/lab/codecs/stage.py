@@ -62,7 +62,7 @@ class Uploads(Stage):
     registries: ClassVar = {"codec": CODECS}
 
     @property
-    def remembered(self) -> tuple[str, ...]:
+    def stateful_fields(self) -> tuple[str, ...]:
         """Error feedback, which adds the errors of earlier rounds."""
         return ("uploads.error_feedback=true",) if self.config.error_feedback else ()
 

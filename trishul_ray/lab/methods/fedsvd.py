@@ -41,9 +41,9 @@ class FedSVD(FedIT):
     def check(self, settings: Settings) -> None:
         """Reject stages whose state depends on an earlier A."""
         super().check(settings)
-        if settings.remembered:
+        if settings.stateful_fields:
             raise ValueError(
-                f"{settings.remembered[0]} adds a state of earlier rounds to a change, and "
+                f"{settings.stateful_fields[0]} adds a state of earlier rounds to a change, and "
                 f"method={self.config.name!r} changes its bases between rounds; use only one"
             )
 

@@ -72,7 +72,7 @@ class Settings(Protocol):
         """The section ``federation``."""
 
     @property
-    def remembered(self) -> tuple[str, ...]:
+    def stateful_fields(self) -> tuple[str, ...]:
         """Fields, as ``field=value``, whose effect on a change depends on earlier rounds."""
 
     def is_set(self, section: str) -> bool:
