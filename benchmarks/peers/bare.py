@@ -3,7 +3,7 @@
 import itertools
 
 import torch
-from work import Turns, adapted, load, read, train, trained
+from workload import Turns, adapted, load, read, train, trained
 
 if __name__ == "__main__":
     turns, work = Turns(), read()

@@ -2,7 +2,7 @@
 
     python benchmarks/peers/compare.py [options]
 
-The work (``work.py``) is FedIT: LoRA on q, k, v and o of a small vision transformer with plain
+The work (``workload.py``) is FedIT: LoRA on q, k, v and o of a small vision transformer with plain
 averaging, 20 clients, 3 clients per round, 20 local steps of 32 images. The peers train with PEFT
 and a typical user's loop. Each system runs in a separate process, and the systems run their rounds
 alternately, in rotating order. The comparison stops if a system trains fewer local steps. Peers run
@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from _results import Goal, Report, Section, Times, argument_parser, paired
 from _stepped import Stepped
-from work import Work
+from workload import Workload
 
 HERE = Path(__file__).resolve().parent
 #: Script and arguments of each system, and the requirement of its environment, or "" for this one.
@@ -58,11 +58,11 @@ def environment(requirement: str, folder: Path) -> str:
     return str(python)
 
 
-def measure(work: Work, systems: dict[str, str], rounds: int) -> dict[str, list[float]]:
+def measure(work: Workload, systems: dict[str, str], rounds: int) -> dict[str, list[float]]:
     """Measure the rounds of all systems alternately, after a warm-up round.
 
     Args:
-        work: Work of a round.
+        work: Workload of a round.
         systems: Python interpreter of each system.
         rounds: Number of measured rounds.
 
@@ -93,7 +93,7 @@ def measure(work: Work, systems: dict[str, str], rounds: int) -> dict[str, list[
     return seconds
 
 
-def section(work: Work, seconds: dict[str, list[float]]) -> Section:
+def section(work: Workload, seconds: dict[str, list[float]]) -> Section:
     """Compare our rounds with the rounds of every other system."""
     times = {name: Times.of(values) for name, values in seconds.items()}
     rows, goals = [], []
@@ -124,15 +124,15 @@ def main() -> None:
     parser = argument_parser(__doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=10, help="measured rounds; one before them warms up")
-    add("--batch", type=int, default=Work.batch)
-    add("--steps", type=int, default=Work.steps, help="local steps")
-    add("--threads", type=int, default=Work.threads)
+    add("--batch", type=int, default=Workload.batch)
+    add("--steps", type=int, default=Workload.steps, help="local steps")
+    add("--threads", type=int, default=Workload.threads)
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     add("--environments", type=Path, default=HERE.parents[1] / "build" / "peers")
     options: argparse.Namespace = parser.parse_args()
     if OURS not in options.systems:
         parser.error(f"--systems must name {OURS!r}")
-    work = Work(steps=options.steps, batch=options.batch, threads=options.threads)
+    work = Workload(steps=options.steps, batch=options.batch, threads=options.threads)
     systems = {
         name: environment(SYSTEMS[name][1], options.environments) for name in options.systems
     }

@@ -19,7 +19,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from work import Turns, adapted, load, read, train, trained
+from workload import Turns, adapted, load, read, train, trained
 
 #: Number of rounds that is never reached, because the driver ends the process.
 ENDLESS = 10**9

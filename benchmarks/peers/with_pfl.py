@@ -14,7 +14,7 @@ from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics, Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
-from work import Turns, Work, adapted, read, shard
+from workload import Turns, Workload, adapted, read, shard
 
 #: Number of rounds that is never reached, because the driver ends the process.
 ENDLESS = 10**9
@@ -23,7 +23,7 @@ ENDLESS = 10**9
 class Scored(nn.Module):
     """Model with the methods required by pfl, which counts its training batches."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Workload) -> None:
         super().__init__()
         self.model = adapted(work)
         self.steps = 0

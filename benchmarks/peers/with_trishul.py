@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 
 from _setups import small_on_noise
-from work import TARGETS, Turns, read
+from workload import TARGETS, Turns, read
 
 from trishul_ray.federation.on_ray.driver import open_driver
 from trishul_ray.federation.on_ray.session import ray_session

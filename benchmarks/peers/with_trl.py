@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 
-class Asked(SFTTrainer):
+class SteppedTrainer(SFTTrainer):
     """Trainer that performs each step on request, in the order of the rows."""
 
     asked: "Queue[str]" = Queue()
@@ -37,7 +37,7 @@ class Asked(SFTTrainer):
 class Answer(TrainerCallback):
     """Reply after each optimizer step."""
 
-    def __init__(self, trainer: Asked) -> None:
+    def __init__(self, trainer: SteppedTrainer) -> None:
         self.trainer = trainer
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -61,7 +61,7 @@ def main() -> None:
     rows = load_dataset("json", data_files=f"{words['rows']}/train.jsonl", split="train")
     rows = rows.select([row for batch in order for row in batch]).map(as_messages)
     model = AutoModelForCausalLM.from_pretrained(words["model"], dtype=torch.float32)
-    trainer = Asked(
+    trainer = SteppedTrainer(
         model=PeftModel.from_pretrained(model, words["start"], is_trainable=True),
         args=SFTConfig(
             output_dir=f"{words['folder']}/trl",

@@ -21,7 +21,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """Model, clients and size of a round.
 
     Attributes:
@@ -51,15 +51,15 @@ CLASSES = 100
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def read() -> Work:
+def read() -> Workload:
     """Parse the work from JSON on the command line, and set the number of PyTorch threads."""
-    work = Work(**json.loads(sys.argv[1]))
+    work = Workload(**json.loads(sys.argv[1]))
     torch.set_num_threads(work.threads)
     return work
 
 
 @functools.cache  # build the model once per process, also for several clients
-def adapted(work: Work) -> nn.Module:
+def adapted(work: Workload) -> nn.Module:
     """Build the model with adapters; only the adapters and the head are trained."""
     torch.manual_seed(0)
     config = ViTConfig(  # type: ignore[call-arg]  # num_labels is its base class's
@@ -95,7 +95,7 @@ def load(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 @functools.cache
-def shard(work: Work, client: int) -> tuple[Tensor, Tensor]:
+def shard(work: Workload, client: int) -> tuple[Tensor, Tensor]:
     """Generate a client's normalized images [steps x batch, 3, 32, 32] and labels."""
     generator = torch.Generator().manual_seed(1 + client)
     rows = work.steps * work.batch
@@ -103,7 +103,7 @@ def shard(work: Work, client: int) -> tuple[Tensor, Tensor]:
     return images, torch.randint(CLASSES, (rows,), generator=generator)
 
 
-def train(model: nn.Module, work: Work, client: int) -> int:
+def train(model: nn.Module, work: Workload, client: int) -> int:
     images, labels = shard(work, client)
     model.train()
     optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=work.lr)
