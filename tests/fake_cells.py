@@ -145,12 +145,12 @@ def arrays(labels, lam):
     return sink.getvalue()
 
 
-def sweep_of(axes, cell, shown=None):
+def sweep_of(axes, cell, titles=None):
     """Create a sweep with a cell per combination: ``cell(labels)``."""
     combinations = itertools.product(*axes.values())
     cells = tuple(cell(dict(zip(axes, labels, strict=True))) for labels in combinations)
     axes = {axis: tuple(labels) for axis, labels in axes.items()}
-    return SweepOutcome("fake", "Fake", "smoke", "", axes, shown or {}, (), (), cells)
+    return SweepOutcome("fake", "Fake", "smoke", "", axes, titles or {}, (), (), cells)
 
 
 def by_method(folder, unfinished=lambda labels: None):

@@ -74,7 +74,7 @@ def invent_sweep(
     status: Callable = lambda labels: ("finished", ""),
     left_out: Callable = lambda labels: False,
     figures=(),
-    shown=None,
+    titles=None,
     **layout,
 ):
     """Create a sweep with one table. ``level(labels)`` is the mean in percent."""
@@ -98,7 +98,7 @@ def invent_sweep(
         profile=profile,
         description=f"Reproduces nothing: {name} is invented.\nExpected: nothing.",
         axes=axes,
-        shown=shown or {},
+        titles=titles or {},
         tables=(table,),
         figures=tuple(figures),
         cells=tuple(cells),
@@ -134,7 +134,7 @@ def vision(*, seeds=3, profile="paper", paper="tab:vision", **options):
         profile=profile,
         level=level,
         left_out=lambda labels: labels["method"] == "Full-FT" and labels["budget"] == "higher",
-        shown={
+        titles={
             "dataset": {"cifar100": "CIFAR-100", "svhn": "SVHN"},
             "clients": {"20": "20 clients", "50": "50 clients"},
             "partition": {"iid": "IID", "dirichlet(0.3)": "Dirichlet(0.3)"},
@@ -161,7 +161,7 @@ def sensitivity(*, seeds=3, profile="paper", **options):
         average=True,
         profile=profile,
         level=lambda labels: levels[labels["lambda"]],
-        shown={"dataset": {"cifar100": "CIFAR-100", "svhn": "SVHN"}},
+        titles={"dataset": {"cifar100": "CIFAR-100", "svhn": "SVHN"}},
         **options,
     )
 
@@ -183,7 +183,7 @@ def initialization(*, seeds=3, profile="paper", **options):
         paper="tab:ablation_init",
         profile=profile,
         level=lambda labels: levels[labels["initialization"]],
-        shown={"dataset": {"20newsgroups": "20 Newsgroups"}},
+        titles={"dataset": {"20newsgroups": "20 Newsgroups"}},
         **options,
     )
 

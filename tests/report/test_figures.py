@@ -53,8 +53,8 @@ def test_same_results_give_same_bytes(tmp_path):
 @pytest.mark.filterwarnings("error")
 def test_letters_without_glyph_are_noted_once(tmp_path):
     sweep = by_method(tmp_path)
-    shown = {**sweep.shown, "method": {"RAVAN": "物理 😀"}}
-    drawn = draw(figure_of("convergence", {}), replace(sweep, shown=shown))
+    titles = {**sweep.titles, "method": {"RAVAN": "物理 😀"}}
+    drawn = draw(figure_of("convergence", {}), replace(sweep, titles=titles))
     assert "物理 😀".encode() in drawn.svg
     assert drawn.note.endswith("The PDF font lacks the characters 物理; the SVG shows them.")
 

@@ -234,9 +234,9 @@ def test_a_slug_fits_file_names_and_ids():
 
 def test_numeric_column_heads_name_their_axis():
     axes = {"method": ("TRISHUL", "RAVAN"), "partition.alpha": ("0.1", "1e-2"), "rounds": ("5",)}
-    shown = {"partition.alpha": {"0.1": "skewed"}}
+    titles = {"partition.alpha": {"0.1": "skewed"}}
     columns = ("partition.alpha", "rounds")
-    sweep = invent_sweep("own", axes, ("method",), columns, profile="custom", shown=shown)
+    sweep = invent_sweep("own", axes, ("method",), columns, profile="custom", titles=titles)
     (table,) = build(sweep)
     assert table.columns == (("skewed", "rounds = 5"), ("α = 1e-2", "rounds = 5"))
 

@@ -26,7 +26,7 @@ base: {dataset: digits, federation: {rounds: 2}, federation.clients: 8}
 axes:
   method:
     TRISHUL: trishul
-    RAVAN: {method: ravan, adapter.init: gram_schmidt, shown: RAVAN (Gram-Schmidt)}
+    RAVAN: {method: ravan, adapter.init: gram_schmidt, title: RAVAN (Gram-Schmidt)}
     Full-FT: {method: fullft, metric: loss}
   budget: {lower: 4, higher: 8}
   seed: 0..2
@@ -74,7 +74,7 @@ def test_a_whole_file(write):
         "budget": ("lower", "higher"),
         "seed": ("0", "1", "2"),
     }
-    assert sweep.shown == {"method": {"RAVAN": "RAVAN (Gram-Schmidt)"}, "budget": {}, "seed": {}}
+    assert sweep.titles == {"method": {"RAVAN": "RAVAN (Gram-Schmidt)"}, "budget": {}, "seed": {}}
     where = {"method": ("TRISHUL", "RAVAN")}
     both = TableLayout(name="both", rows=("budget", "method"), where=where)
     assert both.title == "both"

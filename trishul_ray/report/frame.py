@@ -100,7 +100,7 @@ def cells_frame(
         found.loc[np.isinf(found["value"]), "gap"] = "not reached"
         found["value"] = found["value"].replace(math.inf, math.nan)
         found["metric"] = found["unit"] = target.cost
-        reference = sweep.shown_label(target.axis, target.reference)
+        reference = sweep.title_of(target.axis, target.reference)
         goal = f"{target.share:.0%} of {reference}'s final score"
         if any(map(is_loss, units)):
             goal = f"within {1 / target.share - 1:.2%} of {reference}'s final loss"
@@ -206,9 +206,9 @@ def _differently_evaluated(evaluations: Sequence[Mapping[str, Any]]) -> list[boo
     return [place in different for place in range(len(evaluations))]
 
 
-def shown_label(sweep: SweepHead, axis: str, label: str) -> str:
+def title_of(sweep: SweepHead, axis: str, label: str) -> str:
     """Return the displayed text of a label, such as ``λ = 0.1`` if it is a number."""
-    shown = sweep.shown_label(axis, label)
+    shown = sweep.title_of(axis, label)
     is_number = shown == label and re.fullmatch(r"[-+.e\d]*\d[-+.e\d]*", label) is not None
     return f"{_SYMBOLS.get(axis.rpartition('.')[2], axis)} = {label}" if is_number else shown
 

@@ -113,7 +113,7 @@ class SweepHead:
         name: Name of the sweep and of its files.
         description: The experiment that the sweep reproduces, and the expected result.
         axes: Labels of each axis, in order.
-        shown: Displayed labels, keyed by axis and label, if they differ from the labels.
+        titles: Displayed labels, keyed by axis and label, if they differ from the labels.
         overrides: Fields set on the command line that can change a number, as ``field=value``.
         mixed_stacks: Whether tables compare cells of different stacks.
     """
@@ -123,7 +123,7 @@ class SweepHead:
     profile: Profile
     description: str
     axes: Mapping[str, tuple[str, ...]]
-    shown: Mapping[str, Mapping[str, str]]
+    titles: Mapping[str, Mapping[str, str]]
     tables: tuple[TableLayout, ...]
     figures: tuple[FigureLayout, ...]
     overrides: tuple[str, ...] = field(default=(), kw_only=True)
@@ -141,8 +141,8 @@ class SweepHead:
         """
         return DRAW if DRAW not in axes and len(self.axes.get(DRAW, ())) > 1 else SEED
 
-    def shown_label(self, axis: str, label: str) -> str:
-        return self.shown.get(axis, {}).get(label, label)
+    def title_of(self, axis: str, label: str) -> str:
+        return self.titles.get(axis, {}).get(label, label)
 
     def with_outcomes(self, cells: Iterable[CellOutcome]) -> "SweepOutcome":
         """Combine the sweep with the outcomes of its cells."""

@@ -130,7 +130,7 @@ class SweepPart:
         found: list[tuple[str, ...]] = []
         for labels in self.sweep.in_order(axes, groups):
             runs = list(groups[labels].values())
-            name = ", ".join(map(self.sweep.shown_label, axes, labels)) or self.sweep.title
+            name = ", ".join(map(self.sweep.title_of, axes, labels)) or self.sweep.title
             sent = _range([run.uploaded_bytes for run in runs])
             received = _range([run.downloaded_bytes for run in runs])
             seconds = statistics.median(s for run in runs for s in run.round_seconds)

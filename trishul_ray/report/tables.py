@@ -15,7 +15,7 @@ from scipy import stats
 
 from trishul_ray.methods.base import method_class, method_names
 from trishul_ray.report.draws import draw_evidence
-from trishul_ray.report.frame import OTHER_STACK, cells_frame, shown_label, stack_differences
+from trishul_ray.report.frame import OTHER_STACK, cells_frame, stack_differences, title_of
 from trishul_ray.report.layouts import TableLayout
 from trishul_ray.report.outcomes import (
     DRAW,
@@ -318,13 +318,13 @@ def build_table(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
             mean = _average(found)
             place = (*labels, *[AVERAGE] * len(layout.columns))
             found.append(with_paper(mean, place) if mean else None)
-        name = sweep.shown_label(layout.rows[-1], labels[-1]) if labels else layout.title
+        name = sweep.title_of(layout.rows[-1], labels[-1]) if labels else layout.title
         return Row(name, found, verdict)
 
     rows = sweep.in_order(layout.rows, [place[:split] for place in numbers])
     groups = tuple(
         RowGroup(
-            ", ".join(f"{a}: {sweep.shown_label(a, n)}" for a, n in zip(axes, head, strict=False)),
+            ", ".join(f"{a}: {sweep.title_of(a, n)}" for a, n in zip(axes, head, strict=False)),
             [row_of(row) for row in members],
         )
         for head, members in itertools.groupby(rows, key=lambda row: row[:-1])
@@ -346,7 +346,7 @@ def build_table(sweep: SweepOutcome, layout: TableLayout) -> SweepTable:
                     dict(zip(rows, [row for group in groups for row in group.rows], strict=True)),
                 )
     heads = [
-        tuple(shown_label(sweep, *each) for each in zip(layout.columns, column, strict=True))
+        tuple(title_of(sweep, *each) for each in zip(layout.columns, column, strict=True))
         or (unit,)
         for column in columns
     ]

@@ -80,7 +80,7 @@ class Sweep(SweepHead):
         return " ".join(["trishul sweep", *axes])
 
     def displayed_labels(self, cell: Cell) -> dict[str, str]:
-        return {axis: self.shown_label(axis, label) for axis, label in cell.labels.items()}
+        return {axis: self.title_of(axis, label) for axis, label in cell.labels.items()}
 
     def cell_name(self, cell: Cell) -> str:
         """Return the name of a cell for messages, such as ``vision: FedIT, CIFAR-100, seed=0``."""

@@ -143,8 +143,8 @@ def _build(
         profile=profile,
         description=file.description,
         axes={axis: tuple(labels) for axis, labels in file.labels.items()},
-        shown={
-            axis: {label: each.shown for label, each in labels.items() if each.shown}
+        titles={
+            axis: {label: each.title for label, each in labels.items() if each.title}
             for axis, labels in file.labels.items()
         },
         tables=tables,

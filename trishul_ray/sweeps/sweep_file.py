@@ -103,7 +103,7 @@ class AxisLabel(Section):
 
     fields: FlatFields = Field(default_factory=dict)
     metric: Text | None = None
-    shown: Text | None = None
+    title: Text | None = None
 
 
 class Adjustment(Section):
@@ -125,7 +125,7 @@ def _labels_of(axis: str, given: Any) -> dict[str, Any]:
         if label in labels:
             raise ValueError(f"axis {axis!r}: {label!r} appears twice; remove one")
         fields = dict(value) if isinstance(value, Mapping) else {axis: value}
-        display = {key: fields.pop(key) for key in ("metric", "shown") if key in fields}
+        display = {key: fields.pop(key) for key in ("metric", "title") if key in fields}
         labels[label] = {**display, "fields": fields}
     if not labels:
         raise ValueError(f"axis {axis!r} is empty; add a label, or remove the axis")

@@ -108,7 +108,7 @@ def select_runs(
     cells = tuple(cell for cell in chosen if cell.status == "finished")
 
     def name(cell_labels: Sequence[str], axes: Sequence[str]) -> str:
-        return ", ".join(map(sweep.shown_label, axes, cell_labels))
+        return ", ".join(map(sweep.title_of, axes, cell_labels))
 
     def named(axes: Sequence[str]) -> Any:
         ordered = sweep.in_order(axes, {cell.labels_of(axes) for cell in chosen})
