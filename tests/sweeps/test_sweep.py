@@ -388,7 +388,7 @@ SPACE = "space: {optimizer.lr: {log: [1e-4, 1e-1]}}"
 @pytest.mark.parametrize(
     ("keys", "mode", "compared"),
     [
-        ("", "max", "validation_headline"),
+        ("", "max", "validation_primary_metric"),
         ("metric: loss, ", "min", "validation_loss"),
         ("metric: loss, mode: max, ", "max", "validation_loss"),
         ("metric: macro_f1, rows: test, ", "max", "macro_f1"),

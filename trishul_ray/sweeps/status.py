@@ -103,7 +103,7 @@ def collect(sweeps: Sequence[Sweep], states: Mapping[str, CellState]) -> tuple[S
     """Build the outcomes of sweeps from the states of all cells."""
     cells = [cell for sweep in sweeps for cell in sweep.cells]
     stores = _open_stores(cell.experiment for cell in cells)
-    headlines = {
+    metrics = {
         _task_of(cell.experiment): summary.headline
         for cell in cells
         if (summary := states[cell.experiment.id].summary) is not None
@@ -116,7 +116,7 @@ def collect(sweeps: Sequence[Sweep], states: Mapping[str, CellState]) -> tuple[S
             why = missing_scores(experiment, summary.scored_rounds)
             state = CellState("stale", why) if why else CellState("finished", "", summary)
         # A cell without a result uses the primary metric of other runs of its task.
-        metric = cell.metric or headlines.get(_task_of(experiment), "accuracy")
+        metric = cell.metric or metrics.get(_task_of(experiment), "accuracy")
         return CellOutcome(
             labels=cell.labels,
             id=experiment.id,
