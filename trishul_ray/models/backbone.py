@@ -121,7 +121,9 @@ class Backbone:
         size = getattr(images, "image_size", None)
         if isinstance(size, list | tuple):
             if len(set(size)) != 1:
-                raise InputError(f"model.name={self.name!r} takes images of {size}: not square")
+                raise InputError(
+                    f"model.name={self.name!r} has an image size of {size}; images must be square"
+                )
             size = size[0]
         channels = getattr(images, "num_channels", None)
         with self.files.reading():
