@@ -22,6 +22,11 @@ DRAWN = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def runs(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # the default of storage.runs is a relative path
+
+
 def experiment(*words):
     return load_experiment(None, [*BASE, "federation.rounds=2", *words])
 
