@@ -107,19 +107,19 @@ class EvalSums:
             The sums.
         """
         scores = {name: _on_host(values) for name, values in rows.scores.items()}
-        values = scores[metrics.primary_metric]
-        count = float(len(values))
-        group = batch["group"].cpu() if "group" in batch else values.new_full((len(values),), -1)
-        client = batch["client"].cpu() if "client" in batch else values.new_zeros(0)
+        primary = scores[metrics.primary_metric]
+        count = float(len(primary))
+        group = batch["group"].cpu() if "group" in batch else primary.new_full((len(primary),), -1)
+        client = batch["client"].cpu() if "client" in batch else primary.new_zeros(0)
         clients = np.unique(client.numpy()).astype(np.int64)
         return cls(
             loss=float(_on_host(rows.loss).sum()),
             terms=count if rows.terms is None else float(_on_host(rows.terms).sum()),
             count=count,
             scores={name: float(values.sum()) for name, values in scores.items()},
-            by_group=_sums_where([group == g for g in range(len(metrics.groups))], values),
+            by_group=_sums_where([group == g for g in range(len(metrics.groups))], primary),
             clients=clients,
-            by_client=_sums_where([client == int(c) for c in clients], values),
+            by_client=_sums_where([client == int(c) for c in clients], primary),
             by_class=_count_classes(rows, metrics.classes or 0),
             kept=_no_rows(0, 0) if rows.kept is None else _on_host(rows.kept).numpy(),
         )
